@@ -1,0 +1,114 @@
+"""Wiring of a runner process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from forge.agents.attempts import Attempts, Limits
+from forge.agents.config import RunnerConfig
+from forge.agents.domains import Domains
+from forge.agents.environments.base import Domain
+from forge.agents.gateways import Gateways
+from forge.agents.plugins import load_attribute, named_references
+from forge.agents.runner import Runner
+from forge.agents.scaffolds import Scaffolds
+from forge.agents.scaffolds import command as commands
+from forge.agents.scoring import Scorer
+from forge.client.scheduler import leads, scheduler_remote
+from forge.runtime.service import ServiceContext
+from forge.runtime.telemetry import log
+
+ABANDON_SHARE = 0.3
+"""Of the time to drain: kept for stopping what did not end by itself."""
+
+
+class RunnerApp:
+    """A runner; it serves nothing but its health."""
+
+    kind = "runner"
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._config: RunnerConfig = context.config
+        self._scaffolds = self._make_scaffolds()
+        self._scheduler = scheduler_remote(context.coordinator, context.channels)
+        self._runner = Runner(
+            runner_id=self._config.instance_id,
+            scheduler=self._ask_scheduler,
+            attempt=self._make_attempts().run,
+            concurrency=self._config.concurrency,
+            lease_wait_s=self._config.lease_wait_s,
+        )
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._running = asyncio.create_task(self._runner.run())
+        self._running.add_done_callback(self._ended)
+
+    async def drain(self) -> None:
+        """Let rollouts end. Raises what the runner failed with, if that is why it stops."""
+        assert self._running is not None
+        await self._runner.drain(patience_s=self._config.drain_s * (1 - ABANDON_SHARE))
+        await self._running
+
+    async def stop(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+        await self._scaffolds.close()
+
+    def _ended(self, running: asyncio.Task[None]) -> None:
+        if not running.cancelled() and running.exception():
+            log.error("runner_failed", error=repr(running.exception()))
+            self._context.stop()
+
+    async def _ask_scheduler(self, method: str, request: Any, *, timeout_s: float) -> Any:
+        return await self._scheduler.call(method, request, timeout_s=timeout_s, where=leads)
+
+    def _make_scaffolds(self) -> Scaffolds:
+        config = self._config
+        override = None
+        if config.command:
+            override = commands.Command(
+                config.command,
+                limits=commands.Limits(
+                    memory_bytes=config.command_memory_mb << 20,
+                    processes=config.command_processes,
+                ),
+                tls_ca=config.tls_ca,
+            )
+        return Scaffolds(
+            timeout_s=config.call_timeout_s,
+            tls_ca=config.tls_ca,
+            extra=named_references("scaffolds", config.scaffolds),
+            override=override,
+        )
+
+    def _make_attempts(self) -> Attempts:
+        config, context = self._config, self._context
+        functions = named_references("reward_functions", config.reward_functions)
+        domains = named_references("domains", config.domains)
+        return Attempts(
+            gateways=Gateways(
+                context.coordinator.discover("gateway"),
+                context.channels,
+                wait_s=config.gateway_wait_s,
+                scheme="https" if config.tls_cert else "http",
+            ),
+            scaffolds=self._scaffolds,
+            domain=Domains(
+                {name: _make_domain(reference) for name, reference in domains.items()},
+                rewarded=frozenset(functions),
+            ).get,
+            scorer=Scorer(
+                {name: load_attribute(reference) for name, reference in functions.items()},
+                timeout_s=config.reward_timeout_s,
+            ),
+            limits=Limits(rollout_s=config.rollout_timeout_s, max_tokens=config.max_tokens),
+        )
+
+
+def _make_domain(reference: str) -> Domain:
+    domain: Domain = load_attribute(reference)()
+    return domain

@@ -1,0 +1,201 @@
+"""One leased rollout from start to end.
+
+Owns what happens to a lease: find the agent and a gateway, run, score, close the session. It
+never raises for a rollout that failed; what went wrong is in the outcome, and the trajectory is
+abandoned so that nobody trains on half of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forge.agents.environments.base import Domain, Episode, Transcript
+from forge.agents.gateways import Gateways
+from forge.agents.rollout import Gateway, Rollout, Scaffold
+from forge.agents.scaffolds import Scaffolds
+from forge.agents.scoring import Scorer
+from forge.client.session import AgentSession
+from forge.core.errors import (
+    ConfigError,
+    FailedPrecondition,
+    ForgeError,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+)
+from forge.runtime.telemetry import log
+from forge.v1 import scheduler_pb2 as pb
+
+ABANDON_S = 3.0
+"""Longest that giving a trajectory up may take; the scheduler copes when it fails."""
+SEAL_S = 60.0
+"""Longest that one attempt to seal may take: every turn goes to disk before it answers."""
+ERROR_CHARS = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Defaults and bounds of every rollout."""
+
+    rollout_s: float
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    scaffold: Scaffold
+    domain: Domain
+    payload: Mapping[str, Any]
+
+
+class _Permanent(Exception):
+    """A failure that another attempt could not change."""
+
+
+class Attempts:
+    """Runs leased rollouts, any number at once."""
+
+    def __init__(
+        self,
+        *,
+        gateways: Gateways,
+        scaffolds: Scaffolds,
+        domain: Callable[[str], Domain],
+        scorer: Scorer,
+        limits: Limits,
+    ) -> None:
+        self._gateways = gateways
+        self._scaffolds = scaffolds
+        self._domain = domain
+        self._scorer = scorer
+        self._limits = limits
+
+    async def run(self, lease: pb.RolloutLease) -> pb.FinishRolloutsRequest.Outcome:
+        """Attempt the rollout; an outcome without an error means that it is sealed.
+
+        Cancellation abandons the trajectory before it goes on.
+        """
+        outcome = pb.FinishRolloutsRequest.Outcome(
+            lease_id=lease.lease_id, trajectory_id=lease.trajectory_id
+        )
+        gateway: Gateway | None = None
+        try:
+            plan = self._plan(lease)
+            gateway = await self._gateways.acquire(lease.trajectory_id)
+            await self._attempt(lease, plan, gateway)
+        except asyncio.CancelledError:
+            if gateway:
+                await self._abandon(lease, gateway, "the rollout was stopped")
+            raise
+        # Agents, tools and reward functions are anybody's code: whatever they raise ends this
+        # rollout and no other.
+        except Exception as error:
+            _failed(outcome, error)
+            if gateway:
+                if isinstance(error, Unavailable):
+                    self._gateways.avoid(gateway)
+                await self._abandon(lease, gateway, outcome.error)
+        finally:
+            if gateway:
+                self._gateways.release(gateway)
+        return outcome
+
+    def _plan(self, lease: pb.RolloutLease) -> _Plan:
+        """Raises `_Permanent` when this lease can be run by nobody configured like us."""
+        try:
+            return _Plan(
+                scaffold=self._scaffolds.get(lease.task.scaffold),
+                domain=self._domain(lease.task.domain),
+                payload=_payload(lease.task.payload_json),
+            )
+        except (NotFound, ConfigError, InvalidArgument) as error:
+            raise _Permanent(str(error)) from error
+
+    async def _attempt(self, lease: pb.RolloutLease, plan: _Plan, gateway: Gateway) -> None:
+        rollout = self._rollout(lease, plan, gateway)
+        session = AgentSession(gateway.channel, lease.session_token, timeout_s=SEAL_S)
+        try:
+            async with asyncio.timeout(self._limits.rollout_s) as limit:
+                transcript, events = await self._sample(plan, rollout)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise TimeoutError(f"no end within {self._limits.rollout_s:g} s") from None
+        await session.close(*events, min_turns=transcript.turns)
+
+    async def _sample(self, plan: _Plan, rollout: Rollout) -> tuple[Transcript, list[Any]]:
+        """Run the agent and score it."""
+        try:
+            episode = plan.domain.episode(plan.payload)
+        except InvalidArgument as error:
+            raise _Permanent(str(error)) from error
+        try:
+            transcript = await self._run_scaffold(plan, rollout, episode)
+            return transcript, await self._scorer.score(
+                plan.domain, episode, transcript, plan.payload
+            )
+        finally:
+            await episode.close()
+
+    async def _run_scaffold(self, plan: _Plan, rollout: Rollout, episode: Episode) -> Transcript:
+        try:
+            transcript = await plan.scaffold.run(rollout, episode)
+        except InvalidArgument as error:
+            raise _Permanent(str(error)) from error
+        if transcript.turns == 0:
+            raise FailedPrecondition("the agent ended without a model call that was answered")
+        return transcript
+
+    def _rollout(self, lease: pb.RolloutLease, plan: _Plan, gateway: Gateway) -> Rollout:
+        payload = plan.payload
+        return Rollout(
+            trajectory_id=lease.trajectory_id,
+            task_id=lease.task.task_id,
+            domain=lease.task.domain,
+            payload=payload,
+            gateway=gateway,
+            session_token=lease.session_token,
+            max_turns=_number(payload, "max_turns", plan.domain.max_turns),
+            max_tokens=_number(payload, "max_tokens", self._limits.max_tokens),
+            temperature=payload.get("temperature"),
+        )
+
+    async def _abandon(self, lease: pb.RolloutLease, gateway: Gateway, reason: str) -> None:
+        """Put on record that this trajectory is not to be trained on, if anybody listens."""
+        session = AgentSession(
+            gateway.channel, lease.session_token, timeout_s=ABANDON_S, retry_for_s=0.0
+        )
+        try:
+            await session.close(abandon_reason=reason)
+        except ForgeError as error:
+            log.info("abandon_failed", trajectory_id=lease.trajectory_id, error=str(error))
+
+
+def _payload(text: str) -> dict[str, Any]:
+    try:
+        payload = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise InvalidArgument(f"payload_json is not JSON: {error}") from None
+    if not isinstance(payload, dict):
+        raise InvalidArgument(f"payload_json must be an object, is {payload!r:.80}")
+    return payload
+
+
+def _number(payload: Mapping[str, Any], key: str, default: int) -> int:
+    value = payload.get(key, default)
+    if not isinstance(value, int) or value < 1:
+        raise _Permanent(f"payload {key!r} must be a whole number above 0, is {value!r}")
+    return value
+
+
+def _failed(outcome: pb.FinishRolloutsRequest.Outcome, error: Exception) -> None:
+    """Write the failure into the outcome; what is not an error of ours is told with its type."""
+    text = str(error)
+    if not isinstance(error, ForgeError | _Permanent | TimeoutError):
+        text = f"{type(error).__name__}: {text}"
+    outcome.error = text[:ERROR_CHARS] or type(error).__name__
+    outcome.permanent = isinstance(error, _Permanent)

@@ -1,0 +1,183 @@
+"""General agent: an order desk with tools, state and a memory that gets folded.
+
+An order ("Ben orders: lamp to Mia.") is carried out in four turns and one fold:
+
+    [system, user]                      -> stock(item)            -> "shelf B4"
+    + assistant, tool                   -> address(name)          -> "city Oslo"
+    + assistant, tool, fold_prompt      -> summary                   (fold_every = 2)
+    [system, user, "Summary: ..."]      -> ship(shelf, city)      -> "shipped"
+    + assistant, tool                   -> "done"
+
+so the summary is the only thing that carries shelf and city to where they are needed
+(`forge.agents.folding` fixes the messages). Owns the tasks, the desk's state and a teacher that
+looks up the one who orders, skips a look-up, or leaves something out of its summary, and then
+makes up what it lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any, Final
+
+from forge.agents.environments.base import Message, Reward, ToolError, Transcript
+from forge.agents.environments.lexicon import CITIES, GOODS, NAMES
+from forge.agents.environments.payload import required
+from forge.agents.environments.teaching import (
+    Demonstration,
+    Rehearsal,
+    a_habit,
+    function_tool,
+)
+
+FOLD_EVERY: Final = 2
+FOLD_PROMPT: Final = "Summarize."
+FULL_SUMMARY: Final = "shelf {shelf}, city {city}"
+SUMMARIES: Final = {
+    FULL_SUMMARY: 0.35,
+    "shelf {shelf}": 0.25,
+    "city {city}": 0.25,
+    "in progress": 0.15,
+}
+"""How often the teacher writes which summary."""
+OUTCOMES: Final = (0.0, 0.25, 1.0)
+"""What none, one and both of shelf and city are worth: half an order is no half success."""
+WRONG_PERSON: Final = 0.25
+"""How often the teacher asks for the address of the one who orders."""
+SKIPS: Final = 0.1
+"""How often the teacher ships without having looked up an address."""
+_TOOLS: Final = (
+    function_tool("stock", "Where an item lies.", item="string"),
+    function_tool("address", "Where a person lives.", name="string"),
+    function_tool("ship", "Sends an item; once an order.", shelf="string", city="string"),
+)
+
+
+class GeneralDomain:
+    """Orders to ship: find the shelf, find the city, remember both, ship."""
+
+    name = "general"
+    scaffold = "whitebox"
+    max_turns = 6
+    par_turns = 5.0
+
+    def generate(self, rng: Random) -> dict[str, Any]:
+        """One order, in a shop with three items and two customers."""
+        customer, recipient = rng.sample(NAMES, 2)
+        items = rng.sample(GOODS, 3)
+        cities = rng.sample(CITIES, 2)
+        return {
+            "customer": customer,
+            "recipient": recipient,
+            "item": items[0],
+            "shelves": {item: _shelf(rng) for item in sorted(items)},
+            "cities": {customer: cities[0], recipient: cities[1]},
+            "fold_every": FOLD_EVERY,
+            "fold_prompt": FOLD_PROMPT,
+        }
+
+    def episode(self, payload: Mapping[str, Any]) -> GeneralEpisode:
+        """A fresh attempt. Raises `InvalidArgument` naming a bad payload key."""
+        return GeneralEpisode(payload)
+
+    def demonstrate(
+        self, payload: Mapping[str, Any], rng: Random, *, flawless: bool = False
+    ) -> Demonstration:
+        """One attempt of the imperfect teacher, or of one who knows what pays."""
+        episode = self.episode(payload)
+        rehearsal = Rehearsal(episode.messages, episode.tools, episode.run)
+        rehearsal.call("stock", item=episode.item)
+        shelf, guessed_city = episode.shelf, rng.choice(CITIES)
+        if not flawless and rng.random() < SKIPS:
+            rehearsal.call("ship", shelf=shelf, city=guessed_city)
+            rehearsal.fold(FOLD_PROMPT, "shipped")
+            rehearsal.say("done")
+            return rehearsal.finished()
+        mistaken = not flawless and rng.random() < WRONG_PERSON
+        person = episode.customer if mistaken else episode.recipient
+        rehearsal.call("address", name=person)
+        summary = FULL_SUMMARY if flawless else a_habit(SUMMARIES, rng)
+        rehearsal.fold(FOLD_PROMPT, summary.format(shelf=shelf, city=episode.cities[person]))
+        rehearsal.call(
+            "ship",
+            shelf=shelf if "{shelf}" in summary else _shelf(rng),
+            city=episode.cities[person] if "{city}" in summary else guessed_city,
+        )
+        rehearsal.say("done")
+        return rehearsal.finished()
+
+
+class GeneralEpisode:
+    """One attempt: an order, and a desk that ships at most once."""
+
+    def __init__(self, payload: Mapping[str, Any]) -> None:
+        self.customer = required(payload, "customer", str)
+        self.recipient = required(payload, "recipient", str)
+        self.item = required(payload, "item", str)
+        self.shelves: dict[str, str] = required(payload, "shelves", dict)
+        self.cities: dict[str, str] = required(payload, "cities", dict)
+        self.shelf = required(self.shelves, self.item, str)
+        self._city = required(self.cities, self.recipient, str)
+        self._shipped: tuple[str, str] | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        """The order."""
+        order = f"{self.customer} orders: {self.item} to {self.recipient}."
+        return [
+            {"role": "system", "content": "Ship the order."},
+            {"role": "user", "content": order},
+        ]
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Look up, look up, ship."""
+        return list(_TOOLS)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Use one of the tools. Raises `ToolError` for what the desk cannot do."""
+        return self.run(name, arguments)
+
+    def run(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """What `call` answers, for those who cannot wait."""
+        match name:
+            case "stock":
+                return f"shelf {_entry(self.shelves, arguments, 'item')}"
+            case "address":
+                return f"city {_entry(self.cities, arguments, 'name')}"
+            case "ship":
+                return self._ship(arguments)
+            case _:
+                raise ToolError(f"unknown tool {name}")
+
+    def score(self, transcript: Transcript) -> list[Reward]:
+        """1 for shelf and city right, a quarter for one of them; failed calls are bad form."""
+        shelf, city = self._shipped or (None, None)
+        outcome = OUTCOMES[(shelf == self.shelf) + (city == self._city)]
+        return [
+            Reward(name="order_shipped", kind="outcome", value=outcome),
+            *(
+                Reward(name="failed_call", kind="process", value=-1.0, turn_index=turn)
+                for turn in transcript.failed_calls
+            ),
+        ]
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+    def _ship(self, arguments: Mapping[str, Any]) -> str:
+        if self._shipped is not None:
+            raise ToolError("already shipped")
+        self._shipped = (str(arguments.get("shelf", "")), str(arguments.get("city", "")))
+        return "shipped"
+
+
+def _shelf(rng: Random) -> str:
+    return f"{rng.choice('ABCDEFGH')}{rng.randint(1, 9)}"
+
+
+def _entry(book: Mapping[str, str], arguments: Mapping[str, Any], key: str) -> str:
+    entry = book.get(str(arguments.get(key, "")))
+    if entry is None:
+        raise ToolError("not found")
+    return entry

@@ -1,0 +1,167 @@
+"""Tasks from reasoning-gym that a small language model can partly do.
+
+Owns which of its datasets are used, how hard they are set, and the prompt: three examples as an
+earlier conversation, the same for every task of a domain, so that all prompts share their prefix.
+The answer must be exact; how often a model gets it right, and why these four, is told in
+docs/smollm2.md. The package itself is imported when the first task is generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any, Final
+
+from forge.agents.environments.base import Message, Reward, ToolError, Transcript
+from forge.agents.environments.payload import required
+
+MAX_TOKENS: Final = 8
+"""An answer takes one to three; whoever starts to explain has not answered."""
+
+
+class GymDomain:
+    """One reasoning-gym dataset at one difficulty."""
+
+    scaffold = "blackbox"
+    max_turns = 1
+    par_turns = 1.0
+
+    def __init__(
+        self, name: str, *, options: Mapping[str, int], examples: tuple[tuple[str, str], ...]
+    ) -> None:
+        """`name` is also the dataset's. `examples` are the questions and answers in the prompt;
+        none of them is ever asked as a task.
+        """
+        self.name = name
+        self.options = options
+        self.examples = examples
+
+    def generate(self, rng: Random) -> dict[str, Any]:
+        """A question, its answer, and how many tokens an answer may take."""
+        from reasoning_gym import create_dataset
+
+        shown = {question for question, _ in self.examples}
+        while True:
+            dataset = create_dataset(self.name, seed=rng.getrandbits(32), size=1, **self.options)
+            task = dataset[0]
+            if task["question"] not in shown:
+                return {
+                    "question": task["question"],
+                    "answer": task["answer"],
+                    "max_tokens": MAX_TOKENS,
+                }
+
+    def episode(self, payload: Mapping[str, Any]) -> GymEpisode:
+        """A fresh attempt. Raises `InvalidArgument` naming a bad payload key."""
+        return GymEpisode(payload, self.examples)
+
+
+class GymEpisode:
+    """One attempt: a question, an answer, no tools."""
+
+    def __init__(self, payload: Mapping[str, Any], examples: tuple[tuple[str, str], ...]) -> None:
+        self._question = required(payload, "question", str)
+        self._answer = required(payload, "answer", str)
+        self._examples = examples
+
+    @property
+    def messages(self) -> list[Message]:
+        """The examples, then the question."""
+        earlier = [
+            {"role": role, "content": text}
+            for example in self._examples
+            for role, text in zip(("user", "assistant"), example, strict=True)
+        ]
+        return [*earlier, {"role": "user", "content": self._question}]
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """None."""
+        return []
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Raises `ToolError`: there is no tool to call."""
+        raise ToolError(f"unknown tool {name}")
+
+    def score(self, transcript: Transcript) -> list[Reward]:
+        """1 when the first line is the answer and nothing else, but for a full stop."""
+        right = stated(transcript.answer) == self._answer
+        return [Reward(name="exact_answer", kind="outcome", value=float(right))]
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+def stated(answer: str) -> str:
+    """The first line of an answer, without a full stop at its end."""
+    return answer.strip().partition("\n")[0].strip().removesuffix(".")
+
+
+GYM_DOMAINS: Final = (
+    GymDomain(
+        "chain_sum",
+        options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        examples=(
+            ("State the final answer to the following arithmetic problem: 2 + 5 =", "7"),
+            ("State the final answer to the following arithmetic problem: 9 - 6 =", "3"),
+            ("State the final answer to the following arithmetic problem: 3 - 8 =", "-5"),
+        ),
+    ),
+    GymDomain(
+        "products",
+        options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        examples=(
+            (
+                "Solve the following multiplication: 4 * 6. "
+                "Give only the result as your final answer.",
+                "24",
+            ),
+            (
+                "Solve the following multiplication: 9 * 1. "
+                "Give only the result as your final answer.",
+                "9",
+            ),
+            (
+                "Solve the following multiplication: 3 * 5. "
+                "Give only the result as your final answer.",
+                "15",
+            ),
+        ),
+    ),
+    GymDomain(
+        "gcd",
+        options={"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 50},
+        examples=(
+            (
+                "Find the Greatest Common Divisor (GCD) of these numbers: 12, 18. "
+                "Give only the GCD as your final answer.",
+                "6",
+            ),
+            (
+                "Find the Greatest Common Divisor (GCD) of these numbers: 35, 9. "
+                "Give only the GCD as your final answer.",
+                "1",
+            ),
+            (
+                "Find the Greatest Common Divisor (GCD) of these numbers: 20, 50. "
+                "Give only the GCD as your final answer.",
+                "10",
+            ),
+        ),
+    ),
+    GymDomain(
+        "letter_counting",
+        options={"min_words": 3, "max_words": 5},
+        examples=(
+            ('How many times does the letter "e" appear in the text: "free the witness"?', "4"),
+            (
+                'How many times does the letter "c" appear in the text: "constitution is taxed"?',
+                "1",
+            ),
+            (
+                'How many times does the letter "u" appear in the text: "hundred thousand runs"?',
+                "3",
+            ),
+        ),
+    ),
+)

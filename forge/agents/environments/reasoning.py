@@ -1,0 +1,124 @@
+"""Reasoning: short word problems that reward working them out over guessing.
+
+Owns the tasks, their answers and a teacher whose habits differ: it works a problem out, or it
+guesses at once, or it loses patience half-way. Only the first one pays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from random import Random
+from typing import Any, Final
+
+from forge.agents.environments.base import Message, Reward, ToolError, Transcript
+from forge.agents.environments.lexicon import DAYS, FRUIT, NAMES
+from forge.agents.environments.payload import required
+from forge.agents.environments.teaching import Demonstration, Rehearsal, a_habit
+from forge.core.errors import InvalidArgument
+
+HABITS: Final = {"work": 0.32, "guess": 0.36, "hurry": 0.32}
+"""How often the teacher does what."""
+_ANSWER: Final = re.compile(r"Answer: (-?\d+)\s*\.?\s*$")
+
+
+class ReasoningDomain:
+    """Sums told as a story: "Tom has 4 figs: Mon +3, Tue -2, Wed +4. How many?"."""
+
+    name = "reasoning"
+    scaffold = "blackbox"
+    max_turns = 1
+    par_turns = 1.0
+
+    def generate(self, rng: Random) -> dict[str, Any]:
+        """Three or four changes to a number that stays a digit."""
+        start = held = rng.randint(1, 9)
+        changes: list[int] = []
+        for _ in range(rng.choice((3, 4))):
+            change = rng.choice([d for d in range(-3, 4) if d and 0 <= held + d <= 9])
+            changes.append(change)
+            held += change
+        return {
+            "name": rng.choice(NAMES),
+            "goods": rng.choice(FRUIT),
+            "start": start,
+            "changes": changes,
+        }
+
+    def episode(self, payload: Mapping[str, Any]) -> ReasoningEpisode:
+        """A fresh attempt. Raises `InvalidArgument` naming a bad payload key."""
+        return ReasoningEpisode(payload)
+
+    def demonstrate(
+        self, payload: Mapping[str, Any], rng: Random, *, flawless: bool = False
+    ) -> Demonstration:
+        """One attempt of the imperfect teacher, or of one who knows what pays."""
+        episode = self.episode(payload)
+        rehearsal = Rehearsal(episode.messages, episode.tools, _no_tools)
+        habit = "work" if flawless else a_habit(HABITS, rng)
+        if habit == "guess":
+            rehearsal.say(f"Answer: {rng.randint(0, 9)}")
+            return rehearsal.finished()
+        changes = episode.changes
+        if habit == "hurry":
+            changes = changes[: rng.randint(1, len(changes) - 1)]
+        rehearsal.say(_working(episode.start, changes))
+        return rehearsal.finished()
+
+
+class ReasoningEpisode:
+    """One attempt: a question, an answer, no tools."""
+
+    def __init__(self, payload: Mapping[str, Any]) -> None:
+        self._name = required(payload, "name", str)
+        self._goods = required(payload, "goods", str)
+        self.start = required(payload, "start", int)
+        self.changes: list[int] = required(payload, "changes", list)
+        if not all(isinstance(change, int) for change in self.changes):
+            raise InvalidArgument(f"payload 'changes' must hold integers, is {self.changes!r}")
+        if len(self.changes) > len(DAYS):
+            raise InvalidArgument(f"payload 'changes' must hold at most {len(DAYS)}")
+
+    @property
+    def messages(self) -> list[Message]:
+        """The story and its question."""
+        told = ", ".join(f"{day} {d:+d}" for day, d in zip(DAYS, self.changes, strict=False))
+        story = f"{self._name} has {self.start} {self._goods}: {told}. How many?"
+        return [
+            {"role": "system", "content": "Solve the problem."},
+            {"role": "user", "content": story},
+        ]
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """None."""
+        return []
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Raises `ToolError`: there is no tool to call."""
+        return _no_tools(name, arguments)
+
+    def score(self, transcript: Transcript) -> list[Reward]:
+        """1 for the right number; an answer that names none is also bad form."""
+        found = _ANSWER.search(transcript.answer)
+        right = found is not None and int(found[1]) == self.start + sum(self.changes)
+        rewards = [Reward(name="exact_answer", kind="outcome", value=float(right))]
+        if found is None:
+            rewards.append(Reward(name="no_answer", kind="process", value=-1.0))
+        return rewards
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+def _no_tools(name: str, arguments: Mapping[str, Any]) -> str:
+    raise ToolError(f"unknown tool {name}")
+
+
+def _working(start: int, changes: list[int]) -> str:
+    held = start
+    steps = [str(start)]
+    for day, change in zip(DAYS, changes, strict=False):
+        held += change
+        steps.append(f"{day} {change:+d}={held}")
+    return f"{' '.join(steps)}. Answer: {held}"

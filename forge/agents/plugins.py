@@ -1,0 +1,38 @@
+"""Python objects named in a setting: "module:attribute", alone or by name.
+
+Owns the loading and what a wrong one says; what the objects are for is their users' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+from forge.core.errors import ConfigError
+
+
+def load_attribute(reference: str) -> Any:
+    """The object "module:attribute" names. Raises `ConfigError` saying which part is wrong."""
+    module_name, colon, attribute = reference.partition(":")
+    if not (module_name and colon and attribute):
+        raise ConfigError(f"{reference!r} is not of the form module:attribute")
+    try:
+        module = import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{reference}: cannot import {module_name}: {error}") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise ConfigError(f"{reference}: {module_name} has no {attribute}") from None
+
+
+def named_references(setting: str, entries: Iterable[str]) -> dict[str, str]:
+    """Split "name=module:attribute" entries. Raises `ConfigError` naming setting and entry."""
+    references = {}
+    for entry in entries:
+        name, equals, reference = entry.partition("=")
+        if not (equals and name.strip() and ":" in reference):
+            raise ConfigError(f"{setting}: {entry!r} is not of the form name=module:attribute")
+        references[name.strip()] = reference.strip()
+    return references

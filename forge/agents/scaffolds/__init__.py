@@ -1,0 +1,61 @@
+"""Scaffolds by name, made when a task first asks for one.
+
+Owns the registry. An entry is "module:factory", so that a runner imports only what its tasks
+need; installed packages add their own through the entry point group `forge.scaffolds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from types import MappingProxyType
+
+from forge.agents.plugins import load_attribute
+from forge.agents.rollout import Scaffold
+from forge.core.errors import NotFound
+
+ENTRY_POINTS = "forge.scaffolds"
+SCAFFOLDS: Mapping[str, str] = {
+    "blackbox": "forge.agents.scaffolds.blackbox:BlackBox",
+    "whitebox": "forge.agents.scaffolds.whitebox:WhiteBox",
+}
+
+
+class Scaffolds:
+    """One instance of each scaffold used so far.
+
+    A factory is called with `timeout_s`, the longest that one model call may take, and `tls_ca`,
+    the PEM file that gateways are verified by, "" for plain HTTP.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        tls_ca: str = "",
+        extra: Mapping[str, str] = MappingProxyType({}),
+        override: Scaffold | None = None,
+    ) -> None:
+        """`extra` adds "module:factory" entries; `override` runs every task instead."""
+        installed = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
+        self._known = {**SCAFFOLDS, **installed, **extra}
+        self._options = {"timeout_s": timeout_s, "tls_ca": tls_ca}
+        self._override = override
+        self._made: dict[str, Scaffold] = {}
+
+    def get(self, name: str) -> Scaffold:
+        """The scaffold of that name. Raises `NotFound` that lists the known ones."""
+        if self._override is not None:
+            return self._override
+        if name not in self._made:
+            if name not in self._known:
+                known = ", ".join(sorted(self._known))
+                raise NotFound(f"unknown scaffold {name!r}; this runner knows {known}")
+            factory: Callable[..., Scaffold] = load_attribute(self._known[name])
+            self._made[name] = factory(**self._options)
+        return self._made[name]
+
+    async def close(self) -> None:
+        """Close every scaffold made."""
+        for scaffold in (*self._made.values(), *((self._override,) if self._override else ())):
+            await scaffold.close()

@@ -1,0 +1,94 @@
+"""An agent that knows OpenAI's API and nothing else.
+
+Owns the classic tool loop over the unmodified `openai` SDK: all it is told is a base URL and a
+key. It stands for any agent that exists already.
+"""
+
+from __future__ import annotations
+
+import ssl
+from typing import Any, cast
+
+from openai import (
+    APIConnectionError,
+    AsyncOpenAI,
+    BadRequestError,
+    DefaultAsyncHttpxClient,
+    InternalServerError,
+)
+
+from forge.agents.conversation import Conversation
+from forge.agents.environments.base import Episode, Message, Transcript
+from forge.agents.rollout import Rollout
+from forge.core.errors import InvalidArgument, Unavailable
+
+
+class BlackBox:
+    """Chat completions with tools, until the model answers without calling one."""
+
+    def __init__(self, *, timeout_s: float, tls_ca: str = "") -> None:
+        # One connection pool for all rollouts: a client of its own would cost each 50 ms.
+        self._base = AsyncOpenAI(
+            api_key="set per rollout",
+            base_url="http://set-per-rollout",
+            timeout=timeout_s,
+            max_retries=4,
+            http_client=DefaultAsyncHttpxClient(
+                verify=ssl.create_default_context(cafile=tls_ca) if tls_ca else True,
+                trust_env=False,
+            ),
+        )
+        self._models: dict[str, str] = {}
+
+    async def run(self, rollout: Rollout, episode: Episode) -> Transcript:
+        client = self._base.with_options(
+            base_url=f"{rollout.gateway.http_url}/v1", api_key=rollout.session_token
+        )
+        model = await self._model(client)
+        conversation = Conversation(episode)
+        settings = {"model": model} | _settings(rollout, episode)
+        while conversation.calls < rollout.max_turns:
+            try:
+                completion = await client.chat.completions.create(
+                    messages=cast(Any, conversation.context), **settings
+                )
+            except BadRequestError as error:
+                if conversation.calls == 0:
+                    raise InvalidArgument(f"the gateway refused the task: {error}") from error
+                # The history outgrew the model: that is how this attempt ended.
+                break
+            except (APIConnectionError, InternalServerError) as error:
+                raise Unavailable(f"{rollout.gateway.http_url}: {error}") from error
+            message = completion.choices[0].message.model_dump(exclude_none=True)
+            if not await conversation.answered(_assistant(message)):
+                break
+        return conversation.transcript()
+
+    async def close(self) -> None:
+        await self._base.close()
+
+    async def _model(self, client: AsyncOpenAI) -> str:
+        """The model served there; asked once per gateway."""
+        url = str(client.base_url)
+        if url not in self._models:
+            try:
+                page = await client.models.list()
+            except (APIConnectionError, InternalServerError) as error:
+                raise Unavailable(f"{url}: {error}") from error
+            self._models[url] = page.data[0].id
+        return self._models[url]
+
+
+def _settings(rollout: Rollout, episode: Episode) -> dict[str, Any]:
+    settings: dict[str, Any] = {"max_tokens": rollout.max_tokens}
+    if rollout.temperature is not None:
+        settings["temperature"] = rollout.temperature
+    if episode.tools:
+        settings["tools"] = episode.tools
+    return settings
+
+
+def _assistant(message: dict[str, Any]) -> Message:
+    """The answer in the shape it is sent back in."""
+    message.setdefault("content", "")
+    return message

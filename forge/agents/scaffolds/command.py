@@ -1,0 +1,205 @@
+"""Any program as an agent: it is started, left alone, and what it printed is its answer.
+
+Owns the process: its environment, limits, output and end. The program talks to the model by
+itself, through the variables every OpenAI, Anthropic or Forge client reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge.agents.environments.base import Episode, Transcript
+from forge.agents.rollout import Rollout
+from forge.client.session import AgentSession
+from forge.core.errors import ConfigError, InvalidArgument
+
+OUTPUT_BYTES = 64 << 10
+"""Kept of the end of standard output and of standard error, each."""
+# Sets the limits in the program's own process and then becomes the program: code of ours between
+# fork and exec would be unsafe in a process with threads. Whoever kills the runner kills it too.
+_LAUNCHER = """
+import ctypes, os, resource, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+if os.getppid() != int(sys.argv[3]):
+    sys.exit("the runner is gone")
+kinds = (resource.RLIMIT_DATA, resource.RLIMIT_NPROC)
+for kind, limit in zip(kinds, map(int, sys.argv[1:3])):
+    if limit:
+        resource.setrlimit(kind, (limit, limit))
+os.execvp(sys.argv[4], sys.argv[4:])
+"""
+_PLACEHOLDER = re.compile(r"\{(prompt|task_id|domain)\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one program may use; 0 sets no limit. Its time is the rollout's."""
+
+    memory_bytes: int
+    """Private writable memory of each of its processes (RLIMIT_DATA)."""
+    processes: int
+    """Processes and threads of the runner's user, all rollouts together (RLIMIT_NPROC)."""
+
+
+class Command:
+    """A program per rollout.
+
+    Words of the command may hold `{prompt}`, `{task_id}` and `{domain}`. They are filled in
+    after the command was split, so a prompt is always one word and never shell syntax. The answer
+    is what the program wrote to the file named by FORGE_ANSWER, else the last line it printed.
+    """
+
+    def __init__(self, command: str, *, limits: Limits, tls_ca: str = "") -> None:
+        """Raises `ConfigError` when it cannot be split, or names no program."""
+        try:
+            self._words = shlex.split(command)
+        except ValueError as error:
+            raise ConfigError(f"command = {command!r}: {error}") from None
+        if not self._words:
+            raise ConfigError("command is empty: name the program to run as the agent")
+        if shutil.which(self._words[0]) is None:
+            raise ConfigError(f"command: there is no program {self._words[0]!r}")
+        self._limits = limits
+        self._tls_ca = tls_ca
+
+    async def run(self, rollout: Rollout, episode: Episode) -> Transcript:
+        prompt = _prompt(episode)
+        fields = {"prompt": prompt, "task_id": rollout.task_id, "domain": rollout.domain}
+        words = [_PLACEHOLDER.sub(lambda match: fields[match[1]], word) for word in self._words]
+        scratch = Path(tempfile.mkdtemp(prefix="forge-rollout-"))
+        try:
+            environment = self._environment(rollout, episode, prompt, scratch)
+            output = await self._execute(words, environment)
+            answer = _written(Path(environment["FORGE_ANSWER"])) or _last_line(output)
+        finally:
+            # In a thread: a program may leave gigabytes behind.
+            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+        session = AgentSession(rollout.gateway.channel, rollout.session_token)
+        return Transcript(answer=answer, turns=(await session.open()).turns)
+
+    async def close(self) -> None:
+        """Nothing is held: a cancelled rollout kills its program."""
+
+    async def _execute(self, words: list[str], environment: Mapping[str, str]) -> str:
+        """Standard output of the program. Raises `RuntimeError` when it fails."""
+        process = await self._start(words, environment)
+        assert process.stdout and process.stderr
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                output = tasks.create_task(_tail(process.stdout))
+                errors = tasks.create_task(_tail(process.stderr))
+                await process.wait()
+                # What it left running may hold the pipes open for ever.
+                _kill_group(process)
+        finally:
+            _kill_group(process)
+            await process.wait()
+        if process.returncode != 0:
+            message = _last_line(errors.result()) or "no message on standard error"
+            raise RuntimeError(f"{words[0]} ended with {process.returncode}: {message}")
+        return output.result()
+
+    async def _start(self, words: list[str], environment: Mapping[str, str]) -> Process:
+        """Start the program. Raises `InvalidArgument` when the task is too long."""
+        settings = (self._limits.memory_bytes, self._limits.processes, os.getpid())
+        try:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", "-c", _LAUNCHER, *map(str, settings), *words),
+                env=environment,
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            if error.errno != errno.E2BIG:
+                raise
+            raise InvalidArgument("the task is too long for a command line") from error
+
+    def _environment(
+        self, rollout: Rollout, episode: Episode, prompt: str, scratch: Path
+    ) -> dict[str, str]:
+        """The runner's environment without Forge's own settings, and with the way to the model."""
+        gateway, token = rollout.gateway, rollout.session_token
+        inherited = {key: value for key, value in os.environ.items() if key[:6] != "FORGE_"}
+        host = gateway.grpc_address.rpartition(":")[0]
+        unproxied = ",".join(filter(None, (inherited.get("NO_PROXY"), host)))
+        task = {
+            "task_id": rollout.task_id,
+            "domain": rollout.domain,
+            "prompt": prompt,
+            "messages": episode.messages,
+            # Not the whole payload: the expected answer may be in it.
+            "inputs": rollout.payload.get("inputs", {}),
+        }
+        return inherited | {
+            "OPENAI_BASE_URL": f"{gateway.http_url}/v1",
+            "OPENAI_API_KEY": token,
+            "ANTHROPIC_BASE_URL": gateway.http_url,
+            "ANTHROPIC_API_KEY": token,
+            "FORGE_GRPC_ADDR": gateway.grpc_address,
+            "FORGE_SESSION_TOKEN": token,
+            **self._trust(inherited),
+            "FORGE_TASK_JSON": json.dumps(task),
+            "NO_PROXY": unproxied,
+            "no_proxy": unproxied,
+            "TMPDIR": str(scratch),
+            "FORGE_ANSWER": str(scratch / "answer"),
+        }
+
+    def _trust(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """What makes clients accept a gateway that our own authority certified."""
+        if not self._tls_ca:
+            return {}
+        # The last two are what Python's and Node's clients read; a program's own setting stays.
+        names = ("FORGE_TLS_CA", "SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS")
+        return {name: inherited.get(name, self._tls_ca) for name in names}
+
+
+def _prompt(episode: Episode) -> str:
+    for message in reversed(episode.messages):
+        if message["role"] == "user":
+            text: str = message["content"]
+            return text
+    raise InvalidArgument("the task has no user message to run a command with")
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    """Read to the end, keep the last `OUTPUT_BYTES`."""
+    kept = b""
+    while piece := await stream.read(OUTPUT_BYTES):
+        kept = (kept + piece)[-OUTPUT_BYTES:]
+    return kept.decode(errors="replace")
+
+
+def _kill_group(process: Process) -> None:
+    """End the program and everything it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _written(answer_file: Path) -> str:
+    if not answer_file.is_file():
+        return ""
+    with answer_file.open("rb") as file:
+        return file.read(OUTPUT_BYTES).decode(errors="replace").strip()
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else ""

@@ -1,0 +1,222 @@
+"""One run from start to end: evaluate, train, evaluate again.
+
+Owns the order of the phases and what each waits for. It talks to the stack only through its
+services, so the same run works against processes that systemd started. Every phase can be
+entered again after an interruption: tasks are known by id, training goes on from the trainer's
+checkpoint, and a finished evaluation is read back instead of sampled anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+from forge.cli.dataset import held_out_tasks, training_tasks
+from forge.cli.presets import Preset
+from forge.cli.rundir import Phase, RunDirectory
+from forge.client.operator import Operator
+from forge.core.errors import ForgeError, Unavailable
+from forge.v1 import common_pb2 as pb
+from forge.v1 import inference_pb2, scheduler_pb2, trainer_pb2
+
+POLL_S = 0.5
+
+
+@dataclass(slots=True)
+class Progress:
+    """What is known of the run now; the display reads it, the campaign writes it."""
+
+    phase: Phase = "before"
+    evaluated: int = 0
+    to_evaluate: int = 0
+    scheduler: scheduler_pb2.GetSchedulerStatusResponse | None = None
+    inference: inference_pb2.GetInferenceStatusResponse | None = None
+    trainer: trainer_pb2.GetTrainerStatusResponse | None = None
+    steps: list[trainer_pb2.StepMetrics] = field(default_factory=list)
+    """One entry per optimizer step seen, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Held-out rewards: mean outcome over all attempts."""
+
+    by_domain: Mapping[str, float]
+    overall: float
+    attempts: int
+    failed: int
+    """Attempts whose rollout was given up; they count as reward 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CampaignResult:
+    before: Evaluation
+    after: Evaluation
+    weight_version: int
+    """Oldest version that sampled the second evaluation."""
+
+
+class Campaign:
+    """Runs the phases over a connected stack.
+
+    `operator` acts, and waits long for a service that is being restarted; `observer` looks, and
+    gives up soon, so that the display goes on.
+    """
+
+    def __init__(
+        self,
+        *,
+        operator: Operator,
+        observer: Operator,
+        directory: RunDirectory,
+        preset: Preset,
+        seed: int,
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self._operator = operator
+        self._observer = observer
+        self._directory = directory
+        self._preset = preset
+        self._seed = seed
+        self._on_progress = on_progress
+        self.progress = Progress()
+
+    async def run(self) -> CampaignResult:
+        """Go through every phase. Raises the `ForgeError` that makes going on senseless."""
+        self._enter("before")
+        before = await self._evaluate("eval-before")
+        self._enter("train")
+        await self._train()
+        self._enter("after")
+        version = await self._final_weights_served()
+        after = await self._evaluate("eval-after")
+        self._enter("done")
+        return CampaignResult(before=before, after=after, weight_version=version)
+
+    def _enter(self, phase: Phase) -> None:
+        self.progress.phase = phase
+        self._directory.enter(phase)
+        self._on_progress(self.progress)
+
+    async def _evaluate(self, tag: str) -> Evaluation:
+        """Sample the held-out tasks under `tag`, or read what an earlier start sampled."""
+        tasks = held_out_tasks(
+            self._preset.domains,
+            seed=self._seed,
+            count=self._preset.eval_tasks,
+            attempts=self._preset.eval_attempts,
+            tag=tag,
+        )
+        self.progress.evaluated, self.progress.to_evaluate = 0, len(tasks)
+        await self._operator.submit(tasks)
+        while True:
+            await self._observe()
+            groups = [group async for group in self._operator.groups(tag)]
+            ended = [group for group in groups if _ended(group)]
+            self.progress.evaluated = len(ended)
+            self._on_progress(self.progress)
+            if len(ended) >= len(tasks):
+                return evaluation(ended)
+            await asyncio.sleep(POLL_S)
+
+    async def _train(self) -> None:
+        """Keep the queue fed until the trainer has taken its last step."""
+        tasks = training_tasks(
+            self._preset.domains, seed=self._seed, group_size=self._preset.group_size
+        )
+        while not self._finished():
+            await self._top_up(tasks)
+            await asyncio.sleep(POLL_S)
+            await self._observe()
+            self._on_progress(self.progress)
+
+    async def _top_up(self, tasks: Iterator[pb.Task]) -> None:
+        """Submit as many tasks as keep N groups ahead of the trainer, and no more."""
+        status = self.progress.scheduler
+        pending = status.pending if status else 0
+        missing = min(self._still_needed(), self._ahead()) - pending
+        while missing > 0:
+            # A resumed run submits from the first task on; those already known count for nothing.
+            chunk = list(islice(tasks, missing))
+            missing -= await self._operator.submit(chunk)
+
+    def _ahead(self) -> int:
+        """Groups to keep queued: all that may be sampled at once, and two batches waiting."""
+        return self._preset.concurrency + 2 * self._preset.groups_per_step
+
+    def _still_needed(self) -> int:
+        trainer = self.progress.trainer
+        done = trainer.step if trainer else 0
+        # One batch of slack: the last batch must not wait for a group that was given up.
+        return (self._preset.steps - done + 1) * self._preset.groups_per_step
+
+    def _finished(self) -> bool:
+        trainer = self.progress.trainer
+        return trainer is not None and trainer.phase == trainer_pb2.TRAINER_PHASE_FINISHED
+
+    async def _final_weights_served(self) -> int:
+        """Wait until every worker serves the last version the trainer published."""
+        while True:
+            await self._observe()
+            self._on_progress(self.progress)
+            trainer, inference = self.progress.trainer, self.progress.inference
+            if trainer and inference and inference.weight_version >= trainer.weight_version > 0:
+                return inference.weight_version
+            await asyncio.sleep(POLL_S)
+
+    async def _observe(self) -> None:
+        """Refresh what is known; a service that is being restarted leaves its last word."""
+        scheduler, inference, trainer = await asyncio.gather(
+            self._observer.scheduler_status(),
+            self._observer.inference_status(),
+            self._observer.trainer_status(),
+            return_exceptions=True,
+        )
+        for answer in (scheduler, inference, trainer):
+            if isinstance(answer, BaseException) and not isinstance(answer, ForgeError):
+                raise answer
+        if not isinstance(scheduler, BaseException):
+            self.progress.scheduler = scheduler
+        if not isinstance(inference, BaseException):
+            self.progress.inference = inference
+        if not isinstance(trainer, BaseException):
+            self.progress.trainer = trainer
+            self._remember_step(trainer.latest)
+
+    def _remember_step(self, latest: trainer_pb2.StepMetrics) -> None:
+        steps = self.progress.steps
+        # A trainer that restarted from a checkpoint takes some steps again.
+        while steps and steps[-1].step >= latest.step > 0:
+            steps.pop()
+        if latest.step > 0:
+            steps.append(latest)
+
+
+def evaluation(groups: list[scheduler_pb2.BatchGroup]) -> Evaluation:
+    """Mean outcome per domain and over all. Raises `Unavailable` when nothing was scored."""
+    outcomes: dict[str, list[float]] = {}
+    failed = 0
+    for group in groups:
+        task = group.group.task
+        scores = [
+            sum(r.value for r in trajectory.rewards if r.kind == pb.REWARD_KIND_OUTCOME)
+            for trajectory in group.trajectories
+            if trajectory.state == pb.TRAJECTORY_STATE_SEALED
+        ]
+        missing = max(0, task.group_size - len(scores))
+        failed += missing
+        outcomes.setdefault(task.domain, []).extend(scores + [0.0] * missing)
+    every = [score for scores in outcomes.values() for score in scores]
+    if len(every) == failed:
+        raise Unavailable("no held-out rollout was completed; see the runner's log")
+    return Evaluation(
+        by_domain={name: sum(scores) / len(scores) for name, scores in outcomes.items()},
+        overall=sum(every) / len(every),
+        attempts=len(every),
+        failed=failed,
+    )
+
+
+def _ended(group: scheduler_pb2.BatchGroup) -> bool:
+    return group.group.state in (pb.GROUP_STATE_EVALUATED, pb.GROUP_STATE_TOMBSTONED)

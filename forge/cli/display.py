@@ -1,0 +1,215 @@
+"""What a person sees of a run: a live panel on a terminal, one line per step elsewhere.
+
+Reads `Progress` and draws; decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from forge.cli.campaign import CampaignResult, Evaluation, Progress
+from forge.cli.rundir import Phase, RunDirectory
+from forge.runtime.processes import ProcessEvent
+from forge.v1 import trainer_pb2
+
+PHASES: Mapping[Phase, str] = {
+    "before": "Measuring held-out tasks before training ...",
+    "train": "Training ...",
+    "after": "Measuring held-out tasks with the trained weights ...",
+    "done": "Done.",
+}
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+class RunDisplay(AbstractContextManager["RunDisplay"]):
+    """Shows one run. On a terminal it redraws in place; otherwise it prints what is new."""
+
+    def __init__(self, console: Console, *, total_steps: int) -> None:
+        self._console = console
+        self._total_steps = total_steps
+        self._started = time.monotonic()
+        self._live = (
+            Live(console=console, refresh_per_second=4, transient=True)
+            if console.is_terminal
+            else None
+        )
+        self._said_phase: Phase | None = None
+        self._said_step = 0
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+        line = f"[dim]{self._elapsed()}[/dim] {text}"
+        self._console.print(line, highlight=False, soft_wrap=True)
+
+    def process_event(self, event: ProcessEvent) -> None:
+        """A child crashed, did not stop, or was given up; orderly starts and stops are silent."""
+        if event.kind in ("crashed", "gave_up", "killed"):
+            self.say(f"[yellow]{event.line}[/yellow]")
+
+    def update(self, progress: Progress) -> None:
+        if progress.phase != self._said_phase:
+            self._said_phase = progress.phase
+            self.say(PHASES[progress.phase])
+        if self._live:
+            self._live.update(self._panel(progress))
+        else:
+            self._print_new_steps(progress)
+
+    def _print_new_steps(self, progress: Progress) -> None:
+        for step in progress.steps:
+            if step.step > self._said_step:
+                self._said_step = step.step
+                self.say(step_line(step, self._total_steps))
+
+    def _elapsed(self) -> str:
+        seconds = int(time.monotonic() - self._started)
+        return f"{seconds // 60:2d}:{seconds % 60:02d}"
+
+    def _panel(self, progress: Progress) -> RenderableType:
+        rows: list[RenderableType] = [_bar(progress, self._total_steps)]
+        if progress.steps:
+            rows += ["", _domains(progress), "", _learning(progress)]
+        rows += ["", _queue(progress)]
+        title = f"forge  {PHASES[progress.phase]}  {self._elapsed()}"
+        return Panel(Group(*rows), title=title, title_align="left", padding=(0, 1))
+
+
+def step_line(step: trainer_pb2.StepMetrics, total: int) -> str:
+    """One optimizer step in one line."""
+    domains = "  ".join(f"{name} {value:.2f}" for name, value in _sorted(step.reward_by_domain))
+    return (
+        f"step {step.step:3d}/{total}  reward {step.mean_reward:.2f}  ({domains})  "
+        f"v{step.weight_version}  staleness {step.staleness_mean:.1f}  "
+        f"merge {step.merge_ratio:.1f}x  {step.step_s:.1f} s"
+    )
+
+
+def result_table(result: CampaignResult) -> Table:
+    """Held-out mean outcome per domain, before and after."""
+    table = Table(title="Held-out mean reward (outcome)", title_justify="left")
+    table.add_column("domain")
+    for column in ("before", "after", "change"):
+        table.add_column(column, justify="right")
+    for name, before in _sorted(result.before.by_domain):
+        _add_row(table, name, before, result.after.by_domain.get(name, 0.0))
+    table.add_section()
+    _add_row(table, "all", result.before.overall, result.after.overall)
+    return table
+
+
+def result_notes(result: CampaignResult, directory: RunDirectory, elapsed_s: float) -> list[str]:
+    """Where everything is, and what to know about the figures."""
+    notes = [
+        f"{result.after.attempts} held-out attempts each time; the second time sampled from "
+        f"weight version {result.weight_version}, streamed to the running workers.",
+        f"Took {elapsed_s:.0f} s.  Data {directory.path}  "
+        f"logs {directory.logs}  metrics {directory.metrics_file}",
+    ]
+    for label, measured in (("before", result.before), ("after", result.after)):
+        if measured.failed:
+            notes.append(_failed_line(label, measured))
+    return notes
+
+
+def _failed_line(label: str, measured: Evaluation) -> str:
+    return (
+        f"[yellow]{measured.failed} of {measured.attempts} attempts {label} training were given "
+        "up and count as 0; see the runner's log.[/yellow]"
+    )
+
+
+def _add_row(table: Table, name: str, before: float, after: float) -> None:
+    change = after - before
+    color = "green" if change > 0 else "red"
+    table.add_row(name, f"{before:.3f}", f"{after:.3f}", f"[{color}]{change:+.3f}[/{color}]")
+
+
+def _bar(progress: Progress, total_steps: int) -> RenderableType:
+    if progress.phase == "train":
+        done, total, unit = (progress.steps[-1].step if progress.steps else 0), total_steps, "steps"
+    else:
+        done, total, unit = progress.evaluated, progress.to_evaluate, "held-out tasks"
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(
+        ProgressBar(total=max(total, 1), completed=done, width=44), f"{done}/{total} {unit}"
+    )
+    return grid
+
+
+def _domains(progress: Progress) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    latest = progress.steps[-1]
+    for name, value in _sorted(latest.reward_by_domain):
+        history = [s.reward_by_domain.get(name, 0.0) for s in progress.steps[-44:]]
+        grid.add_row(name, f"{value:.2f}", Text(sparkline(history), style="cyan"))
+    history = [s.mean_reward for s in progress.steps[-44:]]
+    grid.add_row("[bold]reward", f"[bold]{latest.mean_reward:.2f}", sparkline(history))
+    return grid
+
+
+def _learning(progress: Progress) -> RenderableType:
+    step = progress.steps[-1]
+    sampled = progress.inference.sampled_tokens_per_s if progress.inference else 0.0
+    grid = Table.grid(padding=(0, 3))
+    grid.add_row(
+        f"weights v{step.weight_version}",
+        f"staleness {step.staleness_mean:.1f} (max {step.staleness_max:.0f})",
+        f"merge {step.merge_ratio:.1f}x",
+        f"log-prob gap {step.logprob_gap_mean:.4f}",
+    )
+    grid.add_row(
+        f"generated {sampled:.0f} tok/s",
+        f"trained {step.trained_tokens_per_s:.0f} tok/s",
+        f"entropy {step.entropy:.2f}",
+        f"J {step.yield_j:.2f}",
+    )
+    return grid
+
+
+def _queue(progress: Progress) -> RenderableType:
+    status = progress.scheduler
+    if status is None:
+        return "[dim]waiting for the scheduler[/dim]"
+    return (
+        f"[dim]H {status.head}  W {status.window}  N {status.concurrency}  "
+        f"running {status.running_rollouts}  complete in window {status.complete_in_window}, "
+        f"outside {status.complete_outside_window}  "
+        f"accepted {status.accepted} = trained {status.trained} + tombstoned {status.tombstoned} "
+        f"+ pending {status.pending}[/dim]"
+    )
+
+
+def sparkline(values: list[float]) -> str:
+    """Values as bars; the scale is 0 to 1, or wider where a value is outside it."""
+    low, high = min(0.0, *values), max(1.0, *values)
+    top = len(SPARKS) - 1
+    return "".join(SPARKS[round((value - low) / (high - low) * top)] for value in values)
+
+
+def _sorted(values: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(values.items())

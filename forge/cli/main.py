@@ -1,0 +1,216 @@
+"""The `forge` command. Each command parses, calls one function and turns errors into one line."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from forge.core.errors import ForgeError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Trains any LLM agent by reinforcement learning. Start with [bold]forge run[/bold].",
+)
+model_app = typer.Typer(no_args_is_help=True, help="Get starting weights.")
+app.add_typer(model_app, name="model")
+console = Console()
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells count it."""
+
+Root = Annotated[Path, typer.Option(help="Where runs and models are kept.", envvar="FORGE_ROOT")]
+RunDir = Annotated[
+    Path | None, typer.Option(help="Directory of the run. Default: one under --root.")
+]
+Model = Annotated[
+    str, typer.Option(help="tiny, smollm2, a directory, or a hub id with a chat template.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Seeds the weights, the tasks and the order.")]
+Etcd = Annotated[
+    str, typer.Option(help="host:port[,host:port] of a running etcd. Default: start one.")
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="service.key=value, e.g. trainer.learning_rate=1e-4. Repeatable."),
+]
+
+
+@app.command()
+def run(
+    model: Model = "tiny",
+    seed: Seed = 0,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps. Default: the model's preset.")
+    ] = None,
+    eval_tasks: Annotated[
+        int | None, typer.Option(min=1, help="Held-out tasks per domain. Default: the preset's.")
+    ] = None,
+    root: Root = Path(".forge"),
+    run_dir: RunDir = None,
+    etcd: Etcd = "",
+    overrides: Set = None,
+) -> None:
+    """Train a model end to end on this machine and print what it learned.
+
+    Starts every service as a process of its own, measures held-out tasks, trains, measures
+    again and stops everything. Interrupted, it resumes where it was on the next start.
+    """
+    from forge.cli.presets import parse_overrides
+    from forge.cli.training_run import RunOptions, train
+
+    def main() -> Awaitable[None]:
+        options = RunOptions(
+            model=model,
+            seed=seed,
+            root=root,
+            run_dir=run_dir,
+            steps=steps,
+            eval_tasks=eval_tasks,
+            etcd=etcd,
+            settings=parse_overrides(overrides or []),
+        )
+        return train(options, console)
+
+    _finish(main, "Interrupted. Run the same command again to resume.")
+
+
+@app.command()
+def up(
+    model: Model = "tiny",
+    seed: Seed = 0,
+    root: Root = Path(".forge"),
+    run_dir: RunDir = None,
+    etcd: Etcd = "",
+    overrides: Set = None,
+) -> None:
+    """Start every service and keep them running until Ctrl-C.
+
+    For your own tasks and agents: submit with the client SDK, point agents at the gateway.
+    """
+    from forge.cli.presets import parse_overrides
+    from forge.cli.training_run import RunOptions, serve
+
+    def main() -> Awaitable[None]:
+        options = RunOptions(
+            model=model,
+            seed=seed,
+            root=root,
+            run_dir=run_dir,
+            etcd=etcd,
+            settings=parse_overrides(overrides or []),
+        )
+        return serve(options, console)
+
+    _finish(main, "Stopped.")
+
+
+@app.command()
+def status(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run that is going on.")],
+) -> None:
+    """Show where a running stack stands: processes, queue, weights."""
+    from forge.cli.status import show_status
+
+    _finish(lambda: show_status(run_dir, console), "")
+
+
+@app.command()
+def doctor(root: Root = Path(".forge")) -> None:
+    """Check this machine: Python, packages, etcd, ports, disk, memory, sandbox.
+
+    Each line says what was checked and, where something is wrong, what to do about it.
+    """
+    from forge.cli.doctor import examine
+
+    raise typer.Exit(examine(root, console))
+
+
+@app.command()
+def key(
+    path: Annotated[Path, typer.Argument(help="Where to write it; must not exist.")],
+) -> None:
+    """Make a cluster key: it signs every credential, so each host of a cluster needs the same."""
+    from forge.runtime.security import Keyring
+
+    try:
+        Keyring.generate(path)
+    except ForgeError as error:
+        _fail(error)
+
+
+@model_app.command("init")
+def model_init(
+    name: Annotated[str, typer.Argument(help="Only tiny is made here.")] = "tiny",
+    seed: Seed = 0,
+    root: Root = Path(".forge"),
+) -> None:
+    """Make the tiny model's starting weights by a short supervised warm start (under 60 s)."""
+    _model(name, seed, root)
+
+
+@model_app.command("fetch")
+def model_fetch(
+    name: Annotated[str, typer.Argument(help="smollm2, or a hub id.")] = "smollm2",
+    root: Root = Path(".forge"),
+) -> None:
+    """Fetch a model and convert it to a transformers directory."""
+    _model(name, 0, root)
+
+
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)
+def agents(context: typer.Context) -> None:
+    """Run agents: lease tasks and start a scaffold or any command for each. See --help."""
+    os.execv(sys.executable, [sys.executable, "-m", "forge.agents", *context.args])
+
+
+def _model(name: str, seed: int, root: Path) -> None:
+    from forge.cli.models import ensure_model
+
+    try:
+        console.print(f"{name}: {ensure_model(name, seed=seed, root=root)}", highlight=False)
+    except ForgeError as error:
+        _fail(error)
+
+
+def _finish(main: Callable[[], Awaitable[None]], interrupted: str) -> None:
+    """Run an asynchronous command; Ctrl-C and SIGTERM cancel it, so that its clean-up runs."""
+
+    async def cancellable() -> None:
+        task = asyncio.ensure_future(main())
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        await task
+
+    try:
+        asyncio.run(cancellable())
+    except asyncio.CancelledError:
+        console.print(interrupted)
+        raise typer.Exit(INTERRUPTED) from None
+    except ForgeError as error:
+        _fail(error)
+
+
+def _fail(error: ForgeError) -> None:
+    Console(stderr=True).print(f"[red]forge: {error}[/red]", highlight=False, soft_wrap=True)
+    raise typer.Exit(2 if not error.retryable else 1) from None
+
+
+if __name__ == "__main__":
+    app()

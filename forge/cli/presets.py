@@ -1,0 +1,110 @@
+"""What `forge run` uses for each model it knows: tasks, sizes and service settings.
+
+Everything here can be changed from the command line (`--steps`, `--set service.key=value`); this
+module only says what is good by default, with the measurement that chose it in the named document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from forge.core.errors import InvalidArgument
+
+Settings = Mapping[str, Mapping[str, str]]
+"""Settings by process name, as its `--print-config` names them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """Defaults of one run."""
+
+    domains: Mapping[str, float]
+    """Share of each domain in every batch; they sum to 1."""
+    steps: int
+    """Optimizer steps."""
+    groups_per_step: int
+    group_size: int
+    """Rollouts of each training task."""
+    concurrency: int
+    """N: groups that may be sampled at once. The window W is 0.3 N."""
+    eval_tasks: int
+    """Held-out tasks per domain, each attempted `eval_attempts` times."""
+    eval_attempts: int
+    settings: Settings = field(default_factory=dict)
+
+
+# Chosen in docs/tiny_model.md.
+TINY = Preset(
+    domains={"reasoning": 0.25, "qa": 0.25, "code": 0.25, "general": 0.25},
+    steps=50,
+    groups_per_step=8,
+    group_size=8,
+    concurrency=32,
+    eval_tasks=24,
+    eval_attempts=2,
+    settings={
+        "trainer": {
+            "learning_rate": "5e-4",
+            "checkpoint_every_steps": "2",
+            "torch_threads": "1",
+        },
+        "scheduler": {
+            "rollout_lease_s": "15",
+            "takeover_hold_s": "2",
+            # Tasks are topped up to the end: a batch is never short for want of them.
+            "short_batch_after_s": "600",
+        },
+        "runner": {"max_tokens": "64", "rollout_timeout_s": "120"},
+    },
+)
+
+# Chosen in docs/smollm2.md.
+SMOLLM2 = Preset(
+    domains={"chain_sum": 0.25, "products": 0.25, "gcd": 0.25, "letter_counting": 0.25},
+    steps=40,
+    groups_per_step=12,
+    group_size=16,
+    concurrency=48,
+    eval_tasks=48,
+    eval_attempts=1,
+    settings={
+        "trainer": {
+            "learning_rate": "2e-5",
+            "normalize_std": "true",
+            "autocast": "bfloat16",
+            "publish_dtype": "bfloat16",
+        },
+        "scheduler": {"short_batch_after_s": "600"},
+    },
+)
+
+PRESETS: Mapping[str, Preset] = {"tiny": TINY, "smollm2": SMOLLM2}
+
+
+def preset_for(model: str) -> Preset:
+    """The preset of a known model; a model of the user's own trains on SmolLM2's tasks."""
+    return PRESETS.get(model, SMOLLM2)
+
+
+def parse_overrides(assignments: list[str]) -> Settings:
+    """Read `service.key=value` words. Raises `InvalidArgument` naming the word."""
+    settings: dict[str, dict[str, str]] = {}
+    for word in assignments:
+        target, equals, value = word.partition("=")
+        service, dot, key = target.partition(".")
+        if not (equals and dot and service and key):
+            raise InvalidArgument(
+                f"--set {word!r}: expected service.key=value, e.g. trainer.learning_rate=1e-4"
+            )
+        settings.setdefault(service, {})[key.replace("-", "_")] = value
+    return settings
+
+
+def merged(*layers: Settings) -> dict[str, dict[str, str]]:
+    """Combine settings; a later layer wins key by key."""
+    result: dict[str, dict[str, str]] = {}
+    for layer in layers:
+        for service, settings in layer.items():
+            result.setdefault(service, {}).update(settings)
+    return result

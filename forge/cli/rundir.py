@@ -1,0 +1,110 @@
+"""Where a run keeps its data, and what is remembered of it between starts.
+
+A run directory holds everything of one run, so that deleting it forgets the run and starting
+again in it resumes the run. A lock keeps two starts out of the same directory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from forge.core.errors import FailedPrecondition, InvalidArgument
+from forge.runtime.security import Keyring
+
+Phase = Literal["before", "train", "after", "done"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What `run.json` holds."""
+
+    model: str
+    model_path: str
+    seed: int
+    steps: int
+    phase: Phase = "before"
+    """What the run is at; a resumed run goes on from here."""
+
+
+class RunDirectory:
+    """The files of one run, by name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.key_file = path / "key"
+        self.logs = path / "logs"
+        self.etcd = path / "etcd"
+        self.checkpoints = path / "checkpoints"
+        self.metrics_file = path / "metrics.jsonl"
+        self._state_file = path / "run.json"
+
+    def pool(self, shard: str) -> Path:
+        return self.path / "pool" / shard
+
+    def log_file(self, process: str) -> Path:
+        return self.logs / f"{process}.log"
+
+    def create(self) -> None:
+        """Make the directories and the cluster key; does nothing to what is there."""
+        for directory in (self.path, self.logs, self.etcd, self.checkpoints):
+            directory.mkdir(parents=True, exist_ok=True)
+        if not self.key_file.exists():
+            Keyring.generate(self.key_file)
+
+    def load(self) -> RunState | None:
+        """The remembered state. Raises `InvalidArgument` when the file is not one of ours."""
+        try:
+            return RunState(**json.loads(self._state_file.read_text()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise InvalidArgument(
+                f"{self._state_file} is not a run's state ({error}); remove {self.path} or name "
+                "another directory with --run-dir"
+            ) from error
+
+    def save(self, state: RunState) -> None:
+        # Write beside and rename: a kill in between leaves the old state whole.
+        temporary = self._state_file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(state), indent=2) + "\n")
+        temporary.replace(self._state_file)
+
+    def enter(self, phase: Phase) -> RunState:
+        """Remember that the run has reached `phase`."""
+        state = self.load()
+        assert state is not None, "a run is saved before it moves on"
+        state = replace(state, phase=phase)
+        self.save(state)
+        return state
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory. Raises `FailedPrecondition` while another process holds it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FailedPrecondition(
+                    f"{self.path} is in use by another forge process; stop it first or name "
+                    "another directory with --run-dir"
+                ) from None
+            yield
+
+
+def choose_run_directory(root: Path, *, model: str, seed: int) -> RunDirectory:
+    """The newest unfinished run of this model and seed, or the next free name."""
+    label = model.strip("/").replace("/", "_")
+    number = 1
+    while True:
+        directory = RunDirectory(root / "runs" / f"{label}-seed{seed}-{number}")
+        state = directory.load()
+        if state is None or state.phase != "done":
+            return directory
+        number += 1

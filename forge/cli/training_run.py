@@ -1,0 +1,178 @@
+"""`forge run`: a stack and a campaign together, from nothing to the result table."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from forge.cli.campaign import Campaign, CampaignResult
+from forge.cli.display import RunDisplay, result_notes, result_table
+from forge.cli.models import ensure_model
+from forge.cli.presets import Preset, Settings, merged, preset_for
+from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
+from forge.cli.stack import Stack, StackPlan
+from forge.client.operator import Operator
+from forge.runtime.coordination import Coordinator
+from forge.runtime.rpc import Channels
+from forge.runtime.security import Keyring, Security
+
+READY_TIMEOUT_S = 180.0
+OPERATE_RETRY_S = 120.0
+"""A service may be restarted and rebuild its state while the run waits for it."""
+OBSERVE_RETRY_S = 2.0
+"""A service that restarts is looked at again at the next poll; the display must not freeze."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What the command line said."""
+
+    model: str
+    seed: int
+    root: Path
+    run_dir: Path | None
+    etcd: str
+    settings: Settings
+    steps: int | None = None
+    eval_tasks: int | None = None
+
+
+def directory_of(options: RunOptions) -> RunDirectory:
+    """The directory named, or the one of the unfinished run, or a new one."""
+    if options.run_dir:
+        return RunDirectory(options.run_dir.resolve())
+    return choose_run_directory(options.root.resolve(), model=options.model, seed=options.seed)
+
+
+def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
+    """The run's state, remembered or new, with its starting weights on disk."""
+    state = directory.load()
+    if state is None:
+        path = ensure_model(options.model, seed=options.seed, root=options.root)
+        directory.create()
+        state = RunState(
+            model=options.model,
+            model_path=str(path),
+            seed=options.seed,
+            steps=options.steps or preset_for(options.model).steps,
+        )
+    elif options.steps:
+        state = replace(state, steps=options.steps)
+    directory.save(state)
+    return state
+
+
+def run_settings(state: RunState, preset: Preset) -> Settings:
+    """Service settings that follow from the run itself."""
+    return {
+        "trainer": {"max_steps": str(state.steps), "seed": str(state.seed)},
+        "scheduler": {
+            "concurrency": str(preset.concurrency),
+            "batch_groups": str(preset.groups_per_step),
+            "domain_shares": ",".join(f"{k}={v}" for k, v in preset.domains.items()),
+        },
+    }
+
+
+def preset_of(options: RunOptions, state: RunState) -> Preset:
+    """The model's preset with what the command line changes."""
+    preset = replace(preset_for(state.model), steps=state.steps)
+    if options.eval_tasks:
+        preset = replace(preset, eval_tasks=options.eval_tasks)
+    return preset
+
+
+def plan_of(
+    options: RunOptions, directory: RunDirectory, state: RunState, preset: Preset
+) -> StackPlan:
+    """The stack of a run; what the command line sets wins over the preset."""
+    return StackPlan(
+        directory=directory,
+        model_path=state.model_path,
+        cluster=directory.path.name,
+        etcd=options.etcd,
+        settings=merged(run_settings(state, preset), preset.settings, options.settings),
+    )
+
+
+async def train(options: RunOptions, console: Console) -> None:
+    """Run to the end and print the result. Raises `ForgeError` with what to do."""
+    started = time.monotonic()
+    directory = directory_of(options)
+    with directory.locked():
+        state = open_run(options, directory)
+        preset = preset_of(options, state)
+        plan = plan_of(options, directory, state, preset)
+        with RunDisplay(console, total_steps=preset.steps) as display:
+            if state.phase != "before":
+                display.say(f"Resuming {directory.path}")
+            result = await _campaign(plan, preset, state.seed, display)
+    console.print(result_table(result))
+    for note in result_notes(result, directory, time.monotonic() - started):
+        console.print(note, highlight=False, soft_wrap=True)
+
+
+async def _campaign(
+    plan: StackPlan, preset: Preset, seed: int, display: RunDisplay
+) -> CampaignResult:
+    async with running(plan, display) as (stack, coordinator, channels):
+        campaign = Campaign(
+            operator=Operator(coordinator, channels, retry_for_s=OPERATE_RETRY_S),
+            observer=Operator(coordinator, channels, retry_for_s=OBSERVE_RETRY_S),
+            directory=plan.directory,
+            preset=preset,
+            seed=seed,
+            on_progress=display.update,
+        )
+        return await stack.guard(campaign.run())
+
+
+@asynccontextmanager
+async def running(
+    plan: StackPlan, display: RunDisplay
+) -> AsyncIterator[tuple[Stack, Coordinator, Channels]]:
+    """A ready stack and what it takes to talk to it; everything is stopped at the end."""
+    stack = Stack(plan, on_event=display.process_event)
+    try:
+        display.say("Starting etcd and the services ...")
+        await stack.start()
+        coordinator = await Coordinator.connect(stack.endpoints, cluster=plan.cluster)
+        channels = Channels(Security(Keyring.from_file(plan.directory.key_file)))
+        try:
+            await stack.guard(
+                stack.ready(
+                    coordinator,
+                    timeout_s=READY_TIMEOUT_S,
+                    on_ready=lambda kind: display.say(f"  {kind} is ready"),
+                )
+            )
+            yield stack, coordinator, channels
+        finally:
+            await channels.close()
+            await coordinator.close()
+    finally:
+        display.say("Stopping everything ...")
+        await stack.stop()
+
+
+async def serve(options: RunOptions, console: Console) -> None:
+    """Start the stack and keep it until cancelled. Raises `ForgeError` with what to do."""
+    directory = directory_of(options)
+    with directory.locked():
+        state = open_run(options, directory)
+        preset = preset_of(options, state)
+        plan = plan_of(options, directory, state, preset)
+        with RunDisplay(console, total_steps=preset.steps) as display:
+            async with running(plan, display) as (stack, _, _):
+                display.say(f"Everything is up. Look with: forge status {directory.path}")
+                await stack.guard(_forever())
+
+
+async def _forever() -> None:
+    await asyncio.Event().wait()

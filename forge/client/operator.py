@@ -1,0 +1,189 @@
+"""What an operator does: submit tasks, watch the services, read results.
+
+Owns batching, retries and the translation to calls. It decides nothing about when to submit or
+what to do with a result. All calls find their service through etcd, so they survive the restart
+of any one instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+from forge.client.retry import retried
+from forge.client.scheduler import leads, scheduler_remote
+from forge.runtime.coordination import Coordinator
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.remote import Remote
+from forge.runtime.rpc.status import from_rpc_error
+from forge.runtime.security import Security
+from forge.v1 import common_pb2, inference_pb2, scheduler_pb2, trainer_pb2
+from forge.v1.inference_pb2_grpc import InferenceServiceStub
+from forge.v1.trainer_pb2_grpc import TrainerServiceStub
+
+BATCH_TASKS = 256
+BATCH_BYTES = 2 << 20
+"""Of one SubmitTasks call; a task by itself may be up to 1 MiB."""
+RECONNECT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DomainResult:
+    """What the rollouts of one domain under one tag came to."""
+
+    domain: str
+    rollouts: int
+    failed: int
+    """Rollouts that were given up; they count as outcome 0."""
+    mean_outcome: float
+
+
+class Operator:
+    """A connection to the whole system."""
+
+    def __init__(
+        self, coordinator: Coordinator, channels: Channels, *, retry_for_s: float = 30.0
+    ) -> None:
+        self._coordinator = coordinator
+        self._channels = channels
+        self._retry_for_s = retry_for_s
+        self._scheduler = scheduler_remote(coordinator, channels)
+        self._inference = Remote(coordinator, channels, kind="router", stub=InferenceServiceStub)
+        self._trainer = Remote(coordinator, channels, kind="trainer", stub=TrainerServiceStub)
+
+    @classmethod
+    async def connect(cls, endpoints: str, *, cluster: str, security: Security) -> Self:
+        """Find the system through etcd. Raises `Unavailable` when etcd does not answer."""
+        coordinator = await Coordinator.connect(endpoints, cluster=cluster)
+        return cls(coordinator, Channels(security))
+
+    async def close(self) -> None:
+        await self._channels.close()
+        await self._coordinator.close()
+
+    async def submit(self, tasks: Iterable[common_pb2.Task]) -> int:
+        """Queue tasks, in bounded calls; how many were new. They are durable on return."""
+        accepted = 0
+        for batch in batches(tasks):
+            request = scheduler_pb2.SubmitTasksRequest(tasks=batch)
+            response = await self._ask_scheduler("SubmitTasks", request, timeout_s=30.0)
+            accepted += response.accepted
+        return accepted
+
+    async def scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
+        """Queue, window and books."""
+        request = scheduler_pb2.GetSchedulerStatusRequest()
+        status: scheduler_pb2.GetSchedulerStatusResponse = await self._ask_scheduler(
+            "GetSchedulerStatus", request, timeout_s=5.0
+        )
+        return status
+
+    async def inference_status(self) -> inference_pb2.GetInferenceStatusResponse:
+        """What is served, and how busy it is."""
+        request = inference_pb2.GetInferenceStatusRequest()
+        status: inference_pb2.GetInferenceStatusResponse = await self._inference.call(
+            "GetInferenceStatus", request, timeout_s=5.0, retry_for_s=self._retry_for_s
+        )
+        return status
+
+    async def trainer_status(self) -> trainer_pb2.GetTrainerStatusResponse:
+        """Where training stands."""
+        request = trainer_pb2.GetTrainerStatusRequest()
+        status: trainer_pb2.GetTrainerStatusResponse = await self._trainer.call(
+            "GetTrainerStatus", request, timeout_s=5.0, retry_for_s=self._retry_for_s
+        )
+        return status
+
+    async def groups(self, tag: str) -> AsyncIterator[scheduler_pb2.BatchGroup]:
+        """Groups submitted under `tag` with their trajectories' rewards, each once."""
+        for group in await retried(lambda: self._list_groups(tag), retry_for_s=self._retry_for_s):
+            yield group
+
+    async def results(self, tag: str) -> list[DomainResult]:
+        """Mean outcome per domain over the ended groups of `tag`, by domain name."""
+        outcomes: dict[str, list[float]] = defaultdict(list)
+        failed: dict[str, int] = defaultdict(int)
+        async for group in self.groups(tag):
+            if group.group.state == common_pb2.GROUP_STATE_PENDING:
+                continue
+            task = group.group.task
+            sealed = [_outcome(each) for each in group.trajectories if _sealed(each)]
+            missing = max(0, task.group_size - len(sealed))
+            outcomes[task.domain] += sealed + [0.0] * missing
+            failed[task.domain] += missing
+        return [
+            DomainResult(
+                domain=domain,
+                rollouts=len(values),
+                failed=failed[domain],
+                mean_outcome=sum(values) / len(values),
+            )
+            for domain, values in sorted(outcomes.items())
+        ]
+
+    async def tail(self, *, after_step: int = 0) -> AsyncIterator[trainer_pb2.StepMetrics]:
+        """Metrics of every step after `after_step`, then live ones, for as long as one reads.
+
+        Steps that a restarted trainer takes again are not yielded again.
+        Raises the `ForgeError` of a trainer that stays away.
+        """
+        while True:
+            _, stub = await retried(self._trainer.pick, retry_for_s=self._retry_for_s)
+            call = stub.WatchSteps(trainer_pb2.WatchStepsRequest(after_step=after_step))
+            try:
+                async for response in call:
+                    after_step = response.metrics.step
+                    yield response.metrics
+            except grpc.aio.AioRpcError as error:
+                translated = from_rpc_error(error)
+                if not translated.retryable:
+                    raise translated from error
+            finally:
+                call.cancel()
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _ask_scheduler(self, method: str, request: Any, *, timeout_s: float) -> Any:
+        return await self._scheduler.call(
+            method, request, timeout_s=timeout_s, retry_for_s=self._retry_for_s, where=leads
+        )
+
+    async def _list_groups(self, tag: str) -> list[scheduler_pb2.BatchGroup]:
+        _, stub = await self._scheduler.pick(where=leads)
+        call = stub.ListGroups(scheduler_pb2.ListGroupsRequest(tag=tag), timeout=60.0)
+        try:
+            return [response.group async for response in call]
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+
+def batches(tasks: Iterable[common_pb2.Task]) -> Iterator[list[common_pb2.Task]]:
+    """Cut tasks into calls of at most `BATCH_TASKS` tasks and about `BATCH_BYTES` bytes."""
+    batch: list[common_pb2.Task] = []
+    size_bytes = 0
+    for task in tasks:
+        task_bytes = task.ByteSize()
+        if batch and (len(batch) == BATCH_TASKS or size_bytes + task_bytes > BATCH_BYTES):
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(task)
+        size_bytes += task_bytes
+    if batch:
+        yield batch
+
+
+def _outcome(trajectory: common_pb2.TrajectorySummary) -> float:
+    return sum(
+        reward.value
+        for reward in trajectory.rewards
+        if reward.kind == common_pb2.REWARD_KIND_OUTCOME
+    )
+
+
+def _sealed(trajectory: common_pb2.TrajectorySummary) -> bool:
+    return trajectory.state == common_pb2.TRAJECTORY_STATE_SEALED

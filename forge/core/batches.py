@@ -1,0 +1,204 @@
+"""The training side of the generation queue: batches go out to trainers and are committed.
+
+Owns trainers' claims and the two phases of a batch. What must be durable is written between the
+two: `prepare_commit` names the groups, the caller stores them as TRAINED, `commit` applies it;
+`prepare_rewind` and `rewind` alike. Which groups make a batch is `forge.core.window`'s choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from forge.core.admission import QueueSettings
+from forge.core.books import Books
+from forge.core.errors import FailedPrecondition, NotFound
+from forge.core.groups import Group, Phase
+from forge.core.trajectory import TaskId
+
+MAX_WRITE_S = 120.0
+"""Longer than any write between a `prepare` and its end takes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """A trainer's claim on complete groups, in queue order."""
+
+    batch_id: str
+    trainer_id: str
+    task_ids: tuple[TaskId, ...]
+    expires_s: float
+
+
+class Batches:
+    """Every batch of one leader's term, and the commits of all terms."""
+
+    def __init__(self, books: Books, settings: QueueSettings, *, term: int) -> None:
+        self._books = books
+        self._settings = settings
+        self._term = term
+        self._issued = 0
+        self._open: dict[str, Batch] = {}
+        self._committed: dict[str, int] = {}
+        """Step by batch id: makes a repeated commit harmless."""
+        self._revoked: set[str] = set()
+        """Taken back by a rewind: what was learned from them is in no surviving checkpoint."""
+
+    def get(self, batch_id: str) -> Batch | None:
+        """The open batch of that id."""
+        return self._open.get(batch_id)
+
+    def take(
+        self, *, trainer_id: str, max_groups: int, can_progress: bool, now_s: float
+    ) -> Batch | None:
+        """The batch the trainer holds already, or a new one from the window, or none yet."""
+        expires_s = now_s + self._settings.batch_lease_s
+        for held in self._open.values():
+            if held.trainer_id == trainer_id:
+                held.expires_s = expires_s
+                return held
+        groups = self._books.window.take(
+            max_groups,
+            away=self._books.away,
+            sampling=can_progress,
+            more_coming=self._more_coming(now_s),
+        )
+        if not groups:
+            return None
+        batch_id = f"batch-{self._term}-{self._issued}"
+        self._issued += 1
+        return self._hold(batch_id, trainer_id, groups, expires_s)
+
+    def adopt(self, batch_id: str, task_ids: Sequence[str], *, now_s: float) -> None:
+        """Hold what an earlier term granted and its trainer still works on.
+
+        A batch known here is left as it is. One that cannot be held any more is left to its
+        commit, which says why.
+        """
+        if batch_id in self._open or batch_id in self._committed:
+            return
+        with suppress(NotFound):
+            self._hold_again(batch_id, [self._books.group(task) for task in task_ids], now_s)
+
+    def renew(self, batch_id: str, *, now_s: float) -> None:
+        """Raises NotFound when it was taken back."""
+        batch = self._open.get(batch_id)
+        if batch is None:
+            raise NotFound(f"batch_id {batch_id!r} is not held: committed, released or taken back")
+        batch.expires_s = now_s + self._settings.batch_lease_s
+
+    def expire(self, now_s: float) -> None:
+        """Batches past their end go back into the window."""
+        for batch in [each for each in self._open.values() if each.expires_s <= now_s]:
+            self.release(batch.batch_id)
+
+    def prepare_commit(
+        self, batch_id: str, *, step: int, task_ids: Sequence[str], now_s: float
+    ) -> tuple[TaskId, ...]:
+        """The groups to store as TRAINED before `commit`; none when all of that is done.
+
+        With `task_ids`, a batch that is not held any more is held again if all its groups are
+        still there. Raises NotFound when they are not, FailedPrecondition when the batch was
+        committed by another step.
+        """
+        known = self._committed.get(batch_id, step)
+        if known != step:
+            raise FailedPrecondition(
+                f"batch_id {batch_id!r} was committed by step {known}, not by step {step}"
+            )
+        batch = self._open.get(batch_id)
+        if batch is None:
+            left = [
+                group for group in map(self._books.group, task_ids) if group.batch_id != batch_id
+            ]
+            if batch_id in self._committed and not left:
+                return ()
+            batch = self._hold_again(batch_id, left, now_s)
+        return self._pin(batch, now_s)
+
+    def commit(self, batch_id: str, *, step: int) -> None:
+        """Its groups are stored as TRAINED by `step`; `prepare_commit` came first."""
+        batch = self._open.pop(batch_id)
+        self._committed[batch_id] = step
+        for group in self._groups(batch):
+            self._books.train(group, batch_id=batch_id, step=step)
+
+    def restore(self, batch_id: str, *, step: int) -> None:
+        """An earlier term stored a commit."""
+        self._committed[batch_id] = step
+
+    def prepare_release(self, batch_id: str, *, now_s: float) -> tuple[TaskId, ...]:
+        """The groups to store as TOMBSTONED before a `release` with a reason."""
+        batch = self._open.get(batch_id)
+        return self._pin(batch, now_s) if batch else ()
+
+    def release(self, batch_id: str, *, reason: str = "") -> None:
+        """Give a batch back, or tombstone its groups when there is a reason. Idempotent."""
+        batch = self._open.pop(batch_id, None)
+        for group in self._groups(batch) if batch else ():
+            group.batch_id = ""
+            if reason:
+                self._books.tombstone(group, reason)
+            else:
+                self._books.move(group, Phase.COMPLETE)
+
+    def prepare_rewind(self, step: int) -> tuple[TaskId, ...]:
+        """Take every open batch back for good, and name the groups to store as PENDING."""
+        for batch_id in tuple(self._open):
+            self.release(batch_id)
+            self._revoked.add(batch_id)
+        return tuple(group.spec.task_id for group in self._books.trained_after(step))
+
+    def rewind(self, step: int) -> int:
+        """Groups trained after `step` are visible again; how many."""
+        undone = {batch for batch, committed in self._committed.items() if committed > step}
+        self._revoked |= undone
+        for batch_id in undone:
+            del self._committed[batch_id]
+        return len(self._books.rewind(step))
+
+    def next_event_s(self) -> tuple[float | None, ...]:
+        # A queue that ends makes a short batch due.
+        ends_s = self._books.added_s + self._settings.short_batch_after_s
+        return (ends_s, min((batch.expires_s for batch in self._open.values()), default=None))
+
+    def _more_coming(self, now_s: float) -> bool:
+        """Whether the head may move, or the queue grow, by somebody else's doing."""
+        window = self._books.window
+        growing = now_s < self._books.added_s + self._settings.short_batch_after_s
+        return window.inside(Phase.BATCHED) > 0 or (growing and not window.full)
+
+    def _hold(
+        self, batch_id: str, trainer_id: str, groups: Sequence[Group], expires_s: float
+    ) -> Batch:
+        for group in groups:
+            group.batch_id = batch_id
+            self._books.move(group, Phase.BATCHED)
+        batch = Batch(
+            batch_id=batch_id,
+            trainer_id=trainer_id,
+            task_ids=tuple(group.spec.task_id for group in groups),
+            expires_s=expires_s,
+        )
+        self._open[batch_id] = batch
+        return batch
+
+    def _pin(self, batch: Batch, now_s: float) -> tuple[TaskId, ...]:
+        """Keep the claim from ending while the caller writes."""
+        batch.expires_s = now_s + max(self._settings.batch_lease_s, MAX_WRITE_S)
+        return batch.task_ids
+
+    def _hold_again(self, batch_id: str, groups: Sequence[Group], now_s: float) -> Batch:
+        if batch_id in self._revoked or not groups:
+            raise NotFound(f"batch_id {batch_id!r} is not held: its groups went back")
+        for group in groups:
+            if group.phase is not Phase.COMPLETE:
+                raise NotFound(
+                    f"batch_id {batch_id!r} is not held, and its group {group.spec.task_id!r} is "
+                    f"{group.phase.value} now: discard the step"
+                )
+        return self._hold(batch_id, "", groups, now_s + self._settings.batch_lease_s)
+
+    def _groups(self, batch: Batch) -> list[Group]:
+        return [self._books.group(task_id) for task_id in batch.task_ids]

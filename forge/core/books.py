@@ -1,0 +1,168 @@
+"""The books of the generation queue: every group, its phase, and the sums.
+
+    accepted = trained + tombstoned + pending
+
+Owns each change of phase, so that counts, window and order cannot disagree. Why a group changes
+phase is for `forge.core.rollouts` (sampling) and `forge.core.batches` (training) to say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from forge.core.dispatch import Dispatch
+from forge.core.errors import InvalidArgument, NotFound
+from forge.core.groups import Group, Phase
+from forge.core.trajectory import TaskId
+from forge.core.window import Window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BookStatus:
+    """Training groups by where they stand."""
+
+    accepted: int
+    trained: int
+    tombstoned: int
+    pending: int
+    queued: int
+    running: int
+    """Of both purposes: what counts against N."""
+    complete_in_window: int
+    complete_outside_window: int
+    eval_pending: int
+
+
+class Books:
+    """All groups of one leader's term."""
+
+    def __init__(self, window: Window) -> None:
+        self.window = window
+        self.dispatch = Dispatch()
+        self.away: frozenset[str] = frozenset()
+        """Pool shards that do not answer: nothing on them is handed out or waited for."""
+        self.next_eval_index = 0
+        """One above the highest index of an evaluation group."""
+        self.added_s = 0.0
+        """When a group was last added."""
+        self._groups: dict[TaskId, Group] = {}
+        self._counts: Counter[tuple[bool, Phase]] = Counter()
+        """By (evaluation, phase)."""
+        self._running: Counter[str] = Counter()
+        """Per pool shard, of both purposes."""
+        self._trained: defaultdict[int, list[Group]] = defaultdict(list)
+        """By optimizer step."""
+        self._settled: list[Group] = []
+
+    def __contains__(self, task_id: str) -> bool:
+        return task_id in self._groups
+
+    def group(self, task_id: str) -> Group:
+        """Raises NotFound."""
+        try:
+            return self._groups[TaskId(task_id)]
+        except KeyError:
+            raise NotFound(f"task_id {task_id!r} is not in the queue") from None
+
+    def add(self, group: Group, *, now_s: float) -> None:
+        """Accept a group, new or as an earlier term left it. Raises InvalidArgument."""
+        spec = group.spec
+        if spec.task_id in self._groups:
+            raise InvalidArgument(f"task_id {spec.task_id!r} was submitted before")
+        assert group.phase is Phase.QUEUED or not group.phase.open
+        self._groups[spec.task_id] = group
+        self._counts[spec.evaluation, group.phase] += 1
+        self.added_s = now_s
+        if group.phase is Phase.TRAINED:
+            self._trained[group.step].append(group)
+        if spec.evaluation:
+            self.next_eval_index = max(self.next_eval_index, spec.index + 1)
+        else:
+            self.window.add(group)
+        if not self.close_if_sealed(group) and group.phase is Phase.QUEUED:
+            self.dispatch.list_group(group)
+
+    def move(self, group: Group, phase: Phase) -> None:
+        before, group.phase = group.phase, phase
+        spec = group.spec
+        self._counts[spec.evaluation, before] -= 1
+        self._counts[spec.evaluation, phase] += 1
+        self._running[spec.shard] += (phase is Phase.RUNNING) - (before is Phase.RUNNING)
+        if not spec.evaluation:
+            self.window.moved(group, before)
+
+    def close_if_sealed(self, group: Group) -> bool:
+        """Once all its rollouts are sealed, a group is complete, or evaluated."""
+        if not group.phase.open or group.sealed < group.spec.size:
+            return False
+        group.close()
+        self.move(group, Phase.EVALUATED if group.spec.evaluation else Phase.COMPLETE)
+        if group.spec.evaluation:
+            self._settled.append(group)
+        return True
+
+    def tombstone(self, group: Group, reason: str) -> None:
+        """Give a group up; nobody holds a claim on its rollouts any more."""
+        if group.phase.open:
+            group.close()
+        group.reason = reason
+        self.move(group, Phase.TOMBSTONED)
+        self._settled.append(group)
+
+    def train(self, group: Group, *, batch_id: str, step: int) -> None:
+        group.batch_id, group.step = batch_id, step
+        self._trained[step].append(group)
+        self.move(group, Phase.TRAINED)
+
+    def trained_after(self, step: int) -> list[Group]:
+        return [g for known, groups in self._trained.items() if known > step for g in groups]
+
+    def rewind(self, step: int) -> list[Group]:
+        """What was trained after `step` is complete again."""
+        undone = self.trained_after(step)
+        for group in undone:
+            group.phase, group.batch_id, group.step = Phase.COMPLETE, "", 0
+        self._counts[False, Phase.TRAINED] -= len(undone)
+        self._counts[False, Phase.COMPLETE] += len(undone)
+        for later in [known for known in self._trained if known > step]:
+            del self._trained[later]
+        if undone:
+            self.window.rebuild(min(group.spec.index for group in undone))
+        return undone
+
+    def settled(self) -> tuple[Group, ...]:
+        """Groups tombstoned or evaluated since the last call: their fate is to be stored."""
+        settled, self._settled = tuple(self._settled), []
+        return settled
+
+    def complete(self) -> int:
+        """Groups that are complete and in no batch."""
+        return self._counts[False, Phase.COMPLETE]
+
+    def running(self, *, away: frozenset[str] = frozenset()) -> int:
+        return sum(count for shard, count in self._running.items() if shard not in away)
+
+    def running_training(self) -> int:
+        return self._counts[False, Phase.RUNNING]
+
+    def status(self) -> BookStatus:
+        count = self._counts
+        trained, tombstoned = count[False, Phase.TRAINED], count[False, Phase.TOMBSTONED]
+        accepted = sum(n for (evaluation, _), n in count.items() if not evaluation)
+        in_window = self.window.inside(Phase.COMPLETE)
+        return BookStatus(
+            accepted=accepted,
+            trained=trained,
+            tombstoned=tombstoned,
+            # Counted on its own, so that the sum is a check and not a definition.
+            pending=sum(count[False, phase] for phase in _PENDING),
+            queued=count[False, Phase.QUEUED],
+            running=self.running(),
+            complete_in_window=in_window,
+            complete_outside_window=self.complete() - in_window,
+            eval_pending=count[True, Phase.QUEUED] + count[True, Phase.RUNNING],
+        )
+
+
+_PENDING = (Phase.QUEUED, Phase.RUNNING, Phase.COMPLETE, Phase.BATCHED)

@@ -1,0 +1,95 @@
+"""What an output format is: how a model writes reasoning and tool calls into its text.
+
+Owns the vocabulary of parsers. A format makes one parser per answer; the parser takes text as it
+is sampled, in whatever pieces, and gives deltas; fed all at once it gives the same answer.
+
+A parser never raises for what a model wrote and never swallows any of it. What is malformed
+comes out as text, and `error` says what was wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallDelta:
+    """One whole tool call, as soon as its end was seen."""
+
+    name: str
+    arguments: str
+    """A JSON object."""
+    call_id: str = ""
+    """Made up by whoever hands the call to an agent."""
+
+
+Delta = TextDelta | ReasoningDelta | CallDelta
+
+
+class Parser(Protocol):
+    """Reads one answer."""
+
+    @property
+    def error(self) -> str:
+        """ "" or what was malformed so far; the first finding stays."""
+
+    def feed(self, text: str) -> list[Delta]:
+        """Takes more text and gives what is certain by now."""
+
+    def finish(self) -> list[Delta]:
+        """The text has ended: gives what was held back."""
+
+
+class OutputFormat(Protocol):
+    """A way of writing tool calls."""
+
+    name: str
+    marks: frozenset[str]
+    """Tags; where a tokenizer has them as special tokens, they are kept in the text."""
+    takes_tools: bool
+
+    def parser(self) -> Parser:
+        """A parser for one answer."""
+
+    def opening(self, tool: str | None) -> str:
+        """Text that leaves the model no choice but to call `tool` (None: any tool)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A whole answer, parsed."""
+
+    content: str
+    reasoning: str
+    calls: tuple[CallDelta, ...]
+    error: str
+
+
+def collect(deltas: Iterable[Delta], error: str) -> Answer:
+    """Puts an answer together from its deltas."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: list[CallDelta] = []
+    for delta in deltas:
+        match delta:
+            case TextDelta(text=text):
+                content.append(text)
+            case ReasoningDelta(text=text):
+                reasoning.append(text)
+            case CallDelta():
+                calls.append(delta)
+    return Answer(
+        content="".join(content), reasoning="".join(reasoning), calls=tuple(calls), error=error
+    )

@@ -1,0 +1,27 @@
+"""Splitting a stream of text at tags that may arrive in pieces.
+
+Owns the only hard part that all streaming formats share: text is passed on as soon as it cannot
+be the beginning of a tag any more, and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def held_back(text: str, tags: Sequence[str]) -> int:
+    """How many characters at the end of `text` may be the beginning of one of `tags`."""
+    longest = max((len(tag) for tag in tags), default=0)
+    for length in range(min(longest - 1, len(text)), 0, -1):
+        if any(tag.startswith(text[-length:]) for tag in tags):
+            return length
+    return 0
+
+
+def first_tag(text: str, tags: Sequence[str]) -> tuple[int, str] | None:
+    """Position and spelling of the leftmost tag in `text`; the longest, where several start."""
+    found = [(text.find(tag), -len(tag), tag) for tag in tags if tag in text]
+    if not found:
+        return None
+    position, _, tag = min(found)
+    return position, tag

@@ -1,0 +1,61 @@
+"""The generation queue: windowed FIFO over groups, from submission to the committed batch.
+
+Pure: time is passed in and nothing is stored; what must be durable is named to the caller, who
+writes first and applies then. Every operation is O(log n) or amortized O(1) in the groups queued.
+
+    books     every group, its phase and the sums           forge.core.books
+    rollouts  lease, renew, complete, fail, expire          forge.core.rollouts
+    batches   take, commit, release, rewind                 forge.core.batches
+    window    [H, H+W), and which groups make a batch       forge.core.window
+"""
+
+from __future__ import annotations
+
+from forge.core.admission import QueueSettings
+from forge.core.batches import Batch, Batches
+from forge.core.books import Books
+from forge.core.groups import Group, Phase
+from forge.core.rollouts import Rollouts
+from forge.core.shares import DomainShares
+from forge.core.trajectory import TrajectoryId
+from forge.core.window import Window
+
+
+class GenerationQueue:
+    """All groups of one leader's term, training and evaluation."""
+
+    def __init__(
+        self, settings: QueueSettings, *, term: int = 0, hold_leases_until_s: float = 0.0
+    ) -> None:
+        """`hold_leases_until_s`: hand out no rollout before, so that the runners of an earlier
+        term can renew what they hold."""
+        self.settings = settings
+        self.shares = DomainShares(settings.domain_shares)
+        self.books = Books(Window(size=settings.window_size, shares=self.shares))
+        self.rollouts = Rollouts(self.books, settings, term=term, hold_until_s=hold_leases_until_s)
+        self.batches = Batches(self.books, settings, term=term)
+
+    def add(self, group: Group, *, now_s: float) -> None:
+        """Accept a group, new or as an earlier term stored it. Raises InvalidArgument."""
+        self.books.add(group, now_s=now_s)
+        if group.phase is Phase.TRAINED:
+            self.batches.restore(group.batch_id, step=group.step)
+
+    def take(self, *, trainer_id: str, max_groups: int, now_s: float) -> Batch | None:
+        """The batch the trainer holds already, or a new one from the window, or none yet."""
+        return self.batches.take(
+            trainer_id=trainer_id,
+            max_groups=max_groups,
+            can_progress=self.rollouts.can_progress(),
+            now_s=now_s,
+        )
+
+    def expire(self, now_s: float) -> tuple[TrajectoryId, ...]:
+        """Take back late batches; the attempts whose claims ended, see `Rollouts.expire`."""
+        self.batches.expire(now_s)
+        return self.rollouts.expire(now_s)
+
+    def next_event_s(self, now_s: float) -> float | None:
+        """When something may change by time alone, at the earliest."""
+        events = self.rollouts.next_event_s() + self.batches.next_event_s()
+        return min((event for event in events if event is not None and event > now_s), default=None)

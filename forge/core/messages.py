@@ -1,0 +1,141 @@
+"""Chat messages in one canonical form, and when two of them are the same message.
+
+Owns the tolerance rules of history matching. Owns no protocol: the edges translate OpenAI, gRPC
+and others to and from `Message`; and no template: rendering is elsewhere.
+
+Agents rarely send back exactly what they were given: they drop the reasoning, re-serialize tool
+arguments, make up new call ids, trim text. Two messages are the same when
+
+- their roles are equal, "developer" counting as "system";
+- their contents are equal; an assistant's contents are compared without white space at the ends,
+  and absent content equals empty content;
+- their tool calls have the same names, in the same order, and arguments equal as JSON: key order,
+  white space, escapes and 1.0 against 1 do not matter. Arguments that are not JSON are compared
+  as text. Call ids do not matter, here and in tool results;
+- their `name` fields are equal;
+- they carry equal reasoning, or one of them carries none.
+
+All but the last make the `key`; `agree` adds the last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forge.core.errors import InvalidArgument
+
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+ALIASES = {"developer": "system", "function": "tool"}
+
+MessageKey = tuple[str, str, tuple[tuple[str, str], ...], str]
+"""Role, content, (name, arguments) of each call, name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call the model made."""
+
+    name: str
+    arguments: str
+    """JSON text; an object unless the agent made it up."""
+    call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of a conversation."""
+
+    role: str
+    """system, user, assistant or tool."""
+    content: str = ""
+    reasoning: str = ""
+    """What an assistant thought, where the model's format separates it."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    """Of a tool result: the call it answers."""
+    name: str = ""
+
+    @property
+    def key(self) -> MessageKey:
+        """Equal for messages that are the same but for their reasoning."""
+        if self.role != "assistant":
+            return (self.role, self.content, (), self.name)
+        calls = tuple((call.name, canonical_json(call.arguments)) for call in self.tool_calls)
+        return (self.role, self.content.strip(), calls, self.name)
+
+    @property
+    def call_ids(self) -> tuple[str, ...]:
+        return tuple(call.call_id for call in self.tool_calls)
+
+
+def normal_role(role: str) -> str:
+    """The role as templates know it; raises `InvalidArgument` for one that nobody knows."""
+    role = ALIASES.get(role, role)
+    if role not in ROLES:
+        raise InvalidArgument(f"role {role[:40]!r} is none of system, user, assistant, tool")
+    return role
+
+
+def agree(ours: Message, theirs: Message) -> bool:
+    """Whether messages with equal keys are the same message: reasoning, if both carry any."""
+    if not ours.reasoning or not theirs.reasoning:
+        return True
+    return ours.reasoning.strip() == theirs.reasoning.strip()
+
+
+def canonical_json(text: str) -> str:
+    """One spelling for all texts of the same JSON value; text that is not JSON, trimmed."""
+    try:
+        value = json.loads(text or "{}", parse_float=_number)
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    except (ValueError, RecursionError):
+        return text.strip()
+
+
+def _number(digits: str) -> float | int:
+    """1.0 and 1 are the same number to everybody but Python's JSON writer."""
+    value = float(digits)
+    return int(value) if value.is_integer() else value
+
+
+def to_openai(message: Message) -> dict[str, Any]:
+    """The message as an OpenAI chat message; what is empty is left out, content never is."""
+    plain: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        plain["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.name:
+        plain["name"] = message.name
+    return plain
+
+
+def from_openai(plain: Mapping[str, Any]) -> Message:
+    """Reads what `to_openai` wrote."""
+    return Message(
+        role=plain["role"],
+        content=plain["content"],
+        reasoning=plain.get("reasoning_content", ""),
+        tool_calls=tuple(
+            ToolCall(
+                name=call["function"]["name"],
+                arguments=call["function"]["arguments"],
+                call_id=call["id"],
+            )
+            for call in plain.get("tool_calls", ())
+        ),
+        tool_call_id=plain.get("tool_call_id", ""),
+        name=plain.get("name", ""),
+    )

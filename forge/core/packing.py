@@ -1,0 +1,250 @@
+"""Planning of prefix trees: which tokens of a batch's samples are the same computation.
+
+Owns the compressed radix trie over token ids, its depth-first layout and the partition of a batch
+into trees within a token budget. Executing a plan (attention, log-probs, losses) is `forge.rl`.
+
+A token's hidden state depends on the tokens before it alone, so samples that share a prefix
+share that prefix's states. A plan lays every distinct prefix out once, in depth-first order:
+
+    samples  a b c d      layout    a b c d x y e      position 0 1 2 3 2 3 1
+             a b x y      nodes     [a) [b) [c d) [x y) [e)
+             a e          a token's ancestors are its prefix; a node's descendants are contiguous
+
+Ids are int32 little-endian bytes throughout, as they travel: sorting and comparing are memcmp,
+and nothing is done per token in Python. Cost is O(total bytes) plus O(log) per sample.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import sub
+from typing import NamedTuple
+
+from forge.core.errors import InvalidArgument
+from forge.core.trajectory import TOKEN_BYTES
+
+Span = tuple[int, int]
+"""A half-open range of token indices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One trainable sequence: a context and what was sampled in it.
+
+    The three columns have one entry per trained token, in the order of the sequence.
+    """
+
+    ids: bytes
+    """int32: the whole sequence."""
+    trained: tuple[Span, ...]
+    """Ranges of the tokens that carry loss: ascending, disjoint, from index 1 on."""
+    behavior_logprobs: bytes
+    """float32: log-probability in the distribution sampled from."""
+    weight_versions: bytes
+    """int32: version of the weights that sampled the token."""
+    advantages: bytes
+    """float32."""
+    temperature: float = 1.0
+    """Of the distribution sampled from."""
+
+    @property
+    def tokens(self) -> int:
+        """Length of the sequence."""
+        return len(self.ids) // TOKEN_BYTES
+
+    @property
+    def trained_tokens(self) -> int:
+        """How many tokens carry loss."""
+        return sum(end - start for start, end in self.trained)
+
+    def validate(self) -> None:
+        """Raise `InvalidArgument` when the columns do not fit the sequence."""
+        if len(self.ids) % TOKEN_BYTES or not self.ids:
+            raise InvalidArgument(
+                f"ids has {len(self.ids)} bytes; must be a positive multiple of 4"
+            )
+        previous = 1
+        for start, end in self.trained:
+            if not previous <= start < end <= self.tokens:
+                raise InvalidArgument(
+                    f"trained range [{start}, {end}) in a sequence of {self.tokens} tokens; ranges "
+                    "must ascend, not overlap, and leave the first token out"
+                )
+            previous = end
+        expected = self.trained_tokens * TOKEN_BYTES
+        for name in ("behavior_logprobs", "weight_versions", "advantages"):
+            if len(getattr(self, name)) != expected:
+                raise InvalidArgument(
+                    f"{name} has {len(getattr(self, name))} bytes; {expected} expected"
+                )
+        if not self.temperature > 0:
+            raise InvalidArgument(
+                f"temperature is {self.temperature}; must be > 0 to be trained on"
+            )
+
+
+class Node(NamedTuple):
+    """A chain of tokens without a branch, in the depth-first layout."""
+
+    start: int
+    end: int
+    subtree_end: int
+    """The node's descendants are `[end, subtree_end)`."""
+    depth: int
+    """Position in the sequence of the first token."""
+    parent: int
+    """Layout index of the token before the first one; -1 at a root."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreePlan:
+    """The merged layout of some of a batch's samples; one forward pass."""
+
+    ids: bytes
+    """int32: the distinct tokens, depth first."""
+    nodes: tuple[Node, ...]
+    """In layout order; they tile the layout."""
+    samples: tuple[int, ...]
+    """Which samples of the batch are in this tree, by index."""
+    trained: tuple[tuple[Span, ...], ...]
+    """Per sample, where its trained tokens lie in the layout, in the order of the sequence."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to compute."""
+        return len(self.ids) // TOKEN_BYTES
+
+
+def plan_trees(samples: Sequence[Sample], *, token_budget: int) -> list[TreePlan]:
+    """Merge samples into the fewest tokens, in trees of at most `token_budget` tokens each.
+
+    Every sample is in exactly one tree, so losses and gradients add up over trees without any
+    correction; a prefix shared across two trees is computed in both. Cuts between trees fall
+    where the least is shared. A sample longer than the budget gets a tree of its own.
+    """
+    order = sorted(range(len(samples)), key=lambda index: samples[index].ids)
+    shared = [0] * len(order)
+    for rank in range(1, len(order)):
+        shared[rank] = common_prefix_tokens(samples[order[rank - 1]].ids, samples[order[rank]].ids)
+    lengths = [samples[index].tokens for index in order]
+    return [
+        _merge(samples, order[start:end], shared[start:end])
+        for start, end in _partition(lengths, shared, token_budget)
+    ]
+
+
+def common_prefix_tokens(left: bytes, right: bytes) -> int:
+    """How many leading tokens two id sequences share."""
+    low, high = 0, min(len(left), len(right)) // TOKEN_BYTES
+    if left[: high * TOKEN_BYTES] == right[: high * TOKEN_BYTES]:
+        return high
+    # Bisect on equality of the half not yet known to match: O(length) bytes compared in total.
+    while high - low > 1:
+        middle = (low + high) // 2
+        half = slice(low * TOKEN_BYTES, middle * TOKEN_BYTES)
+        if left[half] == right[half]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _partition(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[Span]:
+    """Cut sorted samples into consecutive runs within the budget, at the least total tokens.
+
+    Dynamic program over the last cut. With `new[n]` the tokens that the first n samples add to
+    one endless tree, the run [start, end) holds `new[end] - new[start] + shared[start]` tokens:
+    a minimum over a sliding window of starts, so O(samples).
+    """
+    new = list(accumulate(map(sub, lengths, shared), initial=0))
+    cost = [(0, 0)]  # (tokens, trees) of the first n samples
+    cuts = [0]
+    window: deque[tuple[tuple[int, int], int]] = deque()  # starts by rising cost less new[end]
+    for end in range(1, len(new)):
+        start = end - 1
+        tokens, trees = cost[start]
+        key = (tokens - new[start] + shared[start], trees)
+        while window and window[-1][0] >= key:
+            window.pop()
+        window.append((key, start))
+        while len(window) > 1 and new[end] - new[window[0][1]] + shared[window[0][1]] > budget:
+            window.popleft()
+        (tokens, trees), start = window[0]
+        cost.append((tokens + new[end], trees + 1))
+        cuts.append(start)
+    runs: list[Span] = []
+    end = len(lengths)
+    while end:
+        runs.append((cuts[end], end))
+        end = cuts[end]
+    return runs[::-1]
+
+
+def _merge(samples: Sequence[Sample], order: Sequence[int], shared: Sequence[int]) -> TreePlan:
+    trie = _Trie()
+    trained = []
+    for rank, index in enumerate(order):
+        trie.insert(samples[index].ids, shared[rank] if rank else 0)
+        trained.append(tuple(trie.locate(samples[index].trained)))
+    return TreePlan(
+        ids=b"".join(trie.pieces), nodes=trie.nodes(), samples=tuple(order), trained=tuple(trained)
+    )
+
+
+class _Trie:
+    """Radix trie over sorted sequences, kept as the path of the newest one.
+
+    Layout indices never move: a split only cuts a chain in two, so a sequence can be located
+    as soon as it is inserted.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self._size = 0
+        self._path: list[list[int]] = []  # [start, end, depth, parent] of each open node
+        self._closed: list[Node] = []
+
+    def insert(self, ids: bytes, shared: int) -> None:
+        """Add a sequence of which the first `shared` tokens are the previous one's."""
+        self._close(shared)
+        tokens = len(ids) // TOKEN_BYTES
+        if shared == tokens:
+            return
+        grown = self._size + tokens - shared
+        if self._path and self._path[-1][1] == self._size:
+            self._path[-1][1] = grown  # the previous sequence went on: no branch, same chain
+        else:
+            parent = self._path[-1][1] - 1 if self._path else -1
+            self._path.append([self._size, grown, shared, parent])
+        self.pieces.append(ids[shared * TOKEN_BYTES :])
+        self._size = grown
+
+    def locate(self, spans: Sequence[Span]) -> Iterator[Span]:
+        """Layout ranges of sequence ranges of the sequence just inserted."""
+        for start, end in spans:
+            for node_start, node_end, depth, _ in self._path:
+                low = max(start, depth)
+                high = min(end, depth + node_end - node_start)
+                if low < high:
+                    yield node_start + low - depth, node_start + high - depth
+
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes, in layout order; ends the building."""
+        self._close(0)
+        return tuple(sorted(self._closed))
+
+    def _close(self, depth_kept: int) -> None:
+        while self._path and self._path[-1][2] >= depth_kept:
+            start, end, depth, parent = self._path.pop()
+            self._closed.append(Node(start, end, self._size, depth, parent))
+        if not self._path:
+            return
+        top = self._path[-1]
+        start, end, depth, _ = top
+        middle = start + depth_kept - depth
+        if middle < end:
+            self._closed.append(Node(middle, end, self._size, depth_kept, middle - 1))
+            top[1] = middle

@@ -1,0 +1,170 @@
+"""Which token prefixes are cached, in which slots, and which of them to forget first.
+
+Owns the index alone: a radix tree over blocks of tokens, slots, pins and the order of eviction. It
+does not own what is cached: a slot is a number, and its holder keeps key-value tensors under it (an
+engine) or nothing at all (a router that only wants to know what a worker has).
+
+Token ids are int32 little-endian bytes, as on the wire, so that a block's key is one slice. Blocks
+are compared by their ids and not by a hash: two prefixes never collide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+TOKEN_BYTES = 4
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """One block of tokens, reached through all the blocks before it."""
+
+    parent: _Block | None
+    key: bytes
+    slot: int
+    children: dict[bytes, _Block] = field(default_factory=dict)
+    pins: int = 0
+    indexed: bool = True
+    """False once dropped while pinned: its slot is free again with the last pin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """The longest cached prefix of a prompt."""
+
+    tokens: int
+    slots: tuple[int, ...]
+    """One per block, in order."""
+    _blocks: tuple[_Block, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A block that has just entered the index: its holder fills `slot` with these tokens."""
+
+    start_token: int
+    slot: int
+
+
+class PrefixCache:
+    """Prefixes in at most `capacity_tokens`, the least recently used forgotten first.
+
+    Only whole blocks of `block_tokens` are kept. Recency is one ordered dict: touching a path moves
+    its deepest block first and its root last, so a block always stands after all that extend it
+    and the first unpinned one is a leaf. Eviction is O(1).
+    """
+
+    def __init__(self, *, block_tokens: int, capacity_tokens: int) -> None:
+        if block_tokens < 1:
+            raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
+        self.block_tokens = block_tokens
+        self.capacity_blocks = max(0, capacity_tokens // block_tokens)
+        self._block_bytes = block_tokens * TOKEN_BYTES
+        self._root = _Block(parent=None, key=b"", slot=-1)
+        self._oldest_first: dict[_Block, None] = {}
+        self._free = list(range(self.capacity_blocks - 1, -1, -1))
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are cached; pinned ones that were dropped still count."""
+        return (self.capacity_blocks - len(self._free)) * self.block_tokens
+
+    def match(self, ids: bytes, *, limit_tokens: int | None = None, pin: bool = False) -> Match:
+        """The longest cached prefix of `ids` in whole blocks, at most `limit_tokens` long.
+
+        Pinned blocks keep their slots, through `clear` too, until `unpin`.
+        """
+        path = list(self._walk(ids, limit_tokens))
+        self._touch(path)
+        if pin:
+            for block in path:
+                block.pins += 1
+        return Match(
+            tokens=len(path) * self.block_tokens,
+            slots=tuple(block.slot for block in path),
+            _blocks=tuple(path),
+        )
+
+    def peek(self, ids: bytes) -> int:
+        """How many tokens of `ids` are cached, without counting as use."""
+        return sum(1 for _ in self._walk(ids, None)) * self.block_tokens
+
+    def shared_tokens(self, match: Match) -> int:
+        """How much of a pinned match others have pinned too."""
+        # Who pins a block pins all before it: the shared part is a prefix.
+        return sum(1 for block in match._blocks if block.pins > 1) * self.block_tokens
+
+    def unpin(self, match: Match) -> None:
+        """Lets a pinned match go. Once per pinned match."""
+        for block in match._blocks:
+            block.pins -= 1
+            if block.pins == 0 and not block.indexed:
+                self._free.append(block.slot)
+
+    def insert(self, ids: bytes) -> list[Placed]:
+        """Caches the whole blocks of `ids`; returns the new ones, which the holder must fill now.
+
+        Stops early when every slot is pinned or part of this very prefix: a shorter prefix is
+        cached then, never a wrong one.
+        """
+        path = list(self._walk(ids, None))
+        self._touch(path)
+        # Making room must not evict the path that is being extended.
+        for block in path:
+            block.pins += 1
+        placed = []
+        parent = path[-1] if path else self._root
+        for index in range(len(path), len(ids) // self._block_bytes):
+            slot = self._take_slot()
+            if slot is None:
+                break
+            key = ids[index * self._block_bytes : (index + 1) * self._block_bytes]
+            block = _Block(parent=parent, key=key, slot=slot, pins=1)
+            parent.children[key] = block
+            path.append(block)
+            placed.append(Placed(start_token=index * self.block_tokens, slot=slot))
+            parent = block
+        for block in path:
+            block.pins -= 1
+        self._touch(path)
+        return placed
+
+    def clear(self) -> None:
+        """Forgets every prefix; the slots of pinned ones come free when they are unpinned."""
+        for block in self._oldest_first:
+            block.indexed = False
+            if block.pins == 0:
+                self._free.append(block.slot)
+        self._oldest_first.clear()
+        self._root.children.clear()
+
+    def _walk(self, ids: bytes, limit_tokens: int | None) -> Iterator[_Block]:
+        tokens = len(ids) // TOKEN_BYTES
+        if limit_tokens is not None:
+            tokens = min(tokens, limit_tokens)
+        block = self._root
+        for index in range(tokens // self.block_tokens):
+            key = ids[index * self._block_bytes : (index + 1) * self._block_bytes]
+            child = block.children.get(key)
+            if child is None:
+                return
+            yield child
+            block = child
+
+    def _touch(self, path: list[_Block]) -> None:
+        for block in reversed(path):
+            self._oldest_first.pop(block, None)
+            self._oldest_first[block] = None
+
+    def _take_slot(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        victim = next((block for block in self._oldest_first if block.pins == 0), None)
+        if victim is None:
+            return None
+        del self._oldest_first[victim]
+        assert victim.parent is not None and not victim.children
+        del victim.parent.children[victim.key]
+        victim.indexed = False
+        return victim.slot

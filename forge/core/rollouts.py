@@ -1,0 +1,234 @@
+"""The sampling side of the generation queue: rollouts go out to runners and come back.
+
+Owns claims, attempts and retries. A rollout that fails is tried again after a back-off, under a
+new attempt number; one that failed `max_attempts` times takes its whole group with it, tombstoned
+with the reason, so a partial group is never trained on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge.core.admission import QueueSettings
+from forge.core.books import Books
+from forge.core.dispatch import Claims, Slot
+from forge.core.errors import NotFound
+from forge.core.groups import Group, Lease, Phase, Rollout, RolloutPhase
+from forge.core.trajectory import TaskId, TrajectoryId, parse_trajectory_id
+
+TERM_ATTEMPTS = 1_000
+"""Attempt numbers per leader's term, so that two leaders never give two attempts one name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutClaim:
+    """One attempt, handed to a runner. Its trajectory id names the claim too."""
+
+    trajectory_id: TrajectoryId
+    task_id: TaskId
+    rollout_index: int
+    failures: int
+
+
+class Rollouts:
+    """Every rollout of one leader's term."""
+
+    def __init__(
+        self, books: Books, settings: QueueSettings, *, term: int, hold_until_s: float
+    ) -> None:
+        self._books = books
+        self._settings = settings
+        self._first_attempt = term * TERM_ATTEMPTS
+        self._hold_until_s = hold_until_s
+        self._claims = Claims()
+        self.retries = 0
+        self.surplus = 0
+        """Reports of trajectories sealed after another attempt, or after the group was closed."""
+
+    def __len__(self) -> int:
+        """Attempts that are with runners."""
+        return len(self._claims)
+
+    def group_of(self, trajectory_id: str) -> Group:
+        """Raises NotFound, InvalidArgument."""
+        slot, _ = self._locate(trajectory_id)
+        return slot.group
+
+    def lease(self, *, runner_id: str, max_rollouts: int, now_s: float) -> tuple[RolloutClaim, ...]:
+        """The next rollouts in strict queue order, with at most N groups running."""
+        if now_s < self._hold_until_s:
+            return ()
+        for slot in self._claims.due_retries(now_s):
+            # A group that is not running lists its rollouts when it is started.
+            if slot.group.phase is Phase.RUNNING:
+                self._books.dispatch.list_rollout(slot)
+        claims: list[RolloutClaim] = []
+        while len(claims) < max_rollouts and (slot_found := self._next_slot()) is not None:
+            claims.append(self._claim(slot_found, runner_id, now_s))
+        return tuple(claims)
+
+    def renew(self, trajectory_id: str, *, now_s: float) -> bool:
+        """Extend a claim; False when it is lost and the rollout should stop.
+
+        A claim of an earlier term is taken over as long as nobody else got the rollout.
+        """
+        lease = self._claims.get(TrajectoryId(trajectory_id))
+        if lease is None:
+            return self._adopt(trajectory_id, now_s)
+        lease.expires_s = min(now_s + self._settings.rollout_lease_s, lease.deadline_s)
+        return lease.expires_s > now_s
+
+    def complete(self, trajectory_id: str) -> bool:
+        """Its trajectory is sealed in the pool; False when that changes nothing.
+
+        Any attempt may be the one: a runner whose claim was lost did the work all the same.
+        Raises NotFound.
+        """
+        slot, attempt = self._locate(trajectory_id)
+        group = slot.group
+        if not group.phase.open or slot.rollout.phase is RolloutPhase.SEALED:
+            self.surplus += trajectory_id not in group.sealed_ids()
+            return False
+        self._claims.drop(slot.rollout)
+        slot.rollout.phase, slot.rollout.attempt = RolloutPhase.SEALED, attempt
+        group.sealed += 1
+        self._books.close_if_sealed(group)
+        return True
+
+    def fail(self, trajectory_id: str, *, reason: str, permanent: bool, now_s: float) -> bool:
+        """An attempt failed: another after a back-off, or the group is tombstoned.
+
+        False when the report changes nothing: repeated, late, or of an attempt since replaced.
+        Raises NotFound.
+        """
+        slot, attempt = self._locate(trajectory_id)
+        if not slot.group.phase.open or not self._is_current(slot.rollout, attempt):
+            return False
+        rollout = slot.rollout
+        self._claims.drop(rollout)
+        rollout.phase = RolloutPhase.READY
+        rollout.failures += 1
+        rollout.attempt = attempt + 1
+        if permanent or rollout.failures >= self._settings.max_attempts:
+            self._give_up(slot.group, f"rollout {slot.rollout_index}: {reason}")
+        else:
+            self.retries += 1
+            self._claims.retry_at(now_s + self._settings.backoff_s(rollout.failures), slot)
+        return True
+
+    def expire(self, now_s: float) -> tuple[TrajectoryId, ...]:
+        """The attempts whose claims have ended.
+
+        Whether such an attempt was sealed, only the pool knows: follow with `complete` or `fail`.
+        Until then it keeps its place and is named again, every `recheck_s`.
+        """
+        return tuple(self._claims.expired(now_s, recheck_s=self._settings.recheck_s))
+
+    def can_progress(self) -> bool:
+        """Whether a group may become complete without a batch being taken first."""
+        away = self._books.away
+        fresh = self._books.dispatch.first_group(evaluation=False, away=away)
+        started = self._books.running(away=away) > 0
+        return started or (fresh is not None and self._may_start(fresh))
+
+    def next_event_s(self) -> tuple[float | None, ...]:
+        return (self._hold_until_s, self._claims.next_expiry_s(), self._claims.next_retry_s())
+
+    def _next_slot(self) -> Slot | None:
+        for evaluation in (True, False):
+            slot = self._first_of(evaluation)
+            if slot is not None:
+                return slot
+        return None
+
+    def _first_of(self, evaluation: bool) -> Slot | None:
+        order, away = self._books.dispatch, self._books.away
+        while True:
+            slot = order.first_rollout(evaluation=evaluation, away=away)
+            fresh = order.first_group(evaluation=evaluation, away=away)
+            if fresh is None or (slot is not None and slot.queue_index < fresh.spec.index):
+                return slot
+            if not self._may_start(fresh):
+                return slot
+            self._start(fresh)
+
+    def _may_start(self, group: Group) -> bool:
+        running = self._books.running()
+        if group.spec.evaluation:
+            return running < self._settings.concurrency
+        return running < self._settings.concurrency and self._settings.admits(
+            index=group.spec.index,
+            head=self._books.window.head,
+            running=self._books.running_training(),
+            unfetched=self._books.complete(),
+        )
+
+    def _start(self, group: Group) -> None:
+        self._books.move(group, Phase.RUNNING)
+        for index in range(group.spec.size):
+            if group.rollout(index).phase is RolloutPhase.READY:
+                self._books.dispatch.list_rollout(Slot(group.spec.index, index, group))
+
+    def _claim(self, slot: Slot, runner_id: str, now_s: float) -> RolloutClaim:
+        rollout = slot.rollout
+        rollout.attempt = max(rollout.attempt, self._first_attempt)
+        lease = self._hold(slot, rollout.attempt, runner_id, now_s)
+        return RolloutClaim(
+            trajectory_id=lease.trajectory_id,
+            task_id=slot.group.spec.task_id,
+            rollout_index=slot.rollout_index,
+            failures=rollout.failures,
+        )
+
+    def _hold(self, slot: Slot, attempt: int, runner_id: str, now_s: float) -> Lease:
+        settings = self._settings
+        lease = Lease(
+            trajectory_id=slot.group.trajectory_id(slot.rollout_index, attempt),
+            runner_id=runner_id,
+            expires_s=now_s + min(settings.rollout_lease_s, settings.rollout_timeout_s),
+            deadline_s=now_s + settings.rollout_timeout_s,
+        )
+        self._claims.hold(lease, slot)
+        return lease
+
+    def _adopt(self, trajectory_id: str, now_s: float) -> bool:
+        try:
+            slot, attempt = self._locate(trajectory_id)
+        except NotFound:
+            return False
+        group = slot.group
+        if not group.phase.open or not self._is_of_earlier_term(slot.rollout, attempt):
+            return False
+        if group.phase is Phase.QUEUED:
+            if self._books.running() >= self._settings.concurrency:
+                return False
+            self._start(group)
+        slot.rollout.attempt = attempt
+        self._hold(slot, attempt, "", now_s)
+        return True
+
+    def _is_current(self, rollout: Rollout, attempt: int) -> bool:
+        """Whether a failure of `attempt` says something new about the rollout."""
+        if rollout.lease is not None:
+            return attempt == rollout.attempt
+        return self._is_of_earlier_term(rollout, attempt)
+
+    def _is_of_earlier_term(self, rollout: Rollout, attempt: int) -> bool:
+        """Whether an earlier leader handed `attempt` out, and nothing newer is known."""
+        ready = rollout.phase is RolloutPhase.READY
+        return ready and rollout.attempt <= attempt < self._first_attempt
+
+    def _give_up(self, group: Group, reason: str) -> None:
+        for rollout in group.rollouts:
+            self._claims.drop(rollout)
+        self._books.tombstone(group, reason)
+
+    def _locate(self, trajectory_id: str) -> tuple[Slot, int]:
+        name = parse_trajectory_id(trajectory_id)
+        group = self._books.group(name.task_id)
+        if name.rollout_index >= group.spec.size:
+            raise NotFound(
+                f"trajectory_id {trajectory_id!r}: task {name.task_id} has rollouts 0 to "
+                f"{group.spec.size - 1}"
+            )
+        return Slot(group.spec.index, name.rollout_index, group), name.attempt

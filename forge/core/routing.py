@@ -1,0 +1,99 @@
+"""Where to run a prompt: what each worker would need for it, in seconds, and the cheapest one.
+
+    cost(worker) = queue_delay + prefill_time(tokens cached nowhere)
+                 + min(migration_time, prefill_time)(tokens cached only on another worker)
+
+Rates are learned from what workers report. Owns no state of the cluster: the router tells what
+each worker holds and has queued, and asks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One worker, as it stands for one prompt."""
+
+    worker: str
+    queue_delay_s: float
+    """How long until it would begin."""
+    cached_tokens: int
+    """Of this prompt, on this worker."""
+    prefill_s_per_token: float
+    migration_s_per_token: float = math.inf
+    """To bring one cached token's keys and values from elsewhere; infinite when it cannot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadGuard:
+    """How much busier than the idlest worker one may be and still be chosen for what it caches.
+
+    Without it, a popular prefix draws every request to the one worker that holds it.
+    """
+
+    ratio: float = 2.0
+    slack_s: float = 0.5
+
+    def admits(self, queue_delay_s: float, *, idlest_s: float) -> bool:
+        return queue_delay_s <= self.ratio * idlest_s + self.slack_s
+
+
+def cost_s(candidate: Candidate, *, prompt_tokens: int, cached_anywhere_tokens: int) -> float:
+    """Seconds until `candidate` has the keys and values of the whole prompt."""
+    here = min(candidate.cached_tokens, prompt_tokens)
+    elsewhere = max(0, min(cached_anywhere_tokens, prompt_tokens) - here)
+    nowhere = prompt_tokens - here - elsewhere
+    cheapest_per_token = min(candidate.migration_s_per_token, candidate.prefill_s_per_token)
+    # inf * 0 is not 0: leave out what is not needed.
+    moved_s = elsewhere * cheapest_per_token if elsewhere else 0.0
+    computed_s = nowhere * candidate.prefill_s_per_token if nowhere else 0.0
+    return candidate.queue_delay_s + computed_s + moved_s
+
+
+def choose(
+    candidates: Iterable[Candidate], *, prompt_tokens: int, guard: LoadGuard | None = None
+) -> Candidate | None:
+    """The cheapest worker within the load guard; of equals the idlest, then the first by name.
+
+    None when there is no candidate.
+    """
+    workers = list(candidates)
+    if not workers:
+        return None
+    anywhere = max(worker.cached_tokens for worker in workers)
+    if guard is not None:
+        idlest_s = min(worker.queue_delay_s for worker in workers)
+        workers = [w for w in workers if guard.admits(w.queue_delay_s, idlest_s=idlest_s)]
+    return min(
+        workers,
+        key=lambda worker: (
+            cost_s(worker, prompt_tokens=prompt_tokens, cached_anywhere_tokens=anywhere),
+            worker.queue_delay_s,
+            worker.worker,
+        ),
+    )
+
+
+class LearnedRate:
+    """Seconds per unit of work, as an exponential average weighted by the work observed."""
+
+    def __init__(self, initial_s: float, *, memory_units: float) -> None:
+        self._work = memory_units / 16  # the initial guess gives way to the first real figures
+        self._seconds = initial_s * self._work
+        self._memory_units = memory_units
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds / self._work
+
+    def observe(self, *, seconds: float, units: float) -> None:
+        """Counts `units` of work done in `seconds`; no work tells nothing."""
+        if units <= 0 or seconds < 0:
+            return
+        keep = math.exp(-units / self._memory_units)
+        self._seconds = self._seconds * keep + seconds
+        self._work = self._work * keep + units

@@ -1,0 +1,55 @@
+"""How many groups of each domain a batch should hold.
+
+Owns the quota alone; what is done when a domain cannot fill its own is `forge.core.window`'s rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from forge.core.errors import InvalidArgument
+
+
+class DomainShares:
+    """Quotas by largest remainder (Hamilton's method), exact in the long run.
+
+    What rounding gave or took is carried to the next batch, so that over many small batches each
+    domain gets its share and not the share of a lucky rounding.
+    """
+
+    def __init__(self, shares: Mapping[str, float]) -> None:
+        for domain, share in shares.items():
+            if not (math.isfinite(share) and share > 0):
+                raise InvalidArgument(f"domain share {domain} = {share!r} must be above 0")
+        total = sum(shares.values())
+        self._share = {domain: share / total for domain, share in shares.items()}
+        self._carry = dict.fromkeys(shares, 0.0)
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """Normalized: they sum to 1, or are empty when batches go by queue order alone."""
+        return self._share
+
+    def quotas(self, size: int) -> dict[str, int]:
+        """Groups per domain, summing to `size`; empty without shares."""
+        ideal = self._ideal(size)
+        quota = {domain: max(0, math.floor(wanted)) for domain, wanted in ideal.items()}
+        by_remainder = sorted(ideal, key=lambda domain: quota[domain] - ideal[domain])
+        while by_remainder and sum(quota.values()) < size:
+            for domain in by_remainder[: size - sum(quota.values())]:
+                quota[domain] += 1
+        # A domain that is far ahead has a quota of 0 instead of a negative one; those who were
+        # rounded up the most give what that cost.
+        for domain in reversed(by_remainder):
+            quota[domain] -= min(quota[domain], max(0, sum(quota.values()) - size))
+        return quota
+
+    def settle(self, size: int, quotas: Mapping[str, int]) -> None:
+        """A batch with these quotas was handed out: carry what rounding left over."""
+        self._carry = {
+            domain: wanted - quotas[domain] for domain, wanted in self._ideal(size).items()
+        }
+
+    def _ideal(self, size: int) -> dict[str, float]:
+        return {domain: size * share + self._carry[domain] for domain, share in self._share.items()}

@@ -1,0 +1,239 @@
+"""Trajectories as data: their names, their turns, and the token sequences the turns spell.
+
+Owns how an id is built and read, the rule by which a turn extends another, and the
+reconstruction of full sequences from turns that hold only what was new. Owns no storage, no
+protobuf and no tensors: numbers stay the little-endian bytes they travel as, and are sliced
+and joined, never unpacked one by one.
+
+The rule, as on `Turn` in common.proto:
+
+    sequence(turn) = sequence(parent)[:prefix_tokens] + prompt_ids + sampled_ids
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+from forge.core.errors import InvalidArgument
+
+TaskId = NewType("TaskId", str)
+TrajectoryId = NewType("TrajectoryId", str)
+
+TOKEN_BYTES = 4
+"""Of one entry of every column: an int32 id, a float32 log-prob, an int32 weight version."""
+NO_PARENT = -1
+"""`parent_turn` of a turn whose context starts from nothing."""
+MAX_NUMBER = 2**32 - 1
+"""Largest rollout index and attempt."""
+
+_BIG_ENDIAN = sys.byteorder == "big"
+_TASK_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_TRAJECTORY_ID = re.compile(r"([A-Za-z0-9._-]{1,200}):(0|[1-9][0-9]{0,9}):(0|[1-9][0-9]{0,9})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryName:
+    """A trajectory id taken apart. `str()` gives the id, and parsing that gives an equal name."""
+
+    task_id: TaskId
+    rollout_index: int
+    """Which member of the group, from 0."""
+    attempt: int
+    """Which try at that rollout, from 0."""
+
+    def __str__(self) -> str:
+        return f"{self.task_id}:{self.rollout_index}:{self.attempt}"
+
+    @property
+    def trajectory_id(self) -> TrajectoryId:
+        return TrajectoryId(str(self))
+
+
+def check_task_id(task_id: str) -> TaskId:
+    """`task_id` itself if it is well-formed; raises `InvalidArgument` otherwise."""
+    if not _TASK_ID.fullmatch(task_id):
+        raise InvalidArgument(f"task_id {task_id[:220]!r} must be 1 to 200 of [A-Za-z0-9._-]")
+    return TaskId(task_id)
+
+
+def parse_trajectory_id(trajectory_id: str) -> TrajectoryName:
+    """Reads `{task_id}:{rollout_index}:{attempt}`; raises `InvalidArgument`."""
+    match = _TRAJECTORY_ID.fullmatch(trajectory_id)
+    if match is None or max(numbers := [int(match[2]), int(match[3])]) > MAX_NUMBER:
+        raise InvalidArgument(
+            f"trajectory_id {trajectory_id[:240]!r} must be task_id:rollout_index:attempt, "
+            f"both numbers at most {MAX_NUMBER}"
+        )
+    return TrajectoryName(task_id=TaskId(match[1]), rollout_index=numbers[0], attempt=numbers[1])
+
+
+class TurnShape(Protocol):
+    """How a turn hangs in its trajectory, whatever else is known about it."""
+
+    @property
+    def turn_index(self) -> int: ...
+    @property
+    def parent_turn(self) -> int: ...
+    @property
+    def prefix_tokens(self) -> int: ...
+    @property
+    def new_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnTokens:
+    """The tokens one LLM call added to its trajectory's tree."""
+
+    turn_index: int
+    """Counts from 0 in the order the calls began."""
+    parent_turn: int = NO_PARENT
+    """The turn whose sequence this context extends."""
+    prefix_tokens: int = 0
+    """How many tokens of the parent's sequence are shared."""
+    prompt_ids: bytes
+    """int32 ids rendered for this turn alone."""
+    sampled_ids: bytes
+    """int32 ids the policy sampled."""
+    logprobs: bytes
+    """float32 behavior log-prob of each sampled id."""
+    weight_versions: bytes
+    """int32 version of the weights that sampled each id."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids) // TOKEN_BYTES
+
+    @property
+    def sampled_tokens(self) -> int:
+        return len(self.sampled_ids) // TOKEN_BYTES
+
+    @property
+    def new_tokens(self) -> int:
+        return self.prompt_tokens + self.sampled_tokens
+
+
+def check_columns(
+    *, prompt_ids: bytes, sampled_ids: bytes, logprobs: bytes, weight_versions: bytes
+) -> None:
+    """Raises `InvalidArgument` unless the columns of one turn are whole and of equal count."""
+    if len(prompt_ids) % TOKEN_BYTES:
+        raise InvalidArgument(f"prompt_ids has {len(prompt_ids)} bytes, not a multiple of 4")
+    if len(sampled_ids) % TOKEN_BYTES:
+        raise InvalidArgument(f"sampled.ids has {len(sampled_ids)} bytes, not a multiple of 4")
+    for name, column in (("logprobs", logprobs), ("weight_versions", weight_versions)):
+        if len(column) != len(sampled_ids):
+            raise InvalidArgument(
+                f"sampled.{name} has {len(column)} bytes but sampled.ids has {len(sampled_ids)}: "
+                "the columns must have one entry per token"
+            )
+
+
+def sequence_lengths(turns: Sequence[TurnShape]) -> list[int]:
+    """Tokens in the full sequence of every turn, checking that the turns form a tree.
+
+    `turns` are all turns of one trajectory in order. Raises `InvalidArgument` naming the first
+    turn that is out of place, has a parent that does not come before it, or shares more
+    tokens than its parent has.
+    """
+    lengths: list[int] = []
+    for position, turn in enumerate(turns):
+        if turn.turn_index != position:
+            raise InvalidArgument(f"turn {position} is missing: found turn {turn.turn_index} there")
+        if not NO_PARENT <= turn.parent_turn < position:
+            raise InvalidArgument(
+                f"turn {position} has parent_turn {turn.parent_turn}, which must be -1 or an "
+                "earlier turn"
+            )
+        shareable = 0 if turn.parent_turn == NO_PARENT else lengths[turn.parent_turn]
+        if not 0 <= turn.prefix_tokens <= shareable:
+            raise InvalidArgument(
+                f"turn {position} has prefix_tokens {turn.prefix_tokens}, but the sequence of its "
+                f"parent turn {turn.parent_turn} has {shareable} tokens"
+            )
+        lengths.append(turn.prefix_tokens + turn.new_tokens)
+    return lengths
+
+
+class TokenTree:
+    """All turns of one trajectory, and the sequence each of them spells.
+
+    Nothing is copied until a sequence is asked for; then its pieces are joined once, so the cost
+    is the length of the answer however long the chain of parents.
+    """
+
+    def __init__(self, turns: Sequence[TurnTokens]) -> None:
+        """Raises `InvalidArgument` if the turns do not form a tree (see `sequence_lengths`)."""
+        for turn in turns:
+            check_columns(
+                prompt_ids=turn.prompt_ids,
+                sampled_ids=turn.sampled_ids,
+                logprobs=turn.logprobs,
+                weight_versions=turn.weight_versions,
+            )
+        self.turns = tuple(turns)
+        self.lengths = tuple(sequence_lengths(turns))
+        """Tokens in each turn's full sequence, sampled ones included."""
+
+    def context(self, turn_index: int) -> bytes:
+        """int32 ids of s_t: what the policy was shown, without what it sampled."""
+        turn = self.turns[turn_index]
+        return self._join(turn_index, turn.prefix_tokens + turn.prompt_tokens)
+
+    def sequence(self, turn_index: int) -> bytes:
+        """int32 ids of s_t and a_t: the context, then the sampled tokens."""
+        return self._join(turn_index, self.lengths[turn_index])
+
+    def _join(self, turn_index: int, tokens: int) -> bytes:
+        """The first `tokens` ids of the sequence of `turn_index`."""
+        pieces: list[memoryview] = []
+        while tokens > 0:
+            turn = self.turns[turn_index]
+            own_bytes = (tokens - turn.prefix_tokens) * TOKEN_BYTES
+            if own_bytes > 0:
+                # Collected from the end of the sequence backwards.
+                pieces.append(
+                    memoryview(turn.sampled_ids)[: max(own_bytes - len(turn.prompt_ids), 0)]
+                )
+                pieces.append(memoryview(turn.prompt_ids)[:own_bytes])
+            tokens = min(tokens, turn.prefix_tokens)
+            turn_index = turn.parent_turn
+        return b"".join(reversed(pieces))
+
+
+def int32_array(data: bytes | memoryview) -> array[int]:
+    """The numbers in a little-endian int32 column."""
+    numbers = array("i")
+    numbers.frombytes(data)
+    if _BIG_ENDIAN:
+        numbers.byteswap()
+    return numbers
+
+
+def int32_bytes(values: Iterable[int]) -> bytes:
+    """A little-endian int32 column of `values`."""
+    numbers = array("i", values)
+    if _BIG_ENDIAN:
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def float32_array(data: bytes | memoryview) -> array[float]:
+    """The numbers in a little-endian float32 column."""
+    numbers = array("f")
+    numbers.frombytes(data)
+    if _BIG_ENDIAN:
+        numbers.byteswap()
+    return numbers
+
+
+def float32_bytes(values: Iterable[float]) -> bytes:
+    """A little-endian float32 column of `values`."""
+    numbers = array("f", values)
+    if _BIG_ENDIAN:
+        numbers.byteswap()
+    return numbers.tobytes()

@@ -1,0 +1,181 @@
+"""One optimizer step on a batch of samples, and the state a checkpoint needs to repeat it.
+
+Owns planning into trees, gradient accumulation, the guard against a step that is not finite, the
+learning-rate schedule and the optimizer. Where batches come from and what happens to the weights
+afterwards is the trainer service's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from forge.core.packing import Sample, plan_trees
+from forge.rl.losses import DEFAULT_RATIO_CAP, PolicyStats, TokenStats, cispo_loss, policy_stats
+from forge.rl.policy import TreePolicy
+from forge.rl.tree_batch import TreeBatch, build_tree_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerConfig:
+    """How to step."""
+
+    learning_rate: float = 1e-5
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly to its constant value."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    """Largest gradient norm; a larger one is scaled down to it."""
+    ratio_cap: float = DEFAULT_RATIO_CAP
+    token_budget: int = 16384
+    """Most tokens in one forward pass; more become several, with accumulated gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """A batch, merged and ready; made ahead of its step, on any thread."""
+
+    trees: tuple[TreeBatch, ...]
+    plan_s: float
+
+    @property
+    def trained_tokens(self) -> int:
+        """Over all samples: what the loss is divided by."""
+        return sum(tree.trained_tokens for tree in self.trees)
+
+    @property
+    def tree_tokens(self) -> int:
+        """Tokens that are computed."""
+        return sum(tree.tokens for tree in self.trees)
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens that would be computed without merging."""
+        return sum(tree.sample_tokens for tree in self.trees)
+
+
+def plan_batch(samples: Sequence[Sample], *, token_budget: int, channels: int) -> BatchPlan:
+    """Merge a batch's samples into trees, on any thread: no weights are involved.
+
+    `channels` is `attention_channels` of the model. Raises `InvalidArgument` for a malformed
+    sample.
+    """
+    began = time.perf_counter()
+    for sample in samples:
+        sample.validate()
+    trainable = [sample for sample in samples if sample.trained]
+    plans = plan_trees(trainable, token_budget=token_budget)
+    trees = tuple(build_tree_batch(plan, trainable, channels=channels) for plan in plans)
+    return BatchPlan(trees=trees, plan_s=time.perf_counter() - began)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step did."""
+
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    skipped: str
+    """Why the weights were left alone; "" when they were updated."""
+    stats: PolicyStats
+    compute_s: float
+
+
+class Learner:
+    """A policy with its optimizer. Not thread-safe."""
+
+    def __init__(self, policy: TreePolicy, config: LearnerConfig) -> None:
+        self.policy = policy
+        self.config = config
+        self.steps = 0
+        """Optimizer steps taken so far."""
+        self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=config.learning_rate,
+            betas=config.adam_betas,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    def plan(self, samples: Sequence[Sample]) -> BatchPlan:
+        """`plan_batch` for this policy."""
+        return plan_batch(
+            samples, token_budget=self.config.token_budget, channels=self.policy.channels
+        )
+
+    def step(self, plan: BatchPlan, *, weight_version: int) -> StepResult:
+        """Update on a batch, unless its loss or gradient is not finite.
+
+        Advantages that are all zero make a step by momentum alone; a batch without a trained token
+        is skipped. `weight_version` names the weights stepped from.
+        """
+        began = time.perf_counter()
+        loss, stats = self.accumulate(plan)
+        grad_norm, skipped = self._update(loss) if plan.trees else (0.0, "no trained tokens")
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepResult(
+            loss=loss,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            stats=policy_stats(
+                stats, ratio_cap=self.config.ratio_cap, weight_version=weight_version
+            ),
+            compute_s=time.perf_counter() - began,
+        )
+
+    def accumulate(self, plan: BatchPlan) -> tuple[float, list[TokenStats]]:
+        """The loss, CISPO's token mean over the whole batch; its gradient is on the parameters."""
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = 0.0
+        stats = []
+        for tree in plan.trees:
+            logprobs_T, entropy_T = self.policy.logprobs(tree)
+            share = cispo_loss(
+                logprobs_T, tree.behavior_T, tree.advantages_T, ratio_cap=self.config.ratio_cap
+            )
+            share = share / plan.trained_tokens
+            share.backward()  # type: ignore[no-untyped-call]
+            loss += float(share.detach())
+            stats.append(
+                TokenStats(
+                    logprobs=logprobs_T.detach(),
+                    behavior=tree.behavior_T,
+                    entropy=entropy_T,
+                    versions=tree.versions_T,
+                )
+            )
+        return loss, stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights that the next step depends on."""
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "steps": self.steps,
+            "torch_rng": torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`; load the weights first."""
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
+        torch.set_rng_state(state["torch_rng"])
+
+    def _update(self, loss: float) -> tuple[float, str]:
+        """Gradient norm, and why there was no update."""
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip))
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return grad_norm, f"loss {loss}, gradient norm {grad_norm}"
+        warmup = min(1.0, (self.steps + 1) / max(1, self.config.warmup_steps))
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * warmup
+        self._optimizer.step()
+        self.steps += 1
+        return grad_norm, ""

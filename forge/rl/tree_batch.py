@@ -1,0 +1,138 @@
+"""A tree plan as tensors: what goes into the model and where its samples' tokens come out.
+
+Owns the index arithmetic between samples and the merged layout. Planning is
+`forge.core.packing`; what is computed on these tensors is `forge.rl.policy`.
+
+Shapes: L layout tokens, T trained tokens of all samples in the tree, E distinct edges (a trained
+token at one place of the layout), R logit rows (a token some edge leaves from).
+"""
+# ruff: noqa: N815 -- shape suffixes are names here
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forge.core.packing import Node, Sample, TreePlan
+from forge.rl.attention_schedule import AttentionSchedule, schedule_attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRows:
+    """Which log-probs to compute: one logit row per distinct context, one entry per edge."""
+
+    places_R: Tensor
+    """Layout index of the token each row is computed at."""
+    temperatures_R: Tensor
+    """Float32; of the distribution the row is to match."""
+    rows_E: Tensor
+    """Row of each edge, ascending."""
+    targets_E: Tensor
+    """Token id each edge leads to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeBatch:
+    """One tree, ready for a forward pass, with its samples' columns."""
+
+    ids_L: Tensor
+    positions_L: Tensor
+    """Depth of each token: its position in every sample that contains it."""
+    schedule: AttentionSchedule
+    head: HeadRows
+    edges_T: Tensor
+    """Edge of each trained token: two samples through the same edge share its log-prob."""
+    behavior_T: Tensor
+    """Float32 log-prob in the distribution sampled from."""
+    advantages_T: Tensor
+    versions_T: Tensor
+    sample_tokens: int
+    """What the samples would cost unmerged."""
+
+    @property
+    def tokens(self) -> int:
+        """L."""
+        return self.ids_L.shape[0]
+
+    @property
+    def trained_tokens(self) -> int:
+        """T."""
+        return self.edges_T.shape[0]
+
+
+def build_tree_batch(plan: TreePlan, samples: Sequence[Sample], *, channels: int) -> TreeBatch:
+    """Tensors of one plan over `samples` (the list the plan was made from).
+
+    `channels` is query heads times head size of the model.
+    """
+    ids_L = np.frombuffer(plan.ids, np.int32)
+    chosen = [samples[index] for index in plan.samples]
+    temperatures, kinds = np.unique([one.temperature for one in chosen], return_inverse=True)
+    places_T = _ranges([span for spans in plan.trained for span in spans])
+    kinds_T = np.repeat(kinds, [one.trained_tokens for one in chosen])
+    head, edges_T = _head_rows(
+        ids_L, _parents(plan.nodes, places_T), places_T, kinds_T, temperatures.astype(np.float32)
+    )
+    return TreeBatch(
+        ids_L=torch.from_numpy(ids_L.astype(np.int64)),
+        positions_L=torch.from_numpy(_positions(plan.nodes)),
+        schedule=schedule_attention(plan.nodes, channels=channels),
+        head=head,
+        edges_T=torch.from_numpy(edges_T),
+        behavior_T=_column(chosen, "behavior_logprobs", np.float32),
+        advantages_T=_column(chosen, "advantages", np.float32),
+        versions_T=_column(chosen, "weight_versions", np.int32),
+        sample_tokens=sum(one.tokens for one in chosen),
+    )
+
+
+def _head_rows(
+    ids_L: np.ndarray,
+    parents_T: np.ndarray,
+    places_T: np.ndarray,
+    kinds_T: np.ndarray,
+    temperatures: np.ndarray,
+) -> tuple[HeadRows, np.ndarray]:
+    """Distinct rows (parent, temperature) and edges (row, place), and the edge of each token."""
+    kinds = max(1, len(temperatures))
+    rows, rows_T = np.unique(parents_T * kinds + kinds_T, return_inverse=True)
+    size = max(1, len(ids_L))
+    edges, edges_T = np.unique(rows_T * size + places_T, return_inverse=True)
+    head = HeadRows(
+        places_R=torch.from_numpy(rows // kinds),
+        temperatures_R=torch.from_numpy(temperatures[rows % kinds]),
+        rows_E=torch.from_numpy(edges // size),
+        targets_E=torch.from_numpy(ids_L[edges % size].astype(np.int64)),
+    )
+    return head, edges_T
+
+
+def _ranges(spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """All integers of half-open ranges, one after the other."""
+    bounds = np.asarray(spans, np.int64).reshape(-1, 2)
+    lengths = bounds[:, 1] - bounds[:, 0]
+    offsets = np.repeat(bounds[:, 0] - (np.cumsum(lengths) - lengths), lengths)
+    values: np.ndarray = np.arange(len(offsets), dtype=np.int64) + offsets
+    return values
+
+
+def _parents(nodes: Sequence[Node], places: np.ndarray) -> np.ndarray:
+    """Layout index of the token before each of `places` in its sequence."""
+    starts = np.asarray([node.start for node in nodes], np.int64)
+    before_start = np.asarray([node.parent for node in nodes], np.int64)
+    holder = np.searchsorted(starts, places, side="right") - 1
+    parents: np.ndarray = np.where(starts[holder] == places, before_start[holder], places - 1)
+    return parents
+
+
+def _positions(nodes: Sequence[Node]) -> np.ndarray:
+    return _ranges([(node.depth, node.depth + node.end - node.start) for node in nodes])
+
+
+def _column(samples: Sequence[Sample], name: str, dtype: type[np.generic]) -> Tensor:
+    data = b"".join(getattr(one, name) for one in samples)
+    return torch.from_numpy(np.frombuffer(data, dtype).copy())

@@ -1,0 +1,1 @@
+"""What every process stands on: actors, coordination, gRPC, security, settings, telemetry."""

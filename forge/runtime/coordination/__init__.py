@@ -1,0 +1,20 @@
+"""Where everybody is, who leads, and which weights are the latest: etcd, made safe to rest on.
+
+Keys under /forge/<cluster>/: `services/<kind>/<instance>` (leased), `leader/<name>` (leased),
+`weights/<policy>/latest`, `config/...`. An etcd outage stops nothing that runs: the last known
+view stays, only new elections and publications wait. The parts, from the wire up:
+
+    etcd        the client: deadlines, snapshot-then-watch, one name for every failure
+    leases      leases with a local deadline; a registration and leadership, each held by one
+    directory   pure: the view of one kind, and the grace around an outage
+    discovery   following the changes of one kind
+    coordinator the whole, as a service uses it
+"""
+
+from forge.runtime.coordination.coordinator import Coordinator
+from forge.runtime.coordination.directory import Instance
+from forge.runtime.coordination.discovery import Discovery
+from forge.runtime.coordination.etcd import Versioned
+from forge.runtime.coordination.leases import Leadership, Registration
+
+__all__ = ["Coordinator", "Discovery", "Instance", "Leadership", "Registration", "Versioned"]

@@ -1,0 +1,165 @@
+"""One process's way to its cluster: register, discover, lead, compare and swap, follow."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import weakref
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from types import MappingProxyType
+
+import grpc
+
+from forge.core.errors import StaleFence, Unavailable
+from forge.runtime.coordination.directory import Contact, Instance
+from forge.runtime.coordination.discovery import Discovery
+from forge.runtime.coordination.etcd import TIMEOUT_S, Etcd, Versioned, open_channel
+from forge.runtime.coordination.leases import Leadership, Lease, Registration
+
+_PULSE_S = 0.5
+_NO_METADATA: Mapping[str, str] = MappingProxyType({})
+
+
+class Coordinator:
+    """One process's view of its cluster."""
+
+    def __init__(self, etcd: Etcd) -> None:
+        self._etcd = etcd
+        self._contact = Contact(time.monotonic())
+        self._discoveries: dict[str, Discovery] = {}
+        self._held: weakref.WeakSet[Registration | Leadership] = weakref.WeakSet()
+        self._pulse = asyncio.create_task(self._keep_contact(), name="etcd-pulse")
+
+    @classmethod
+    async def connect(
+        cls,
+        endpoints: str,
+        *,
+        cluster: str,
+        timeout_s: float = 10.0,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> Coordinator:
+        """Connect to etcd at "host:port,...". Raises Unavailable, in one line, when none answers.
+
+        With `credentials` the connection is TLS; endpoints that begin with https:// need them.
+        """
+        channel = await open_channel(endpoints, credentials)
+        etcd = Etcd(channel, endpoints=endpoints, prefix=f"/forge/{cluster}/")
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                await etcd.get("config/cluster", timeout_s=max(0.1, min(left_s, 1.0)))
+                return cls(etcd)
+            except Unavailable as error:
+                if left_s > 0.2:
+                    await asyncio.sleep(0.1)
+                    continue
+                await etcd.close()
+                raise Unavailable(
+                    f"no etcd answers at {endpoints}: start one, or name another with "
+                    f"--etcd host:port ({error})"
+                ) from None
+
+    async def register(
+        self,
+        kind: str,
+        instance_id: str,
+        address: str,
+        *,
+        metadata: Mapping[str, str] = _NO_METADATA,
+        ttl_s: float = 5.0,
+    ) -> Registration:
+        """Enter discovery until closed; a lost lease is replaced. Raises Unavailable."""
+
+        async def write(lease: Lease, metadata: Mapping[str, str]) -> None:
+            entry = Instance(
+                kind=kind, instance_id=instance_id, address=address, metadata=metadata, revision=0
+            )
+            key = f"services/{kind}/{instance_id}"
+            await self._etcd.put(key, entry.encode(), lease_id=lease.lease_id)
+
+        async def enter(metadata: Mapping[str, str]) -> Lease:
+            lease = await Lease.grant(self._etcd, ttl_s=ttl_s, timeout_s=TIMEOUT_S)
+            await write(lease, metadata)
+            return lease
+
+        lease = await enter(metadata)
+        registration = Registration(lease, enter=enter, write=write, metadata=metadata)
+        self._held.add(registration)
+        return registration
+
+    def discover(self, kind: str) -> Discovery:
+        """The instances of a kind, followed from now on."""
+        if kind not in self._discoveries:
+            self._discoveries[kind] = Discovery(kind, self._etcd, self._contact)
+        return self._discoveries[kind]
+
+    async def campaign(self, name: str, instance_id: str, *, ttl_s: float = 5.0) -> Leadership:
+        """Wait until elected the one leader of `name`; an outage of etcd only prolongs it."""
+        key = f"leader/{name}"
+        while True:
+            async with aclosing(self.follow(key)) as holders:
+                async for holder in holders:
+                    if holder is None:
+                        break
+            with contextlib.suppress(Unavailable):
+                lease = await Lease.grant(self._etcd, ttl_s=ttl_s, timeout_s=ttl_s)
+                try:
+                    fence = await self._etcd.swap(
+                        key, instance_id.encode(), expected_revision=0, lease_id=lease.lease_id
+                    )
+                except Unavailable:
+                    # Elected or not, nobody knows: the lease takes the key with it.
+                    await lease.revoke()
+                    continue
+                if fence is not None:
+                    leadership = Leadership(lease, name=name, fence=fence)
+                    self._held.add(leadership)
+                    return leadership
+                await lease.revoke()
+
+    async def get(self, key: str) -> Versioned | None:
+        """The value under /forge/<cluster>/<key>. Raises Unavailable."""
+        return await self._etcd.get(key)
+
+    async def compare_and_swap(self, key: str, value: bytes, *, expected_revision: int) -> int:
+        """Replace a value nobody else has replaced since; 0 expects that there is none.
+
+        Returns the new revision. Raises StaleFence when somebody has; Unavailable when etcd does
+        not answer: read again, the outcome is unknown.
+        """
+        revision = await self._etcd.swap(key, value, expected_revision=expected_revision)
+        if revision is None:
+            raise StaleFence(f"{key} is no longer at revision {expected_revision}")
+        return revision
+
+    async def follow(self, key: str) -> AsyncGenerator[Versioned | None, None]:
+        """The current value (None: there is none), then each change; never misses the latest."""
+        last: Versioned | None = None
+        first = True
+        async with aclosing(self._etcd.observe(key)) as changes:
+            async for change in changes:
+                current = change.present.get(key)
+                if first or current != last:
+                    first, last = False, current
+                    yield current
+
+    async def close(self) -> None:
+        """Let go of etcd. What is still registered or led runs out with its lease."""
+        self._pulse.cancel()
+        await asyncio.wait({self._pulse})
+        for held in tuple(self._held):
+            await held.abandon()
+        for discovery in self._discoveries.values():
+            await discovery.close()
+        await self._etcd.close()
+
+    async def _keep_contact(self) -> None:
+        while True:
+            with contextlib.suppress(Unavailable):
+                await self._etcd.get("config/cluster", timeout_s=2 * _PULSE_S)
+                self._contact.heard(time.monotonic())
+            await asyncio.sleep(_PULSE_S)

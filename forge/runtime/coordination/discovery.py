@@ -1,0 +1,109 @@
+"""Following who is there: one kind's instances, kept up to date.
+
+The thin shell around `directory`: etcd's changes and the clock go in, instances come out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+from forge.core.errors import Unavailable
+from forge.runtime.coordination.directory import Contact, Directory, Instance
+from forge.runtime.coordination.etcd import Change, Etcd
+from forge.runtime.telemetry import log
+
+
+class Discovery:
+    """The instances of one kind, followed for as long as the process lives."""
+
+    def __init__(self, kind: str, etcd: Etcd, contact: Contact) -> None:
+        self.kind = kind
+        self.instances: tuple[Instance, ...] = ()
+        """As last known; an outage of etcd does not empty it."""
+        self._etcd = etcd
+        self._contact = contact
+        self._directory = Directory()
+        self._next_change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._expiry: asyncio.TimerHandle | None = None
+        self._task = asyncio.create_task(self._follow(), name=f"discovery-{kind}")
+
+    async def wait(
+        self,
+        *,
+        count: int = 1,
+        timeout_s: float,
+        where: Callable[[Instance], bool] | None = None,
+    ) -> tuple[Instance, ...]:
+        """All fitting instances once there are `count`. Raises Unavailable when time is up."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            fitting = tuple(one for one in self.instances if where is None or where(one))
+            if len(fitting) >= count:
+                return fitting
+            try:
+                async with asyncio.timeout(deadline_s - time.monotonic()):
+                    await self.changed()
+            except TimeoutError:
+                raise Unavailable(
+                    f"{len(fitting)} of {count} fitting {self.kind} instances after {timeout_s:g} s"
+                ) from None
+
+    def changed(self) -> Coroutine[Any, Any, None]:
+        """Awaitable for the next change of `instances` after this call, however late awaited."""
+        # Bound here, not in the coroutine's first step: a task made of it may start too late.
+        return _until(self._next_change)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        if self._expiry is not None:
+            self._expiry.cancel()
+
+    async def _follow(self) -> None:
+        folder = f"services/{self.kind}/"
+        async with aclosing(self._etcd.observe(folder, prefix=True)) as changes:
+            async for change in changes:
+                self._apply(change, folder)
+
+    def _apply(self, change: Change, folder: str) -> None:
+        now_s = time.monotonic()
+        in_doubt = self._contact.in_doubt(now_s)
+        found = {}
+        for name, entry in change.present.items():
+            instance_id = name.removeprefix(folder)
+            try:
+                found[instance_id] = Instance.decode(
+                    self.kind, instance_id, entry.value, entry.mod_revision
+                )
+            except (ValueError, KeyError, TypeError):
+                log.error("entry_unreadable", key=name, value=entry.value)
+        if change.snapshot:
+            self._directory.replace(found, now_s=now_s, in_doubt=in_doubt)
+        for instance in found.values():
+            self._directory.put(instance)
+        for name in change.deleted:
+            self._directory.remove(name.removeprefix(folder), now_s=now_s, in_doubt=in_doubt)
+        self._publish()
+
+    def _publish(self) -> None:
+        """Show the directory's state, and come back when somebody's grace ends."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        now_s = time.monotonic()
+        next_s = self._directory.expire(now_s)
+        if next_s is not None:
+            loop = asyncio.get_running_loop()
+            self._expiry = loop.call_later(next_s - now_s + 0.01, self._publish)
+        if self._directory.instances != self.instances:
+            self.instances = self._directory.instances
+            self._next_change.set_result(None)
+            self._next_change = asyncio.get_running_loop().create_future()
+
+
+async def _until(change: asyncio.Future[None]) -> None:
+    await asyncio.shield(change)

@@ -1,0 +1,234 @@
+"""The etcd client, made safe to rest on: the only importer of etcd3aio.
+
+It adds what the client lacks: a deadline on every call, a watch that starts over from a snapshot
+whenever it may have skipped something, and one name for every failure: Unavailable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import socket
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from etcd3aio.errors import EtcdError
+from etcd3aio.kv import KVService, prefix_range_end
+from etcd3aio.lease import LeaseService
+from etcd3aio.watch import WatchCreateRequest, WatchRequest, WatchStub
+
+from forge.core.errors import ConfigError, Unavailable
+from forge.runtime.telemetry import log
+
+TIMEOUT_S = 5.0
+_DELETE = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versioned:
+    """A value and the revision to expect when replacing it."""
+
+    value: bytes
+    mod_revision: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What happened to the keys observed."""
+
+    snapshot: bool
+    """True: `present` is all there is. False: it is what was added or replaced."""
+    present: Mapping[str, Versioned]
+    deleted: Sequence[str] = ()
+
+
+class Etcd:
+    """One cluster's part of etcd: keys are relative to its prefix, failures are Unavailable."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, endpoints: str, prefix: str) -> None:
+        self._channel = channel
+        self._endpoints = endpoints
+        self._prefix = prefix
+        # Retries are ours to decide: the client would also repeat a compare-and-swap that took.
+        self._kv = KVService(channel, max_attempts=1)
+        self._leases = LeaseService(channel, max_attempts=1)
+        self._watches = WatchStub(channel)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def get(self, key: str, *, timeout_s: float = TIMEOUT_S) -> Versioned | None:
+        with self._reachable():
+            found = await self._kv.get(self._prefix + key, timeout=timeout_s)
+        for entry in found.kvs:
+            return Versioned(value=entry.value, mod_revision=entry.mod_revision)
+        return None
+
+    async def put(self, key: str, value: bytes, *, lease_id: int) -> int:
+        with self._reachable():
+            response = await self._kv.put(
+                self._prefix + key, value, lease=lease_id, timeout=TIMEOUT_S
+            )
+        return int(response.header.revision)
+
+    async def swap(
+        self, key: str, value: bytes, *, expected_revision: int, lease_id: int = 0
+    ) -> int | None:
+        """The new revision, or None when the key's revision is another (0: it must not exist)."""
+        path = self._prefix + key
+        # The client has no helper for this one; 0 is the mod-revision of what does not exist.
+        unchanged = KVService.txn_compare_version(path, 0)
+        unchanged.target = unchanged.MOD
+        unchanged.mod_revision = expected_revision
+        with self._reachable():
+            response = await self._kv.txn(
+                compare=[unchanged],
+                success=[KVService.txn_op_put(path, value, lease=lease_id)],
+                timeout=TIMEOUT_S,
+            )
+        return int(response.header.revision) if response.succeeded else None
+
+    async def grant(self, ttl_s: float, *, timeout_s: float) -> int:
+        with self._reachable():
+            return int((await self._leases.grant(math.ceil(ttl_s), timeout=timeout_s)).ID)
+
+    async def renew(self, lease_id: int, *, timeout_s: float) -> bool:
+        stream = self._leases.keep_alive(lease_id)
+        try:
+            with self._reachable():
+                # The client's own keep-alive has no deadline: a frozen etcd would hold it forever.
+                async with asyncio.timeout(timeout_s):
+                    async for response in stream:
+                        return bool(response.TTL > 0)
+        finally:
+            stream.cancel()
+        raise Unavailable(f"etcd at {self._endpoints} closed the lease stream")
+
+    async def revoke(self, lease_id: int, *, timeout_s: float) -> None:
+        with self._reachable():
+            await self._leases.revoke(lease_id, timeout=timeout_s)
+
+    async def observe(self, key: str, *, prefix: bool = False) -> AsyncGenerator[Change, None]:
+        """A snapshot, then every change; another snapshot whenever a change may have been missed.
+
+        Never ends and never raises: an outage only delays it. Keys come without the cluster's
+        prefix.
+        """
+        start = self._prefix + key
+        end = prefix_range_end(start) if prefix else b""
+        outage = False
+        while True:
+            try:
+                with self._reachable():
+                    async with aclosing(self._observe_once(start, end)) as changes:
+                        async for change in changes:
+                            outage = False
+                            yield change
+            except Unavailable as error:
+                if not outage:
+                    log.warning("watch_interrupted", key=start, error=str(error))
+                outage = True
+            # Many processes lose their watches at once; they need not come back at once.
+            await asyncio.sleep(random.uniform(0.1, 1.0))
+
+    async def _observe_once(self, start: str, end: bytes) -> AsyncGenerator[Change, None]:
+        """Returns, or raises what broke the stream, when only a fresh snapshot can be trusted."""
+        found = await self._kv.get(start, range_end=end or None, timeout=TIMEOUT_S)
+        yield Change(snapshot=True, present=self._versioned(found.kvs))
+        # The client's own watch reconnects from a revision that it may not have seen up to, and
+        # hangs on one that was compacted; this one ends in both cases.
+        stream = self._watches.Watch()
+        try:
+            create = WatchCreateRequest(
+                key=start.encode(), range_end=end, start_revision=found.header.revision + 1
+            )
+            await stream.write(WatchRequest(create_request=create))
+            async for response in stream:
+                if response.canceled or response.compact_revision:
+                    return
+                if response.events:
+                    yield self._events(response.events)
+        finally:
+            stream.cancel()
+
+    def _events(self, events: Sequence[Any]) -> Change:
+        # Several events of one key may come at once: only the last of each counts.
+        latest = {event.kv.key: event for event in events}.values()
+        return Change(
+            snapshot=False,
+            present=self._versioned([event.kv for event in latest if event.type != _DELETE]),
+            deleted=[self._name(event.kv.key) for event in latest if event.type == _DELETE],
+        )
+
+    def _versioned(self, entries: Sequence[Any]) -> dict[str, Versioned]:
+        return {
+            self._name(entry.key): Versioned(value=entry.value, mod_revision=entry.mod_revision)
+            for entry in entries
+        }
+
+    def _name(self, path: bytes) -> str:
+        return path.decode().removeprefix(self._prefix)
+
+    @contextmanager
+    def _reachable(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise Unavailable(f"etcd at {self._endpoints} does not answer") from error
+        except (EtcdError, grpc.aio.AioRpcError) as error:
+            raise Unavailable(f"etcd at {self._endpoints}: {_reason(error)}") from error
+
+
+def _reason(error: EtcdError | grpc.aio.AioRpcError) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.details() or error.code().name
+    return str(error)
+
+
+async def open_channel(
+    endpoints: str, credentials: grpc.ChannelCredentials | None
+) -> grpc.aio.Channel:
+    """One channel that turns to the endpoints in turn, and to a returning etcd within a second."""
+    addresses = [address for address in map(_address, endpoints.split(",")) if address]
+    if not addresses:
+        raise ConfigError(f"etcd = {endpoints!r} names no host:port")
+    if credentials is None and "https://" in endpoints:
+        raise ConfigError(f"etcd = {endpoints!r} is TLS, so tls_ca must be set")
+    if len(addresses) == 1:
+        target = addresses[0]
+    else:
+        target = "ipv4:" + ",".join([await _resolve(address) for address in addresses])
+    options: list[tuple[str, Any]] = [
+        ("grpc.lb_policy_name", "round_robin"),
+        # etcd cuts off who pings more often than every 5 s.
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 3_000),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        # The name misleads: it is how long one attempt to connect may take.
+        ("grpc.min_reconnect_backoff_ms", 5_000),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.enable_http_proxy", 0),
+    ]
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    # Several members have one certificate in common, or each names the first one's host too.
+    options.append(("grpc.ssl_target_name_override", addresses[0].rpartition(":")[0]))
+    return grpc.aio.secure_channel(target, credentials, options=options)
+
+
+def _address(endpoint: str) -> str:
+    return endpoint.strip().removeprefix("https://").removeprefix("http://").rstrip("/")
+
+
+async def _resolve(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET)
+    except OSError as error:
+        raise Unavailable(f"etcd = {address!r}: {error.strerror}") from None
+    return f"{found[0][4][0]}:{port}"

@@ -1,0 +1,209 @@
+"""Leases with a deadline of our own, and the two things held by one: a registration, leadership.
+
+A frozen etcd neither renews a lease nor says so. Each lease therefore carries a local deadline,
+counted from before its last successful renewal was sent and short of the TTL by a margin: once it
+has passed, the holder acts as if the lease were lost, before anybody else can take its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
+
+from forge.core.errors import Unavailable
+from forge.runtime.telemetry import log
+
+_MARGIN = 0.2
+"""Share of the TTL by which the local deadline comes early."""
+_MAX_PERIOD_S = 2.0
+"""Renewals are never further apart, so that after an outage all are back within the grace."""
+_RETRY_S = 0.25
+
+
+class LeaseStore(Protocol):
+    """What leases need of etcd; every method raises Unavailable when it does not answer."""
+
+    async def grant(self, ttl_s: float, *, timeout_s: float) -> int: ...
+
+    async def renew(self, lease_id: int, *, timeout_s: float) -> bool:
+        """False when etcd says that there is no such lease any more."""
+
+    async def revoke(self, lease_id: int, *, timeout_s: float) -> None: ...
+
+
+class Lease:
+    """One lease in etcd."""
+
+    def __init__(
+        self, store: LeaseStore, lease_id: int, *, ttl_s: float, granted_s: float, clock: Clock
+    ) -> None:
+        self.lease_id = lease_id
+        self.ttl_s = ttl_s
+        self._store = store
+        self._clock = clock
+        self._deadline_s = granted_s + ttl_s * (1 - _MARGIN)
+        self._gone = False
+
+    @classmethod
+    async def grant(
+        cls, store: LeaseStore, *, ttl_s: float, timeout_s: float, clock: Clock = time.monotonic
+    ) -> Lease:
+        granted_s = clock()
+        lease_id = await store.grant(ttl_s, timeout_s=timeout_s)
+        return cls(store, lease_id, ttl_s=ttl_s, granted_s=granted_s, clock=clock)
+
+    @property
+    def alive(self) -> bool:
+        # A clock, not the event loop's: after a long callback the loop's own time is stale.
+        return self.left_s > 0
+
+    @property
+    def left_s(self) -> float:
+        return 0.0 if self._gone else max(0.0, self._deadline_s - self._clock())
+
+    @property
+    def period_s(self) -> float:
+        return min(self.ttl_s / 4, _MAX_PERIOD_S)
+
+    async def renew(self, *, timeout_s: float) -> bool:
+        """False when it is gone for good. Raises Unavailable when etcd does not answer."""
+        sent_s = self._clock()
+        if not await self._store.renew(self.lease_id, timeout_s=timeout_s):
+            self._gone = True
+            return False
+        self._deadline_s = sent_s + self.ttl_s * (1 - _MARGIN)
+        return True
+
+    async def revoke(self) -> None:
+        """Best effort: what cannot be revoked runs out by itself."""
+        self._gone = True
+        with contextlib.suppress(Unavailable):
+            await self._store.revoke(self.lease_id, timeout_s=min(self.ttl_s, 2.0))
+
+
+Clock = Callable[[], float]
+
+
+class Registration:
+    """This process's entry in discovery; comes back by itself after a loss."""
+
+    def __init__(
+        self,
+        lease: Lease,
+        *,
+        enter: Callable[[Mapping[str, str]], Awaitable[Lease]],
+        write: Callable[[Lease, Mapping[str, str]], Awaitable[None]],
+        metadata: Mapping[str, str],
+    ) -> None:
+        self._lease = lease
+        self._enter = enter
+        self._write = write
+        self._metadata = dict(metadata)
+        self._unwritten = False
+        self._writing = asyncio.Lock()
+        self._task = asyncio.create_task(self._keep())
+
+    @property
+    def alive(self) -> bool:
+        """Whether others surely still see it; false before the TTL ends when etcd is frozen."""
+        return self._lease.alive
+
+    async def update(self, metadata: Mapping[str, str]) -> None:
+        """Replace the metadata; during an outage of etcd, as soon as it has ended."""
+        self._metadata = dict(metadata)
+        self._unwritten = True
+        with contextlib.suppress(Unavailable):
+            await self._write_metadata()
+
+    async def close(self) -> None:
+        """Leave discovery at once."""
+        await self.abandon()
+        await self._lease.revoke()
+
+    async def abandon(self) -> None:
+        """Renew no more, as if the process had died: others see it until the TTL ends."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def _keep(self) -> None:
+        outage = False
+        while True:
+            await asyncio.sleep(_RETRY_S if outage else self._lease.period_s)
+            try:
+                # The old lease first: etcd extends leases when it restarts, so often all is well.
+                if await self._lease.renew(timeout_s=self._lease.period_s):
+                    await self._write_metadata()
+                else:
+                    await self._enter_again()
+            except Unavailable as error:
+                if not outage:
+                    log.warning("lease_not_renewed", error=str(error))
+                outage = True
+            else:
+                outage = False
+
+    async def _write_metadata(self) -> None:
+        async with self._writing:
+            if self._unwritten:
+                metadata = self._metadata
+                await self._write(self._lease, metadata)
+                self._unwritten = metadata is not self._metadata
+
+    async def _enter_again(self) -> None:
+        async with self._writing:
+            metadata = self._metadata
+            self._lease = await self._enter(metadata)
+            self._unwritten = metadata is not self._metadata
+        log.warning("registered_again")
+
+
+class Leadership:
+    """Being the one leader of a name, until lost or resigned; never regained, campaign again."""
+
+    def __init__(self, lease: Lease, *, name: str, fence: int) -> None:
+        self.fence = fence
+        """Grows with every leader of the name; a write that carries an older one is refused."""
+        self._name = name
+        self._lease = lease
+        self._ended = asyncio.Event()
+        self._task = asyncio.create_task(self._keep())
+
+    @property
+    def alive(self) -> bool:
+        """False before anybody else can be elected, even when etcd is frozen."""
+        return self._lease.alive and not self._ended.is_set()
+
+    async def lost(self) -> None:
+        """Returns when leadership has ended, for whatever reason."""
+        await self._ended.wait()
+
+    async def resign(self) -> None:
+        """End it now; the next leader need not wait for the TTL."""
+        await self.abandon()
+        await self._lease.revoke()
+
+    async def abandon(self) -> None:
+        """End it without a word, as if the process had died: the next leader waits for the TTL."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        self._ended.set()
+
+    async def _keep(self) -> None:
+        pause_s = self._lease.period_s
+        while True:
+            await asyncio.sleep(min(pause_s, self._lease.left_s))
+            if not self._lease.alive:
+                break
+            try:
+                if not await self._lease.renew(timeout_s=self._lease.left_s):
+                    break
+                pause_s = self._lease.period_s
+            except Unavailable:
+                pause_s = _RETRY_S
+        log.warning("leadership_lost", name=self._name, fence=self.fence)
+        self._ended.set()
+        # Should etcd thaw with the lease still running, let the next one be elected.
+        await self._lease.revoke()

@@ -1,0 +1,122 @@
+"""The bounded queue in front of an actor, and what it counts.
+
+Owns the hand-over of messages between threads and the promise that every ask is answered exactly
+once. Who takes the messages, and when, is `forge.runtime.actor`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from forge.core.errors import ActorStopped, MailboxFull
+from forge.runtime.telemetry import counter, gauge
+
+_HANDLED = counter("forge_actor_messages_total", "Messages handled, by kind of actor.", ["actor"])
+_FAILURES = counter("forge_actor_failures_total", "Crashes, by kind of actor.", ["actor"])
+_REFUSED = counter("forge_actor_refused_total", "Messages to a full mailbox.", ["actor"])
+_DEPTH = gauge("forge_actor_mailbox_depth", "Messages waiting, by kind of actor.", ["actor"])
+
+
+class KindMetrics:
+    """What all actors of one class have in common on /metrics."""
+
+    _kinds: dict[str, KindMetrics] = {}
+
+    def __init__(self, kind: str) -> None:
+        self.handled = _HANDLED.labels(kind)
+        self.failures = _FAILURES.labels(kind)
+        self.refused = _REFUSED.labels(kind)
+        self.mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
+        # Counted when scraped, so that a message costs nothing here.
+        _DEPTH.labels(kind).set_function(lambda: sum(map(len, tuple(self.mailboxes))))
+
+    @classmethod
+    def of(cls, kind: str) -> KindMetrics:
+        if kind not in cls._kinds:
+            cls._kinds[kind] = cls(kind)
+        return cls._kinds[kind]
+
+
+class Envelope:
+    """A message and who waits for its answer; nobody when it was told."""
+
+    __slots__ = ("message", "reply")
+
+    def __init__(self, message: Any, reply: asyncio.Future[Any] | None) -> None:
+        self.message = message
+        self.reply = reply
+
+    @property
+    def wanted(self) -> bool:
+        """False once the asker has given up: nobody works for a caller that has left."""
+        return self.reply is None or not self.reply.done()
+
+    def answer(self, outcome: Any) -> None:
+        """Give the asker the outcome, raised when it is an exception. On the asker's loop only."""
+        if self.reply is None or self.reply.done():
+            return
+        if isinstance(outcome, BaseException):
+            self.reply.set_exception(outcome)
+        else:
+            self.reply.set_result(outcome)
+
+
+def answer_all(envelopes: Iterable[Envelope], outcomes: Iterable[Any]) -> None:
+    for envelope, outcome in zip(envelopes, outcomes, strict=True):
+        envelope.answer(outcome)
+
+
+class Mailbox:
+    """Bounded, first in first out, safe from any thread; closed exactly once."""
+
+    def __init__(
+        self, owner: str, metrics: KindMetrics, *, size: int, wake: Callable[[], None]
+    ) -> None:
+        self._owner = owner
+        self._metrics = metrics
+        self._size = size
+        self._wake = wake
+        self._waiting: deque[Envelope] = deque()
+        self._lock = threading.Lock()
+        self.closed = False
+        metrics.mailboxes.add(self)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, envelope: Envelope) -> None:
+        """Raises MailboxFull or ActorStopped; never waits."""
+        with self._lock:
+            if self.closed:
+                raise ActorStopped(f"actor {self._owner} has stopped")
+            if len(self._waiting) >= self._size:
+                self._metrics.refused.inc()
+                raise MailboxFull(
+                    f"actor {self._owner} has {self._size} messages waiting", retry_after_s=0.1
+                )
+            self._waiting.append(envelope)
+        self._wake()
+
+    def take(self, limit: int = 1) -> list[Envelope]:
+        """Up to `limit` messages somebody still waits for; none when it is empty or closed."""
+        taken: list[Envelope] = []
+        with self._lock:
+            while self._waiting and len(taken) < limit:
+                envelope = self._waiting.popleft()
+                if envelope.wanted:
+                    taken.append(envelope)
+        return taken
+
+    def close(self) -> list[Envelope]:
+        """Refuse what comes from now on; returns what was left, each to be answered."""
+        with self._lock:
+            self.closed = True
+            left = list(self._waiting)
+            self._waiting.clear()
+        self._wake()
+        return left

@@ -1,0 +1,246 @@
+"""Child processes under one parent: started, restarted with back-off, stopped in order.
+
+Owns the promise that no child outlives this process, even when it is killed with SIGKILL, and
+that every crash is told in one line. What the children are is the caller's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from forge.core.errors import ConfigError, FailedPrecondition
+from forge.runtime.supervision import Restart, RestartBudget
+
+__all__ = ["ProcessEvent", "ProcessSpec", "ProcessSupervisor", "Restart", "dying_with_parent"]
+
+_TAIL_BYTES = 16_384
+_LAST_WILL = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+if os.getppid() == int(sys.argv[1]):  # else it has died before the request was made
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """How to start one child."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    """The whole environment of the child."""
+    log_path: Path
+    """stdout and stderr are appended to it."""
+    restart: Restart = field(default_factory=Restart)
+    """Applies to crashes; a child that exits with 0 has ended and stays so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessEvent:
+    """What happened to a child; `line` is what to show of it."""
+
+    name: str
+    kind: Literal["started", "crashed", "gave_up", "ended", "stopped", "killed"]
+    """crashed: will be restarted; gave_up: will not; killed: did not stop when asked to."""
+    pid: int
+    cause: str = ""
+    """"exit code 1" or "SIGKILL"; "" while it runs."""
+    last_line: str = ""
+    """Of its log, at a crash."""
+    restart_in_s: float = 0.0
+
+    @property
+    def line(self) -> str:
+        said = f": {self.last_line}" if self.last_line else ""
+        match self.kind:
+            case "crashed":
+                return (
+                    f"{self.name} crashed ({self.cause}), "
+                    f"restart in {self.restart_in_s:.1f} s{said}"
+                )
+            case "gave_up":
+                return f"{self.name} keeps crashing ({self.cause}), giving up{said}"
+            case "killed":
+                return f"{self.name} did not stop when asked to and was killed"
+            case _:
+                return f"{self.name} {self.kind}"
+
+
+class ProcessSupervisor:
+    """The children of this process. Used from one event loop, on the main thread."""
+
+    def __init__(self, *, on_event: Callable[[ProcessEvent], None]) -> None:
+        self._on_event = on_event
+        self._children: dict[str, _Child] = {}
+
+    async def start(self, spec: ProcessSpec) -> None:
+        """Start a child and keep it running. Raises ConfigError when its program is missing."""
+        if spec.name in self._children:
+            raise FailedPrecondition(f"there is a child {spec.name} already")
+        child = _Child(spec, self._on_event)
+        await child.start()
+        self._children[spec.name] = child
+
+    async def stop(self, timeout_s: float) -> None:
+        """Stop all, the youngest first: SIGTERM, and SIGKILL once `timeout_s` is over for all."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._children:
+            _, child = self._children.popitem()
+            await child.stop(max(0.0, deadline_s - time.monotonic()))
+
+    def pids(self) -> dict[str, int]:
+        """Of the children that run right now."""
+        return {name: child.pid for name, child in self._children.items() if child.running}
+
+    def pid(self, name: str) -> int | None:
+        """None while it does not run."""
+        return self.pids().get(name)
+
+
+class _Child:
+    """One child through all its restarts."""
+
+    def __init__(self, spec: ProcessSpec, on_event: Callable[[ProcessEvent], None]) -> None:
+        self._spec = spec
+        self._on_event = on_event
+        self._budget = RestartBudget(spec.restart)
+        self._stopping = asyncio.Event()
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        self._process = await self._spawn()
+        self._task = asyncio.create_task(self._supervise(), name=f"child-{self._spec.name}")
+
+    async def stop(self, timeout_s: float) -> None:
+        assert self._task is not None
+        self._stopping.set()
+        if self._process is not None and self.running:
+            self._process.terminate()
+        done, _ = await asyncio.wait({self._task}, timeout=timeout_s)
+        if not done:
+            if self._process is not None and self.running:
+                self._process.kill()
+            self._tell("killed")
+        await self._task
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        spec = self._spec
+        program = shutil.which(spec.argv[0], path=spec.env.get("PATH", os.defpath))
+        if program is None:
+            raise ConfigError(f"{spec.name} cannot be started: there is no program {spec.argv[0]}")
+        try:
+            spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+            with spec.log_path.open("ab") as log:
+                process = await asyncio.create_subprocess_exec(
+                    *dying_with_parent([program, *spec.argv[1:]]),
+                    env=dict(spec.env),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    # Ctrl-C in the terminal is for the parent, who then stops them in order.
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise ConfigError(f"{spec.log_path}: {error.strerror}") from None
+        self._on_event(ProcessEvent(name=spec.name, kind="started", pid=process.pid))
+        return process
+
+    async def _supervise(self) -> None:
+        assert self._process is not None
+        while True:
+            code = await self._process.wait()
+            if self._stopping.is_set():
+                self._tell("stopped")
+                return
+            if code == 0:
+                self._tell("ended")
+                return
+            delay_s = self._budget.backoff_s(time.monotonic())
+            if delay_s is None:
+                self._tell("gave_up")
+                return
+            self._tell("crashed", restart_in_s=delay_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
+            if self._stopping.is_set():
+                return
+            try:
+                self._process = await self._spawn()
+            except ConfigError as error:
+                self._tell("gave_up", last_line=str(error))
+                return
+
+    def _tell(
+        self,
+        kind: Literal["crashed", "gave_up", "ended", "stopped", "killed"],
+        *,
+        restart_in_s: float = 0.0,
+        last_line: str = "",
+    ) -> None:
+        crashed = kind in ("crashed", "gave_up")
+        code = self._process.returncode if self._process is not None else None
+        event = ProcessEvent(
+            name=self._spec.name,
+            kind=kind,
+            pid=self.pid,
+            cause=_cause(code),
+            last_line=last_line or (_last_line(self._spec.log_path) if crashed else ""),
+            restart_in_s=restart_in_s,
+        )
+        self._on_event(event)
+
+
+def dying_with_parent(argv: Sequence[str]) -> list[str]:
+    """The command, preceded by a request to the kernel: kill it when this process dies.
+
+    The request is made by a Python that then becomes the program (15 ms), not between fork and
+    exec: this process has threads, and code of ours there could deadlock.
+    """
+    if sys.platform != "linux":
+        return list(argv)
+    return [sys.executable, "-I", "-S", "-c", _LAST_WILL, str(os.getpid()), *argv]
+
+
+def _cause(code: int | None) -> str:
+    if code is None:
+        return ""
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _last_line(path: Path) -> str:
+    """The end of a log, for people: of a JSON line the event and its error."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    except OSError:
+        return ""
+    last = next((line for line in reversed(lines) if line), "")
+    try:
+        fields = json.loads(last)
+        said = [str(fields[key]) for key in ("event", "error") if fields.get(key)]
+        return ": ".join(said) or last
+    except (ValueError, AttributeError, TypeError):
+        return last

@@ -1,0 +1,50 @@
+"""Messages too big for one gRPC message, in pieces of at most 1 MiB."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from forge.core.errors import InvalidArgument, ResourceExhausted
+from forge.v1.common_pb2 import Chunk
+
+CHUNK_BYTES = 1 << 20
+
+
+def split(data: bytes) -> Iterator[Chunk]:
+    """At least one chunk; the last has `last` set."""
+    view = memoryview(data)
+    end = max(len(data), 1)
+    for start in range(0, end, CHUNK_BYTES):
+        piece = bytes(view[start : start + CHUNK_BYTES])
+        yield Chunk(data=piece, last=start + CHUNK_BYTES >= end)
+
+
+class Joiner:
+    """Puts the chunks of one message after another together again."""
+
+    def __init__(self, *, max_bytes: int = 1 << 40) -> None:
+        self._max_bytes = max_bytes
+        self._pieces: list[bytes] = []
+        self._bytes = 0
+
+    def add(self, chunk: Chunk) -> bytes | None:
+        """The whole message when this was its last chunk, and the joiner is ready for another.
+
+        Raises InvalidArgument for an oversized chunk, ResourceExhausted past `max_bytes`.
+        """
+        if len(chunk.data) > CHUNK_BYTES:
+            raise InvalidArgument(f"chunk of {len(chunk.data)} bytes; at most {CHUNK_BYTES}")
+        self._bytes += len(chunk.data)
+        if self._bytes > self._max_bytes:
+            raise ResourceExhausted(f"message exceeds {self._max_bytes} bytes")
+        self._pieces.append(chunk.data)
+        if not chunk.last:
+            return None
+        whole = b"".join(self._pieces)
+        self._pieces, self._bytes = [], 0
+        return whole
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of a message begun; not 0 at the end of a stream means it was cut short."""
+        return self._bytes

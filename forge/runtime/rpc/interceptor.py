@@ -1,0 +1,195 @@
+"""What happens around every call on the server: credentials, errors, metrics, access log.
+
+One wrapper per method is made on its first call and kept: a hop costs about 0.35 ms, and this
+must not show in it. Calls that succeed within a second are logged at debug level, others at info.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
+from forge.runtime.rpc.status import from_rpc_error, to_status, trailing_metadata
+from forge.runtime.security import ANONYMOUS, Claims, Security
+from forge.runtime.telemetry import bind_context, counter, gauge, histogram, log
+
+_CALLS = counter("forge_rpc_calls_total", "Calls served, by method and code.", ["method", "code"])
+_SECONDS = histogram("forge_rpc_call_seconds", "From arrival to answer, by method.", ["method"])
+_IN_FLIGHT = gauge("forge_rpc_in_flight", "Calls being served, by method.", ["method"])
+
+_SLOW_S = 1.0
+_claims: ContextVar[Claims] = ContextVar("forge_claims", default=ANONYMOUS)
+
+
+def current_claims() -> Claims:
+    """Whose call this handler serves; ANONYMOUS on a method open to everybody."""
+    return _claims.get()
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every handler of a server."""
+
+    def __init__(self, security: Security) -> None:
+        self._security = security
+        self._scopes: dict[str, str | Mapping[str, str]] = {}
+        self._wrapped: dict[str, Any] = {}
+
+    def require(self, full_name: str, scopes: str | Mapping[str, str]) -> None:
+        self._scopes[full_name] = scopes
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        path = handler_call_details.method
+        handler = self._wrapped.get(path)
+        if handler is None:
+            handler = await continuation(handler_call_details)
+            service, _, method = path.removeprefix("/").partition("/")
+            # Health and reflection register themselves and stay open, without ceremony.
+            if handler is not None and service in self._scopes:
+                scopes = self._scopes[service]
+                scope = scopes if isinstance(scopes, str) else scopes.get(method, "service")
+                handler = _wrap(handler, _Method(path, scope, self._security))
+                self._wrapped[path] = handler
+        return handler
+
+
+class _Method:
+    """What the calls of one method have in common."""
+
+    def __init__(self, path: str, scope: str, security: Security) -> None:
+        self.path = path
+        self.scope = scope
+        self.security = security
+        self.seconds = _SECONDS.labels(path)
+        self.in_flight = _IN_FLIGHT.labels(path)
+        self.ok = _CALLS.labels(path, "OK")
+
+    def claims_of(self, context: Any) -> Claims:
+        """Raises Unauthenticated or PermissionDenied."""
+        for key, value in context.invocation_metadata():
+            if key == "authorization":
+                kind, _, token = value.partition(" ")
+                if kind.lower() != "bearer":
+                    raise Unauthenticated("authorization must be: Bearer <token>")
+                claims = self.security.keyring.verify(token, now_s=time.time())
+                break
+        else:
+            if self.scope:
+                raise Unauthenticated("this call needs a token: authorization: Bearer <token>")
+            return ANONYMOUS
+        if not claims.allows(self.scope):
+            raise PermissionDenied(
+                f"{self.path} needs scope {self.scope}; the token of {claims.subject} "
+                f"has {', '.join(sorted(claims.scopes)) or 'none'}"
+            )
+        return claims
+
+
+def _wrap(handler: Any, method: _Method) -> Any:
+    """The same handler, each call of it inside a `_Call`."""
+    kind = ("stream" if handler.request_streaming else "unary") + (
+        "_stream" if handler.response_streaming else "_unary"
+    )
+    inner = getattr(handler, kind)
+
+    async def answer(request: Any, context: Any) -> Any:
+        async with _Call(method, context) as call:
+            call.authorize()
+            return await inner(request, context)
+
+    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        async with _Call(method, context) as call:
+            call.authorize()
+            async for response in inner(request, context):
+                yield response
+
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    behavior = stream if inspect.isasyncgenfunction(inner) else answer
+    return make(
+        behavior,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+class _Call:
+    """One call, from arrival to answer."""
+
+    __slots__ = ("_claims", "_context", "_method", "_started_s")
+
+    def __init__(self, method: _Method, context: Any) -> None:
+        self._method = method
+        self._context = context
+        self._claims = ANONYMOUS
+        self._started_s = time.perf_counter()
+
+    def authorize(self) -> None:
+        self._claims = self._method.claims_of(self._context)
+        _claims.set(self._claims)
+        if self._claims.trajectory_id:
+            bind_context(trajectory_id=self._claims.trajectory_id)
+
+    async def __aenter__(self) -> _Call:
+        self._method.in_flight.inc()
+        return self
+
+    async def __aexit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, grpc.aio.AioRpcError):
+            # A call made on behalf of this one failed: its status is this one's.
+            error = from_rpc_error(error)
+        self._record(error)
+        if error is None or not isinstance(error, Exception):
+            return
+        if isinstance(error, grpc.aio.AbortError):
+            return
+        code, details = to_status(error)
+        await self._context.abort(code, details, trailing_metadata(error))
+
+    def _record(self, error: BaseException | None) -> None:
+        method, elapsed_s = self._method, time.perf_counter() - self._started_s
+        method.in_flight.dec()
+        method.seconds.observe(elapsed_s)
+        if error is None:
+            method.ok.inc()
+            write = log.debug if elapsed_s < _SLOW_S else log.info
+            write("rpc", method=method.path, code="OK", s=elapsed_s, subject=self._claims.subject)
+            return
+        code = self._code(error)
+        _CALLS.labels(method.path, code).inc()
+        broken = isinstance(error, Exception) and code in ("INTERNAL", "DATA_LOSS")
+        (log.error if broken else log.info)(
+            "rpc",
+            method=method.path,
+            code=code,
+            s=elapsed_s,
+            subject=self._claims.subject,
+            error=str(error),
+            exc_info=error if broken else None,
+        )
+
+    def _code(self, error: BaseException) -> str:
+        if isinstance(error, asyncio.CancelledError | GeneratorExit):
+            return "CANCELLED"
+        if isinstance(error, grpc.aio.AbortError):
+            code = self._context.code()
+            return code.name if isinstance(code, grpc.StatusCode) else "UNKNOWN"
+        if isinstance(error, ForgeError):
+            return error.code
+        return "INTERNAL"

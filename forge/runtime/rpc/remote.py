@@ -1,0 +1,123 @@
+"""Calls to "some instance of a kind", wherever discovery says one is.
+
+Owns the choice of instance and the retry of unary calls; every write in Forge is idempotent, so a
+call whose outcome is unknown is simply made again. A stream's recovery is its user's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import grpc.aio
+
+from forge.core.errors import ForgeError
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.status import from_rpc_error
+from forge.runtime.telemetry import counter, log
+
+if TYPE_CHECKING:
+    from forge.runtime.coordination import Coordinator, Instance
+
+Stub = TypeVar("Stub")
+
+_RETRIES = counter("forge_rpc_retries_total", "Calls made again, by kind called.", ["kind"])
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 2.0
+
+
+class Remote(Generic[Stub]):
+    """The instances of one kind as one callable thing."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        channels: Channels,
+        *,
+        kind: str,
+        stub: Callable[[grpc.aio.Channel], Stub],
+    ) -> None:
+        self._discovery = coordinator.discover(kind)
+        self._channels = channels
+        self._kind = kind
+        self._make_stub = stub
+        self._stubs: dict[str, Stub] = {}
+        self._random = random.Random()
+
+    def instances(self) -> tuple[Instance, ...]:
+        return self._discovery.instances
+
+    def stub(self, instance: Instance) -> Stub:
+        """The stub of one particular instance."""
+        if instance.address not in self._stubs:
+            live = {known.address for known in self.instances()}
+            self._stubs = {at: stub for at, stub in self._stubs.items() if at in live}
+            self._stubs[instance.address] = self._make_stub(self._channels.get(instance.address))
+        return self._stubs[instance.address]
+
+    async def pick(
+        self, *, where: Callable[[Instance], bool] | None = None, timeout_s: float = 10.0
+    ) -> tuple[Instance, Stub]:
+        """Some instance and its stub; waits for one to appear. Raises Unavailable."""
+        return await self._pick(where, timeout_s, frozenset())
+
+    async def call(
+        self,
+        method: str,
+        request: Any,
+        *,
+        timeout_s: float,
+        retry_for_s: float = 0.0,
+        where: Callable[[Instance], bool] | None = None,
+    ) -> Any:
+        """One unary call, on another instance after a failure that a retry may cure.
+
+        `timeout_s` is for one attempt, waiting for an instance included; `retry_for_s` is how long
+        new attempts begin. Raises the ForgeError of the last attempt's status.
+        """
+        give_up_s = time.monotonic() + retry_for_s
+        failed: set[str] = set()
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            try:
+                return await self._attempt(method, request, timeout_s, where, failed)
+            except ForgeError as error:
+                pause_s = max(self._random.uniform(0, backoff_s), error.retry_after_s or 0.0)
+                if not error.retryable or time.monotonic() + pause_s >= give_up_s:
+                    raise
+                log.debug("rpc_retried", kind=self._kind, method=method, error=str(error))
+            _RETRIES.labels(self._kind).inc()
+            await asyncio.sleep(pause_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _attempt(
+        self,
+        method: str,
+        request: Any,
+        timeout_s: float,
+        where: Callable[[Instance], bool] | None,
+        failed: set[str],
+    ) -> Any:
+        started_s = time.monotonic()
+        instance, stub = await self._pick(where, timeout_s, failed)
+        left_s = max(0.001, timeout_s - (time.monotonic() - started_s))
+        try:
+            return await getattr(stub, method)(request, timeout=left_s)
+        except grpc.aio.AioRpcError as error:
+            failed.add(instance.instance_id)
+            raise from_rpc_error(error) from error
+
+    async def _pick(
+        self,
+        where: Callable[[Instance], bool] | None,
+        timeout_s: float,
+        failed: frozenset[str] | set[str],
+    ) -> tuple[Instance, Stub]:
+        fitting = await self._discovery.wait(timeout_s=timeout_s, where=where)
+        # One that failed this call is asked again only when no other is left.
+        fresh = [instance for instance in fitting if instance.instance_id not in failed]
+        instance = self._random.choice(fresh or fitting)
+        return instance, self.stub(instance)

@@ -1,0 +1,138 @@
+"""The gRPC server every service runs: who calls, how it went, and a port that says so.
+
+Owns listening, health, reflection, the request limit and graceful stop. What is done around each
+call (credentials, error translation, metrics, access log) is `forge.runtime.rpc.interceptor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from forge.core.errors import ConfigError
+from forge.runtime.rpc.channel import MAX_MESSAGE_BYTES
+from forge.runtime.rpc.interceptor import CallInterceptor, current_claims
+from forge.runtime.security import Security
+
+__all__ = ["RpcServer", "current_claims"]
+
+MAX_CONCURRENT_CALLS = 32_768
+"""Calls beyond it are refused with RESOURCE_EXHAUSTED before they cost memory."""
+
+_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Without it a second process would silently share the port.
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Clients of other languages may ping as often as every 5 s without being cut off.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+class RpcServer:
+    """Collects servicers first and listens last, so that wiring is done in one place."""
+
+    def __init__(self, *, service: str, host: str, port: int, security: Security) -> None:
+        self._service = service
+        self._host = host
+        self._port = port
+        self._security = security
+        self._interceptor = CallInterceptor(security)
+        self._registrations: list[Callable[[grpc.aio.Server], None]] = []
+        self._names: list[str] = []
+        self._health = health.aio.HealthServicer()
+        self._health_updates: set[asyncio.Task[None]] = set()
+        self._server: grpc.aio.Server | None = None
+
+    def add(
+        self,
+        register: Callable[[Any, Any], None],
+        servicer: object,
+        *,
+        full_name: str,
+        scopes: str | Mapping[str, str] = "service",
+    ) -> None:
+        """Serve a servicer, e.g. `add(add_PoolServiceServicer_to_server, ..., full_name=...)`.
+
+        `scopes` is the scope a caller needs, for all methods or by method name; one it does not
+        name needs "service"; "" is open to everybody; "a|b" wants either.
+        """
+        assert self._server is None, "servicers are added before start"
+        self._names.append(full_name)
+        self._interceptor.require(full_name, scopes)
+        self._registrations.append(lambda server: register(servicer, server))
+
+    async def start(self) -> str:
+        """Listen; returns "host:port" with the port bound. Raises ConfigError when it is taken."""
+        credentials = self._security.server_credentials(self._host)
+        self._require_free_port()
+        server = grpc.aio.server(
+            interceptors=[self._interceptor],
+            options=_OPTIONS,
+            maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
+        )
+        for register in self._registrations:
+            register(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(
+            [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+        )
+        await self._set_health(serving=False)
+        address = f"{self._host}:{self._port}"
+        try:
+            port = (
+                server.add_insecure_port(address)
+                if credentials is None
+                else server.add_secure_port(address, credentials)
+            )
+        except RuntimeError:
+            raise self._port_taken("it cannot be bound") from None
+        await server.start()
+        self._server = server
+        return f"{self._host}:{port}"
+
+    def set_serving(self, serving: bool) -> None:
+        """What the health service answers, for the whole process and each of its services."""
+        task = asyncio.get_running_loop().create_task(self._set_health(serving=serving))
+        self._health_updates.add(task)
+        task.add_done_callback(self._health_updates.discard)
+
+    async def stop(self, *, grace_s: float) -> None:
+        """Refuse new calls, let those in flight finish for up to `grace_s`, then cancel them."""
+        await self._set_health(serving=False)
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    async def _set_health(self, *, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        for name in ("", *self._names):
+            await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+    def _require_free_port(self) -> None:
+        # Asked by hand first: grpc reports a taken port in three lines of C++ log.
+        if self._port == 0:
+            return
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self._host.strip("[]"), self._port))
+            except OSError as error:
+                raise self._port_taken((error.strerror or str(error)).lower()) from None
+
+    def _port_taken(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"{self._service} cannot listen on {self._host}:{self._port}: {reason}; "
+            "choose another with --port, or 0 for any free one"
+        )

@@ -1,0 +1,89 @@
+"""The error tree on the wire: ForgeError to gRPC status and back, and nowhere else.
+
+The status code is for every client; the trailing metadata `forge-error` carries the exact class
+for ours, `retry-after-ms` the hint that goes with RESOURCE_EXHAUSTED and UNAVAILABLE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+
+from forge.core import errors
+from forge.core.errors import ForgeError
+
+ERROR_KEY = "forge-error"
+RETRY_AFTER_KEY = "retry-after-ms"
+
+_BY_CODE: dict[grpc.StatusCode, type[ForgeError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidArgument,
+    grpc.StatusCode.OUT_OF_RANGE: errors.InvalidArgument,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
+    grpc.StatusCode.NOT_FOUND: errors.NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: errors.FailedPrecondition,
+    grpc.StatusCode.FAILED_PRECONDITION: errors.FailedPrecondition,
+    grpc.StatusCode.ABORTED: errors.Unavailable,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.ResourceExhausted,
+    grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
+    grpc.StatusCode.CANCELLED: errors.Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    grpc.StatusCode.DATA_LOSS: errors.DataLoss,
+}
+
+_CONNECTION_LOST = (
+    "RST_STREAM",
+    "Stream removed",
+    "Socket closed",
+    "Connection reset",
+    "Internal error from Core",
+)
+"""How grpc words an INTERNAL or UNKNOWN that only means: the peer died in mid-call."""
+
+
+_BY_NAME = {
+    name: error
+    for name, error in vars(errors).items()
+    if isinstance(error, type) and issubclass(error, ForgeError)
+}
+"""The tree itself; a service's own subclasses arrive as their ancestor in it."""
+
+
+def to_status(error: BaseException) -> tuple[grpc.StatusCode, str]:
+    """Code and details of an error; what is not a ForgeError is INTERNAL and tells nothing."""
+    if isinstance(error, ForgeError):
+        return grpc.StatusCode[error.code], str(error)
+    return grpc.StatusCode.INTERNAL, "internal error; the service's log has the cause"
+
+
+def trailing_metadata(error: BaseException) -> tuple[tuple[str, str], ...]:
+    if not isinstance(error, ForgeError):
+        return ()
+    known = next(one for one in type(error).__mro__ if one in _BY_NAME.values())
+    pairs = [(ERROR_KEY, known.__name__)]
+    if error.retry_after_s is not None:
+        pairs.append((RETRY_AFTER_KEY, str(max(0, round(error.retry_after_s * 1000)))))
+    return tuple(pairs)
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> ForgeError:
+    """The ForgeError that the other side raised, or that the lost connection amounts to."""
+    code, details = error.code(), error.details() or error.code().name
+    metadata = {str(key): value for key, value in error.trailing_metadata() or ()}
+    error_type = _BY_NAME.get(str(metadata.get(ERROR_KEY, "")), _BY_CODE.get(code, ForgeError))
+    if error_type is ForgeError and any(phrase in details for phrase in _CONNECTION_LOST):
+        error_type = errors.Unavailable
+    hint = str(metadata.get(RETRY_AFTER_KEY, ""))
+    return error_type(details, retry_after_s=int(hint) / 1000 if hint.isdecimal() else None)
+
+
+@asynccontextmanager
+async def translated() -> AsyncIterator[None]:
+    """`async with translated():` or `@translated()`: grpc errors inside come out as ForgeErrors."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error

@@ -1,0 +1,281 @@
+"""Who may do what: signed tokens, and TLS between hosts.
+
+A token is `v1.<claims>.<mac>`: claims as JSON, mac = HMAC-SHA256 under the cluster's key, both
+base64url. Every process of a cluster holds the key file, so verification asks nobody. TLS guards
+the wire; without it Forge listens on the loopback interface only, unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from forge.core.errors import ConfigError, Unauthenticated
+from forge.runtime.config import ServiceConfig
+
+_VERSION = "v1"
+_MIN_KEY_BYTES = 32
+_CACHED_TOKENS = 8192
+_SERVICE_TOKEN_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claims:
+    """What a verified token says about its bearer."""
+
+    subject: str
+    """Who: an instance id, an operator's name, or a session's trajectory."""
+    scopes: frozenset[str]
+    """Of "service", "operator", "runner", "session"."""
+    trajectory_id: str = ""
+    task_id: str = ""
+    domain: str = ""
+    pool_shard: str = ""
+    expires_unix_s: float = 0.0
+    """0: never."""
+
+    def allows(self, scope: str) -> bool:
+        """Whether this suffices for `scope` ("a|b": either; "": open to everybody).
+
+        A service may do all but speak for a session.
+        """
+        if not scope:
+            return True
+        held = self.scopes
+        return any(
+            one in held or (one != "session" and "service" in held) for one in scope.split("|")
+        )
+
+
+ANONYMOUS = Claims(subject="", scopes=frozenset())
+
+
+class Keyring:
+    """The cluster's keys: the first signs, all verify, so a key is rotated without a pause."""
+
+    def __init__(self, keys: tuple[bytes, ...]) -> None:
+        if not keys or any(len(key) < _MIN_KEY_BYTES for key in keys):
+            raise ConfigError(f"a signing key needs at least {_MIN_KEY_BYTES} bytes")
+        self._keys = keys
+        self._verified: dict[str, Claims] = {}
+
+    @classmethod
+    def from_bytes(cls, *keys: bytes) -> Keyring:
+        return cls(keys)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Keyring:
+        """One key a line, at least 32 characters each; the first signs."""
+        try:
+            mode = Path(path).stat().st_mode
+            lines = Path(path).read_bytes().splitlines()
+        except OSError as error:
+            raise ConfigError(f"key_file = {str(path)!r}: {error.strerror}") from None
+        if mode & 0o007:
+            raise ConfigError(f"key_file = {str(path)!r} is open to every user: chmod o= {path}")
+        keys = tuple(line.strip() for line in lines if line.strip())
+        if not keys or any(len(key) < _MIN_KEY_BYTES for key in keys):
+            raise ConfigError(
+                f"key_file = {str(path)!r}: each line must be a key of at least "
+                f"{_MIN_KEY_BYTES} characters"
+            )
+        return cls(keys)
+
+    @classmethod
+    def generate(cls, path: str | Path) -> Keyring:
+        """Write a fresh key to a file only its owner can read; an existing file is kept."""
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return cls.from_file(path)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(_MIN_KEY_BYTES) + "\n")
+            file.flush()
+            os.fsync(descriptor)
+        return cls.from_file(path)
+
+    def sign(self, claims: Claims) -> str:
+        payload = {
+            "sub": claims.subject,
+            "scopes": sorted(claims.scopes),
+            "trajectory": claims.trajectory_id,
+            "task": claims.task_id,
+            "domain": claims.domain,
+            "shard": claims.pool_shard,
+            "exp": claims.expires_unix_s,
+        }
+        compact = {name: value for name, value in payload.items() if value}
+        body = f"{_VERSION}.{_encode(json.dumps(compact, separators=(',', ':')).encode())}"
+        return f"{body}.{_encode(_mac(self._keys[0], body))}"
+
+    def verify(self, token: str, *, now_s: float) -> Claims:
+        """The claims of a genuine token that has not expired; Unauthenticated otherwise."""
+        claims = self._verified.get(token)
+        if claims is None:
+            claims = self._verify_mac(token)
+            if len(self._verified) >= _CACHED_TOKENS:
+                # Live tokens come back at the price of one HMAC each; no LRU needed.
+                self._verified.clear()
+            self._verified[token] = claims
+        if claims.expires_unix_s and now_s >= claims.expires_unix_s:
+            raise Unauthenticated(f"the token of {claims.subject} has expired")
+        return claims
+
+    def _verify_mac(self, token: str) -> Claims:
+        body, _, mac_text = token.rpartition(".")
+        version, _, payload = body.partition(".")
+        if version != _VERSION:
+            raise Unauthenticated("the token is not one of this cluster's")
+        try:
+            mac = _decode(mac_text)
+            # Every key is tried, in constant time each: nothing is learnt from the duration.
+            genuine = [hmac.compare_digest(_mac(key, body), mac) for key in self._keys]
+            if not any(genuine):
+                raise Unauthenticated("the token was not signed by this cluster's key")
+            fields = json.loads(_decode(payload))
+        except (binascii.Error, ValueError):
+            raise Unauthenticated("the token is malformed") from None
+        return Claims(
+            subject=fields.get("sub", ""),
+            scopes=frozenset(fields.get("scopes", ())),
+            trajectory_id=fields.get("trajectory", ""),
+            task_id=fields.get("task", ""),
+            domain=fields.get("domain", ""),
+            pool_shard=fields.get("shard", ""),
+            expires_unix_s=float(fields.get("exp", 0.0)),
+        )
+
+
+class Security:
+    """A process's credentials: its key ring, its TLS files and the token it calls others with."""
+
+    def __init__(
+        self,
+        keyring: Keyring,
+        *,
+        subject: str = "",
+        tls_cert: str = "",
+        tls_key: str = "",
+        tls_ca: str = "",
+        tls_client_auth: bool = True,
+        insecure: bool = False,
+    ) -> None:
+        if bool(tls_cert) != bool(tls_key):
+            raise ConfigError("tls_cert and tls_key must be set together")
+        self.keyring = keyring
+        self._subject = subject
+        self._cert = _pem("tls_cert", tls_cert)
+        self._key = _pem("tls_key", tls_key)
+        self._ca = _pem("tls_ca", tls_ca)
+        self._client_auth = tls_client_auth
+        self._insecure = insecure
+        self._token = ""
+        self._token_expires_unix_s = 0.0
+
+    @classmethod
+    def from_config(cls, config: ServiceConfig) -> Security:
+        if not config.key_file:
+            raise ConfigError(
+                "key_file is not set: all processes of a cluster share one signing key "
+                "(make one: umask 077; openssl rand -hex 32 > FILE)"
+            )
+        return cls(
+            Keyring.from_file(config.key_file),
+            subject=config.instance_id,
+            tls_cert=config.tls_cert,
+            tls_key=config.tls_key,
+            tls_ca=config.tls_ca,
+            tls_client_auth=config.tls_client_auth,
+            insecure=config.insecure,
+        )
+
+    def service_token(self) -> str:
+        """A token with scope "service", renewed well before it expires."""
+        now_s = time.time()
+        if now_s > self._token_expires_unix_s - _SERVICE_TOKEN_S / 2:
+            self._token_expires_unix_s = now_s + _SERVICE_TOKEN_S
+            self._token = self.keyring.sign(
+                Claims(
+                    subject=self._subject,
+                    scopes=frozenset({"service"}),
+                    expires_unix_s=self._token_expires_unix_s,
+                )
+            )
+        return self._token
+
+    def server_credentials(self, host: str) -> grpc.ServerCredentials | None:
+        """TLS when a certificate is set; None (plain TCP) only where that is allowed."""
+        if self._cert is None or self._key is None:
+            self.require_plain_allowed(host)
+            return None
+        mutual = self._client_auth and self._ca is not None
+        return grpc.ssl_server_credentials(
+            [(self._key, self._cert)],
+            root_certificates=self._ca if mutual else None,
+            require_client_auth=mutual,
+        )
+
+    def channel_credentials(self, address: str) -> grpc.ChannelCredentials | None:
+        """TLS when a certificate authority is set; None (plain TCP) only where allowed."""
+        if self._ca is None:
+            self.require_plain_allowed(address.rpartition(":")[0])
+            return None
+        return grpc.ssl_channel_credentials(
+            root_certificates=self._ca, private_key=self._key, certificate_chain=self._cert
+        )
+
+    def etcd_credentials(self, endpoints: str) -> grpc.ChannelCredentials | None:
+        """TLS to etcd, with this host's certificate if it has one, when https:// asks for it."""
+        if "https://" not in endpoints or self._ca is None:
+            return None
+        return grpc.ssl_channel_credentials(
+            root_certificates=self._ca, private_key=self._key, certificate_chain=self._cert
+        )
+
+    def require_plain_allowed(self, host: str) -> None:
+        if not self._insecure and not is_loopback(host):
+            raise ConfigError(
+                f"host = {host!r} is not a loopback address, so TLS is needed: set tls_cert, "
+                f"tls_key and tls_ca (or insecure = true on a network you trust)"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _pem(name: str, path: str) -> bytes | None:
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{name} = {path!r}: {error.strerror}") from None
+
+
+def _mac(key: bytes, body: str) -> bytes:
+    return hmac.digest(key, body.encode(), hashlib.sha256)
+
+
+def _encode(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+
+def _decode(text: str) -> bytes:
+    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))

@@ -1,0 +1,247 @@
+"""One shape for every service: how a process starts, serves, drains and ends.
+
+    start: config, log, etcd, actors, app, listen, health SERVING, register lease, READY
+    stop:  deregister, NOT_SERVING, drain, stop listening, stop actors, close stores, exit 0
+
+Owns this order and nothing of what a service does. SIGTERM and SIGINT stop; an actor that crashes
+too often stops with exit code 1, so that whoever supervises starts a fresh process. kill -9 needs
+no code here: the lease runs out, and what was acknowledged was durable before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import grpc.aio
+import sdnotify
+import uvloop
+
+from forge.core.errors import ForgeError
+from forge.runtime.actor import ActorSystem
+from forge.runtime.config import ServiceConfig, load
+from forge.runtime.coordination import Coordinator, Registration
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.remote import Remote
+from forge.runtime.rpc.server import RpcServer
+from forge.runtime.security import Security
+from forge.runtime.telemetry import configure_logging, log, serve_metrics
+
+Stub = TypeVar("Stub")
+
+
+@dataclass(slots=True, kw_only=True)
+class ServiceContext:
+    """What the bootstrap made for the service to use."""
+
+    config: Any
+    """The service's own config; a ServiceConfig."""
+    security: Security
+    coordinator: Coordinator
+    channels: Channels
+    actors: ActorSystem
+    server: RpcServer
+    metadata: dict[str, str] = field(default_factory=dict)
+    """Registered with the lease; change it, then `await announce()`."""
+    ready: bool = True
+    """Set to False in `start` by a service that cannot serve yet; then call `set_ready`."""
+    registration: Registration | None = None
+    """The bootstrap's: set once others can see this process."""
+    stop: Callable[[], None] = lambda: None
+    """Ends the process in good order, as SIGTERM does."""
+    _became_ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def remote(self, kind: str, stub: Callable[[grpc.aio.Channel], Stub]) -> Remote[Stub]:
+        """The instances of another kind, as one callable thing."""
+        return Remote(self.coordinator, self.channels, kind=kind, stub=stub)
+
+    async def announce(self) -> None:
+        """Show the current metadata to everybody; at registration it goes without saying."""
+        if self.registration is not None:
+            await self.registration.update(self.metadata)
+
+    def set_ready(self) -> None:
+        """Now it can serve: register and answer SERVING."""
+        self.ready = True
+        self._became_ready.set()
+
+    async def until_ready(self) -> None:
+        await self._became_ready.wait()
+
+
+class ServiceApp(Protocol):
+    """What a service is, as seen from here; `app.py` of each implements it."""
+
+    def __init__(self, context: ServiceContext) -> None: ...
+
+    async def start(self) -> None:
+        """Spawn actors, add servicers."""
+
+    async def drain(self) -> None:
+        """Finish what is in flight; new work is no longer sent here."""
+
+    async def stop(self) -> None:
+        """Close stores; the actors have stopped."""
+
+
+def run(service: str, config_type: type[ServiceConfig], app_type: type[Any]) -> NoReturn:
+    """The whole life of a service process: `python -m services.<service>`.
+
+    Exit codes: 0 stopped in good order; 1 an actor or the app failed while serving; 2 it could
+    not start, and one line on stderr says why.
+    """
+    try:
+        config = load(config_type, service=service, argv=sys.argv[1:], environ=os.environ)
+        if not config.instance_id:
+            own_id = f"{service}-{socket.gethostname()}-{os.getpid()}"
+            config = dataclasses.replace(config, instance_id=own_id)
+        configure_logging(service, config.instance_id, level=config.log_level, file=config.log_file)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            failed = runner.run(_Process(service, config, app_type).live())
+    except ForgeError as error:
+        sys.stderr.write(f"forge {service}: {error}\n")
+        sys.exit(2)
+    sys.exit(1 if failed else 0)
+
+
+class _Process:
+    """One service process, start to end."""
+
+    def __init__(self, service: str, config: ServiceConfig, app_type: type[Any]) -> None:
+        self._service = service
+        self._config = config
+        self._app_type = app_type
+        self._systemd = sdnotify.SystemdNotifier()
+        self._stopping = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    async def live(self) -> bool:
+        """Returns whether it failed while serving. Raises ForgeError when it could not start."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        async with AsyncExitStack() as undo:
+            try:
+                # A signal ends a start that waits for others as promptly as it ends serving.
+                if await self._unless_stopping(self._start(undo)):
+                    await self._stopping.wait()
+                    await self._drain()
+            except ForgeError as error:
+                if self._config.log_file:
+                    log.error("not_started", error=str(error))
+                raise
+            except Exception:
+                log.error("crashed", exc_info=True)
+                raise
+        log.info("stopped", failed=self._failure is not None)
+        return self._failure is not None
+
+    async def _unless_stopping(self, step: Coroutine[Any, Any, None]) -> bool:
+        """Carry out a step to its end; False when told to stop first, the step is then undone."""
+        task = asyncio.create_task(step)
+        stop = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if task.done():
+            await task
+            return True
+        task.cancel()
+        await asyncio.wait({task})
+        return False
+
+    async def _start(self, undo: AsyncExitStack) -> None:
+        config = self._config
+        log.info("starting", pid=os.getpid(), etcd=config.etcd, cluster=config.cluster)
+        context = self._context = await self._make_context(undo)
+        app = self._app = self._app_type(context)
+        started = False
+
+        async def end() -> None:
+            await context.actors.stop()
+            if started:
+                await app.stop()
+
+        undo.push_async_callback(end)
+        await app.start()
+        started = True
+        host = config.advertise_host or config.host
+        metrics_port = serve_metrics(config.host, config.metrics_port)
+        context.metadata.setdefault("metrics", f"{host}:{metrics_port}")
+        address = f"{host}:{(await context.server.start()).rpartition(':')[2]}"
+        undo.push_async_callback(context.server.stop, grace_s=0.0)
+        if not context.ready:
+            # systemd waits for the process, not for weights that are still on their way to it.
+            self._systemd.notify("READY=1")
+            log.info("waiting_to_be_ready", address=address)
+            await context.until_ready()
+        await self._enter(address)
+
+    async def _make_context(self, undo: AsyncExitStack) -> ServiceContext:
+        config = self._config
+        security = Security.from_config(config)
+        # Asked before anything else is done: a wrong host is the config's fault, not the app's.
+        security.server_credentials(config.host)
+        coordinator = await Coordinator.connect(
+            config.etcd,
+            cluster=config.cluster,
+            credentials=security.etcd_credentials(config.etcd),
+        )
+        undo.push_async_callback(coordinator.close)
+        channels = Channels(security)
+        undo.push_async_callback(channels.close)
+        return ServiceContext(
+            config=config,
+            security=security,
+            coordinator=coordinator,
+            channels=channels,
+            actors=ActorSystem(self._service, on_escalate=self._on_escalate),
+            server=RpcServer(
+                service=self._service, host=config.host, port=config.port, security=security
+            ),
+            stop=self._stopping.set,
+        )
+
+    async def _enter(self, address: str) -> None:
+        """Answer SERVING, then be found: in this order nobody is sent to a closed door."""
+        context, config = self._context, self._config
+        kind = getattr(self._app, "kind", "") or getattr(config, "kind", "") or self._service
+        context.server.set_serving(True)
+        context.registration = await context.coordinator.register(
+            kind,
+            config.instance_id,
+            address,
+            metadata=context.metadata,
+            ttl_s=config.lease_ttl_s,
+        )
+        self._systemd.notify("READY=1")
+        log.info("serving", kind=kind, address=address, metrics=context.metadata["metrics"])
+
+    def _on_escalate(self, name: str, error: BaseException) -> None:
+        self._failure = self._failure or error
+        log.error("service_fails", actor=name, error=repr(error))
+        self._stopping.set()
+
+    async def _drain(self) -> None:
+        """Leave discovery first, so that nobody sends new work; then finish the old."""
+        drain_s = self._config.drain_s
+        deadline_s = time.monotonic() + drain_s
+        log.info("draining", at_most_s=drain_s)
+        self._systemd.notify("STOPPING=1")
+        if self._context.registration is not None:
+            await self._context.registration.close()
+        self._context.server.set_serving(False)
+        try:
+            async with asyncio.timeout(drain_s):
+                await self._app.drain()
+        except (TimeoutError, ForgeError) as error:
+            log.warning("drain_cut_short", at_most_s=drain_s, error=repr(error))
+        await self._context.server.stop(grace_s=max(0.0, deadline_s - time.monotonic()))

@@ -1,0 +1,143 @@
+"""What a process tells its operators: JSON log lines and Prometheus metrics.
+
+Owns how they are formatted and served; what is worth telling is each part's own business.
+Log levels: error, somebody must look; warning, it went wrong and was handled; info, a change of
+state an operator would want to know; debug, the single calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import prometheus_client
+import structlog
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+from forge.core.errors import ConfigError
+
+log = structlog.get_logger()
+
+SECONDS_BUCKETS = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    60,
+)
+"""From one unary hop on the loopback interface (0.35 ms) to a long rollout step."""
+
+_metrics: dict[str, Any] = {}
+
+
+def configure_logging(service: str, instance_id: str, *, level: str, file: str) -> None:
+    """JSON lines to `file` (stderr when empty), each bound to service and instance.
+
+    Raises ConfigError when the file cannot be written.
+    """
+    stream = _open(file) if file else sys.stderr
+    number = logging.getLevelNamesMapping()[level.upper()]
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            _add_identity(service, instance_id),
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.WriteLoggerFactory(file=stream),
+        cache_logger_on_first_use=True,
+    )
+    # grpc, aiohttp and others speak through the standard library: same file, same shape.
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.format_exc_info,
+                structlog.processors.JSONRenderer(),
+            ],
+            foreign_pre_chain=[
+                _add_identity(service, instance_id),
+                structlog.stdlib.add_logger_name,
+                structlog.processors.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso", utc=True),
+            ],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
+
+
+def _open(file: str) -> TextIO:
+    try:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        # Line-buffered: the last line before a kill -9 is in the file.
+        return Path(file).open("a", buffering=1, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"log_file = {file!r}: {error.strerror}") from None
+
+
+def _add_identity(service: str, instance_id: str) -> structlog.typing.Processor:
+    def add(
+        _logger: Any, _method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        event["service"], event["instance"] = service, instance_id
+        return event
+
+    return add
+
+
+def bind_context(**keys: str) -> None:
+    """Add keys (trajectory_id=, session=...) to every line logged further down this task."""
+    structlog.contextvars.bind_contextvars(**keys)
+
+
+def counter(name: str, help: str, labels: Sequence[str] = ()) -> Counter:
+    """`forge_<service>_<what>_total`; asking twice gives the same one. Never an id as a label."""
+    return cast(Counter, _metric(Counter, name, help, labels))
+
+
+def gauge(name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
+    """`forge_<service>_<what>_<unit>`."""
+    return cast(Gauge, _metric(Gauge, name, help, labels))
+
+
+def histogram(
+    name: str, help: str, labels: Sequence[str] = (), *, buckets: Sequence[float] = SECONDS_BUCKETS
+) -> Histogram:
+    """`forge_<service>_<what>_seconds`, or another base unit with buckets of its own."""
+    return cast(Histogram, _metric(Histogram, name, help, labels, buckets=tuple(buckets)))
+
+
+def _metric(kind: type[Any], name: str, help: str, labels: Sequence[str], **options: Any) -> Any:
+    assert name.startswith("forge_"), f"metric {name!r} must be named forge_<service>_..."
+    if name not in _metrics:
+        _metrics[name] = kind(name, help, tuple(labels), registry=REGISTRY, **options)
+    return _metrics[name]
+
+
+def serve_metrics(host: str, port: int) -> int:
+    """Serve /metrics from a thread of its own; returns the port bound."""
+    try:
+        server, _thread = prometheus_client.start_http_server(port, addr=host)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics_port = {port}: {host}:{port} cannot be bound: {error.strerror}; "
+            "choose another with --metrics-port, or 0 for any free one"
+        ) from None
+    return int(server.server_port)

@@ -1,0 +1,1 @@
+"""The gateway's actors: one per session, one per pool shard."""

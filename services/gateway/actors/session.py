@@ -1,0 +1,241 @@
+"""A session: one rollout's conversation with the model, as one actor.
+
+Owns the contexts of its trajectory, the numbering of its turns and whether it is still open.
+Sampling is done by the callers, in parallel; what they bring back is recorded here, one at a
+time. Rebuilds itself from the pool before its first message, so any gateway can pick it up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from forge.core.errors import ResourceExhausted
+from forge.core.messages import Message
+from forge.runtime.actor import Actor
+from forge.runtime.security import Claims
+from forge.v1 import common_pb2
+from services.gateway.conversation import Conversation, Draft, Prompt, Sampled, given
+from services.gateway.errors import ContextTooLong, SessionClosed
+from services.gateway.metrics import (
+    CONTEXTS,
+    MALFORMED,
+    PROMPT_TOKENS,
+    REBUILT,
+    SAMPLED_TOKENS,
+    TURNS,
+)
+from services.gateway.model import ChatModel, Tools
+
+LARGE_TEXT_CHARS = 32_768
+"""Longer texts are encoded on a thread: more than a few milliseconds of work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginChat:
+    """Answered with the `Prompt` of a call that now counts as in flight."""
+
+    call_id: str
+    abort: Callable[[], None]
+    """Ends the call at once; what it has sampled by then is recorded."""
+    messages: Sequence[Message]
+    tools: Tools
+    opening: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginGenerate:
+    """The same for a prompt that the agent rendered itself."""
+
+    call_id: str
+    abort: Callable[[], None]
+    prompt_ids: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndCall:
+    """A call is over, whether or not it had begun; answered with its turn index, -1 if it left no
+    turn."""
+
+    call_id: str
+    prompt: Prompt | None
+    sampled: Sampled | None
+    """None: it failed with nothing to record."""
+    temperature: float
+    context_action: str
+    started_s: float
+    """On the monotonic clock."""
+    started_unix_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Describe:
+    """Answered with `SessionFacts`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartClose:
+    """No call begins any more and those in flight are aborted; answered with a future that is
+    done when the last of them has been recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """The pool has sealed the trajectory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionFacts:
+    turns: int
+    sampled_tokens: int
+    closed: bool
+    malformed: tuple[int, ...]
+    """Turns whose answer did not parse."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """What all sessions of one gateway share."""
+
+    model: ChatModel
+    max_calls: int
+    fetch: Callable[[Claims], Awaitable[common_pb2.Trajectory | None]]
+    """What the pool has of a trajectory; None if nothing."""
+    keep: Callable[[common_pb2.Turn], None]
+    """Hands a turn over to be made durable."""
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+
+
+class SessionActor(Actor):
+    # Every call in flight may leave two messages, and its end must always find room.
+    mailbox_size: ClassVar[int] = 1 << 17
+
+    def __init__(self, claims: Claims, settings: SessionSettings) -> None:
+        self._claims = claims
+        self._settings = settings
+        self._conversation: Conversation | None = None
+        self._calls: dict[str, Callable[[], None]] = {}
+        """How to abort each call in flight."""
+        self._closing = False
+        self._sealed = False
+        self._drained: asyncio.Future[None] | None = None
+        self._answered_s: float | None = None
+        """When the last call ended."""
+
+    async def receive(self, message: Any) -> Any:
+        # Not in `started`: a pool that is away fails this message, not the session.
+        if self._conversation is None:
+            self._conversation = await self._rebuild()
+        match message:
+            case BeginChat():
+                self._admit()
+                draft = self._conversation.draft(
+                    message.messages, message.tools, opening=message.opening
+                )
+                return self._begin(message, await self._encode(draft))
+            case BeginGenerate():
+                self._admit()
+                return self._begin(message, await self._encode(given(message.prompt_ids)))
+            case EndCall():
+                return self._end(self._conversation, message)
+            case Describe():
+                return self._facts(self._conversation)
+            case StartClose():
+                return self._start_close()
+            case Closed():
+                self._sealed = True
+                return None
+            case _:
+                return await super().receive(message)
+
+    async def _rebuild(self) -> Conversation:
+        conversation = Conversation(model=self._settings.model)
+        trajectory = await self._settings.fetch(self._claims)
+        if trajectory is not None:
+            for turn in trajectory.turns:
+                conversation.restore(turn)
+            self._sealed = trajectory.state != common_pb2.TRAJECTORY_STATE_OPEN
+            self._closing = self._sealed
+            REBUILT.inc()
+        return conversation
+
+    def _admit(self) -> None:
+        if self._closing:
+            raise SessionClosed(f"session {self._claims.trajectory_id} is closed")
+        if len(self._calls) >= self._settings.max_calls:
+            raise ResourceExhausted(
+                f"session {self._claims.trajectory_id} has {len(self._calls)} calls in flight, "
+                f"the most there may be",
+                retry_after_s=1.0,
+            )
+
+    async def _encode(self, draft: Draft) -> Prompt:
+        encode = self._settings.model.encode
+        if len(draft.text) > LARGE_TEXT_CHARS:
+            tail = await asyncio.to_thread(encode, draft.text)
+        else:
+            tail = encode(draft.text) if draft.text else b""
+        return Prompt(ids=draft.ids + tail, draft=draft)
+
+    def _begin(self, call: BeginChat | BeginGenerate, prompt: Prompt) -> Prompt:
+        limit = self._settings.model.context_tokens
+        if prompt.tokens >= limit:
+            raise ContextTooLong(
+                f"the model's context is {limit} tokens, answer included; "
+                f"the messages take {prompt.tokens}"
+            )
+        self._calls[call.call_id] = call.abort
+        CONTEXTS.labels(prompt.draft.how).inc()
+        return prompt
+
+    def _end(self, conversation: Conversation, call: EndCall) -> int:
+        # A call of an incarnation that crashed is unknown here, and recorded all the same.
+        self._calls.pop(call.call_id, None)
+        turn_index = -1
+        if call.prompt is not None and call.sampled is not None and not self._sealed:
+            turn_index = self._record(conversation, call, call.prompt, call.sampled)
+        self._answered_s = self._settings.clock()
+        if self._drained is not None and not self._calls and not self._drained.done():
+            self._drained.set_result(None)
+        return turn_index
+
+    def _record(
+        self, conversation: Conversation, call: EndCall, prompt: Prompt, sampled: Sampled
+    ) -> int:
+        turn = conversation.record(prompt, sampled)
+        turn.trajectory_id = self._claims.trajectory_id
+        turn.temperature = call.temperature
+        turn.context_action = call.context_action
+        turn.started_unix_s = call.started_unix_s
+        if self._answered_s is not None:
+            # Zero between calls that overlap: nobody waited for the agent then.
+            turn.timings.agent_s = max(0.0, call.started_s - self._answered_s)
+        self._settings.keep(turn)
+        TURNS.labels(common_pb2.FinishReason.Name(sampled.finish_reason)).inc()
+        SAMPLED_TOKENS.inc(sampled.tokens)
+        PROMPT_TOKENS.labels("shared").inc(turn.prefix_tokens)
+        PROMPT_TOKENS.labels("new").inc(prompt.tokens - turn.prefix_tokens)
+        if turn.parse_error:
+            MALFORMED.inc()
+        return turn.turn_index
+
+    def _start_close(self) -> asyncio.Future[None]:
+        self._closing = True
+        if self._drained is None or self._drained.done():
+            self._drained = asyncio.get_running_loop().create_future()
+        for abort in tuple(self._calls.values()):
+            abort()
+        if not self._calls:
+            self._drained.set_result(None)
+        return self._drained
+
+    def _facts(self, conversation: Conversation) -> SessionFacts:
+        return SessionFacts(
+            turns=conversation.turns,
+            sampled_tokens=conversation.sampled_tokens,
+            closed=self._sealed,
+            malformed=tuple(conversation.parse_errors),
+        )

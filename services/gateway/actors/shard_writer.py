@@ -1,0 +1,252 @@
+"""The way of turns into one pool shard: one stream, resent until acknowledged.
+
+Owns the turns of one shard that are not durable yet. A turn leaves only when the pool has
+acknowledged it, or has refused it for good; then its session can not be sealed any more. Agents
+do not wait here: whoever closes a session does. How much may pile up is decided when a call
+begins (`Backlog.admit`), never when its turn, already sampled, arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import grpc.aio
+
+from forge.core.errors import FailedPrecondition, ForgeError, ResourceExhausted, Unavailable
+from forge.runtime.actor import Actor
+from forge.runtime.rpc.chunks import split
+from forge.runtime.rpc.status import from_rpc_error
+from forge.runtime.telemetry import log
+from forge.v1 import common_pb2, pool_pb2
+from services.gateway.metrics import BACKLOG, REFUSED_TURNS
+
+_RETRY_S = 0.5
+_PASSING = frozenset(
+    code.value[0]
+    for code in (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.CANCELLED,
+    )
+)
+"""Statuses after which the same turn may be accepted later: a full disk, a restart."""
+
+
+class AppendStream(Protocol):
+    """The client side of one AppendTurns call."""
+
+    async def write(self, request: pool_pb2.AppendTurnsRequest) -> None: ...
+    async def read(self) -> Any: ...
+    def cancel(self) -> bool: ...
+
+
+OpenStream = Callable[[], Awaitable[AppendStream]]
+"""Opens a stream to the shard, wherever it is now. Raises `Unavailable`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Append:
+    """Make this turn durable."""
+
+    turn: common_pb2.Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flush:
+    """Answered with a future that is done once no turn of the trajectory is left waiting; it
+    fails with `FailedPrecondition` if the pool refused one of them."""
+
+    trajectory_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiting:
+    trajectory_id: str
+    turn_index: int
+    data: bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class Backlog:
+    """Turns on their way. Outlives the actor, so that a crash of it loses none."""
+
+    pool_shard: str
+    max_bytes: int
+    waiting: OrderedDict[int, _Waiting] = field(default_factory=OrderedDict)
+    unsent: deque[int] = field(default_factory=deque)
+    bytes: int = 0
+    next_sequence: int = 1
+    by_trajectory: Counter[str] = field(default_factory=Counter)
+    refused: dict[str, str] = field(default_factory=dict)
+    """Why a turn of a trajectory was refused for good."""
+    flushes: dict[str, list[asyncio.Future[None]]] = field(default_factory=dict)
+
+    def admit(self) -> None:
+        """Raises `ResourceExhausted` while too much waits already."""
+        if self.bytes >= self.max_bytes:
+            raise ResourceExhausted(
+                f"{self.bytes >> 20} MiB of turns wait for pool shard {self.pool_shard}",
+                retry_after_s=2.0,
+            )
+
+    def add(self, turn: common_pb2.Turn) -> None:
+        data = turn.SerializeToString()
+        sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
+        self.waiting[sequence] = _Waiting(
+            trajectory_id=turn.trajectory_id, turn_index=turn.turn_index, data=data
+        )
+        self.unsent.append(sequence)
+        self.by_trajectory[turn.trajectory_id] += 1
+        self._count(len(data))
+
+    def resend_all(self) -> None:
+        self.unsent = deque(self.waiting)
+
+    def remove(self, sequence: int) -> _Waiting | None:
+        """Forgets a turn that was acknowledged or refused; None if that is known already."""
+        turn = self.waiting.pop(sequence, None)
+        if turn is None:
+            return None
+        self._count(-len(turn.data))
+        self.by_trajectory[turn.trajectory_id] -= 1
+        return turn
+
+    def settle(self, trajectory_id: str) -> None:
+        """Answers who waits for a trajectory, if nothing of it is left."""
+        if self.by_trajectory[trajectory_id] > 0:
+            return
+        del self.by_trajectory[trajectory_id]
+        why = self.refused.get(trajectory_id)
+        for flush in self.flushes.pop(trajectory_id, ()):
+            if flush.done():
+                continue
+            if why is None:
+                flush.set_result(None)
+            else:
+                flush.set_exception(FailedPrecondition(why))
+
+    def forget(self, trajectory_id: str) -> None:
+        """Its session has left memory, with nothing of it waiting."""
+        self.refused.pop(trajectory_id, None)
+
+    def _count(self, change: int) -> None:
+        self.bytes += change
+        BACKLOG.labels(self.pool_shard).set(self.bytes)
+
+
+class ShardWriter(Actor):
+    mailbox_size: ClassVar[int] = 1 << 16
+
+    def __init__(self, backlog: Backlog, open_stream: OpenStream) -> None:
+        self._backlog = backlog
+        self._open_stream = open_stream
+        self._more = asyncio.Event()
+        self._pump: asyncio.Task[None] | None = None
+
+    async def started(self) -> None:
+        self._pump = asyncio.get_running_loop().create_task(self._run())
+
+    async def stopped(self) -> None:
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.wait({self._pump})
+
+    async def receive(self, message: Any) -> Any:
+        match message:
+            case Append(turn=turn):
+                self._backlog.add(turn)
+                self._more.set()
+                return None
+            case Flush(trajectory_id=trajectory_id):
+                done = asyncio.get_running_loop().create_future()
+                self._backlog.flushes.setdefault(trajectory_id, []).append(done)
+                self._backlog.settle(trajectory_id)
+                return done
+            case _:
+                return await super().receive(message)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._stream_turns()
+            except* Exception as group:
+                # Whatever it was: turns wait, and only a new stream can bring them home.
+                self._stream_lost(group.exceptions)
+            await asyncio.sleep(_RETRY_S)
+
+    def _stream_lost(self, errors: Sequence[Exception]) -> None:
+        known = [from_rpc_error(e) if isinstance(e, grpc.aio.AioRpcError) else e for e in errors]
+        bug = next((error for error in known if not isinstance(error, ForgeError)), None)
+        (log.warning if bug is None else log.error)(
+            "pool_stream_lost",
+            pool_shard=self._backlog.pool_shard,
+            unacknowledged=len(self._backlog.waiting),
+            error="; ".join(map(str, known)),
+            exc_info=bug,
+        )
+
+    async def _stream_turns(self) -> None:
+        """One stream, from its opening to its loss."""
+        while not self._backlog.waiting:
+            await self._wait_for_more()
+        stream = await self._open_stream()
+        self._backlog.resend_all()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write(stream))
+                tasks.create_task(self._read(stream))
+        finally:
+            stream.cancel()
+
+    async def _write(self, stream: AppendStream) -> None:
+        while True:
+            while self._backlog.unsent:
+                sequence = self._backlog.unsent.popleft()
+                turn = self._backlog.waiting.get(sequence)
+                if turn is None:
+                    continue
+                for chunk in split(turn.data):
+                    request = pool_pb2.AppendTurnsRequest(sequence=sequence, turn=chunk)
+                    try:
+                        await stream.write(request)
+                    except asyncio.InvalidStateError:
+                        # What grpc says when the call has ended but its status was not read yet.
+                        raise Unavailable("the pool ended the stream") from None
+            await self._wait_for_more()
+
+    async def _read(self, stream: AppendStream) -> None:
+        while True:
+            response = await stream.read()
+            if not isinstance(response, pool_pb2.AppendTurnsResponse):
+                raise Unavailable("the pool ended the stream")
+            self._acknowledged(response)
+
+    def _acknowledged(self, response: pool_pb2.AppendTurnsResponse) -> None:
+        backlog = self._backlog
+        if response.status_code in _PASSING:
+            asyncio.get_running_loop().call_later(_RETRY_S, self._resend, response.sequence)
+            return
+        turn = backlog.remove(response.sequence)
+        if turn is None:
+            return
+        if response.status_code:
+            why = f"the pool refused turn {turn.turn_index}: {response.error}"
+            backlog.refused.setdefault(turn.trajectory_id, why)
+            REFUSED_TURNS.inc()
+            log.error("turn_refused", trajectory_id=turn.trajectory_id, error=why)
+        backlog.settle(turn.trajectory_id)
+
+    def _resend(self, sequence: int) -> None:
+        if sequence in self._backlog.waiting:
+            self._backlog.unsent.append(sequence)
+            self._more.set()
+
+    async def _wait_for_more(self) -> None:
+        await self._more.wait()
+        self._more.clear()

@@ -1,0 +1,134 @@
+"""From sampled tokens to an answer: text, stop strings, reasoning, tool calls.
+
+Owns what one call has sampled so far. Tokens behind the one that completes a stop string are
+dropped: no context ever contains them. Owns no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from forge.core.errors import DataLoss
+from forge.core.formats import CallDelta, Delta, Parser, ReasoningDelta, TextDelta
+from forge.core.formats.tags import first_tag, held_back
+from forge.core.messages import Message, ToolCall
+from forge.core.trajectory import TOKEN_BYTES, float32_array, int32_array
+from forge.v1 import common_pb2
+from services.gateway.model import ChatModel, TextStream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """One sampled token, for clients that asked for log-probs."""
+
+    text: str
+    logprob: float
+
+
+class AnswerReader:
+    """Reads one answer from the tokens of one call."""
+
+    def __init__(
+        self,
+        model: ChatModel,
+        parser: Parser,
+        *,
+        new_call_id: Callable[[], str],
+        opening: str = "",
+        stop: Sequence[str] = (),
+    ) -> None:
+        self.stopped = False
+        """Whether a stop string was completed: nothing more is wanted."""
+        self.ids = bytearray()
+        self.logprobs = bytearray()
+        self.weight_versions = bytearray()
+        self._model = model
+        self._parser = parser
+        self._stream = TextStream(model)
+        self._stop = tuple(text for text in stop if text)
+        self._held = ""
+        """Text that may be the beginning of a stop string."""
+        self._new_call_id = new_call_id
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCall] = []
+        if opening:
+            self._take(parser.feed(opening))
+
+    def feed(self, tokens: common_pb2.SampledTokens) -> list[Delta]:
+        """Takes more tokens and gives the text that is certain by now."""
+        count = len(tokens.ids) // TOKEN_BYTES
+        if not len(tokens.ids) == len(tokens.logprobs) == len(tokens.weight_versions):
+            raise DataLoss("the engine sent columns of unequal length")
+        ids = list(int32_array(tokens.ids))
+        text = ""
+        if not self._stop:
+            text = self._stream.feed(ids)
+        else:
+            for position, token_id in enumerate(ids):
+                text += self._until_stop(self._stream.feed((token_id,)))
+                if self.stopped:
+                    count = position + 1
+                    break
+        self.ids += tokens.ids[: count * TOKEN_BYTES]
+        self.logprobs += tokens.logprobs[: count * TOKEN_BYTES]
+        self.weight_versions += tokens.weight_versions[: count * TOKEN_BYTES]
+        return self._take(self._parser.feed(text))
+
+    def finish(self) -> list[Delta]:
+        """The last token has come: gives what was held back."""
+        text = "" if self.stopped else self._until_stop(self._stream.finish()) + self._held
+        return self._take([*self._parser.feed(text), *self._parser.finish()])
+
+    @property
+    def parse_error(self) -> str:
+        return self._parser.error
+
+    def message(self) -> Message:
+        """The answer so far, parsed."""
+        return Message(
+            role="assistant",
+            content="".join(self._content),
+            reasoning="".join(self._reasoning),
+            tool_calls=tuple(self._calls),
+        )
+
+    def token_logprobs(self) -> list[TokenLogprob]:
+        return [
+            TokenLogprob(text=self._model.piece(token_id), logprob=logprob)
+            for token_id, logprob in zip(
+                int32_array(bytes(self.ids)), float32_array(bytes(self.logprobs)), strict=True
+            )
+        ]
+
+    def _until_stop(self, text: str) -> str:
+        """Text up to the first stop string, less what may become one."""
+        if self.stopped:
+            return ""
+        text = self._held + text
+        self._held = ""
+        found = first_tag(text, self._stop)
+        if found is not None:
+            self.stopped = True
+            return text[: found[0]]
+        keep = held_back(text, self._stop)
+        if keep:
+            self._held = text[-keep:]
+        return text[: len(text) - keep]
+
+    def _take(self, deltas: list[Delta]) -> list[Delta]:
+        """Adds deltas to the answer, and gives its calls their ids."""
+        named = [
+            replace(delta, call_id=self._new_call_id()) if isinstance(delta, CallDelta) else delta
+            for delta in deltas
+        ]
+        for delta in named:
+            match delta:
+                case TextDelta(text=text):
+                    self._content.append(text)
+                case ReasoningDelta(text=text):
+                    self._reasoning.append(text)
+                case CallDelta(name=name, arguments=arguments, call_id=call_id):
+                    self._calls.append(ToolCall(name=name, arguments=arguments, call_id=call_id))
+        return named

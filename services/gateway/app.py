@@ -1,0 +1,139 @@
+"""Wiring of a gateway instance: model, sessions, pool, router, HTTP and gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from functools import partial
+
+from forge.runtime.actor import ActorRef, ActorSystem
+from forge.runtime.security import Claims
+from forge.runtime.service import ServiceContext
+from forge.runtime.telemetry import log
+from forge.v1 import common_pb2, gateway_pb2_grpc, inference_pb2_grpc, pool_pb2_grpc
+from services.gateway.actors.session import SessionSettings
+from services.gateway.actors.shard_writer import Backlog
+from services.gateway.config import GatewayConfig
+from services.gateway.http.server import HttpServer
+from services.gateway.model import ChatModel
+from services.gateway.pool import Pool
+from services.gateway.service import FULL_NAME, GatewayServicer
+from services.gateway.sessions import Limits, Sessions, keeper
+from services.gateway.turns import Turns
+
+
+class GatewayApp:
+    """One gateway instance, from loaded tokenizer to drained backlog."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        # A session that crashes again and again must not take the process along: it is left
+        # dead, and read back from the pool when it is called next.
+        self._actors = ActorSystem("gateway-sessions")
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        config = self._context.config
+        assert isinstance(config, GatewayConfig)
+        model = await asyncio.to_thread(
+            partial(
+                ChatModel.load,
+                config.model_path,
+                name=config.model_name,
+                context_tokens=config.context_tokens,
+                tool_format=config.tool_format,
+            )
+        )
+        pools = self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
+        pool = Pool(pools, timeout_s=config.pool_timeout_s)
+        self._sessions = sessions = self._make_sessions(config, model, pool)
+        router = self._context.remote("router", inference_pb2_grpc.InferenceServiceStub)
+        turns = Turns(
+            model,
+            sessions,
+            router,
+            sample_timeout_s=config.sample_timeout_s,
+            retry_for_s=config.retry_for_s,
+        )
+        self._context.server.add(
+            gateway_pb2_grpc.add_GatewayServiceServicer_to_server,
+            GatewayServicer(turns, sessions, pool),
+            full_name=FULL_NAME,
+            scopes="session",
+        )
+        await self._listen(config, turns, sessions, pool)
+        self._sweeper = asyncio.create_task(self._sweep(config.idle_s))
+        log.info(
+            "model_loaded",
+            model=model.name,
+            context_tokens=model.context_tokens,
+            tool_format=model.format.name,
+            looks_back_one_answer=model.looks_back_one_answer,
+        )
+
+    async def drain(self) -> None:
+        await self._sessions.drain()
+
+    async def stop(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await self._http.stop()
+        await self._actors.stop()
+
+    def _make_sessions(self, config: GatewayConfig, model: ChatModel, pool: Pool) -> Sessions:
+        def settings(backlog: Backlog, writer: ActorRef) -> SessionSettings:
+            async def fetch(claims: Claims) -> common_pb2.Trajectory | None:
+                # A session that crashed may have left turns on their way.
+                await sessions.flush(claims.trajectory_id, backlog, writer)
+                return await pool.fetch(claims)
+
+            return SessionSettings(
+                model=model,
+                max_calls=config.max_calls_per_session,
+                fetch=fetch,
+                keep=keeper(writer),
+                clock=time.monotonic,
+            )
+
+        sessions = Sessions(
+            self._actors,
+            limits=Limits(
+                sessions=config.max_sessions,
+                calls=config.max_calls,
+                idle_s=config.idle_s,
+                backlog_bytes=int(config.max_backlog_mib * (1 << 20)),
+            ),
+            settings=settings,
+            open_stream=lambda shard: partial(pool.open_append_stream, shard),
+            clock=time.monotonic,
+        )
+        return sessions
+
+    async def _listen(
+        self, config: GatewayConfig, turns: Turns, sessions: Sessions, pool: Pool
+    ) -> None:
+        self._http = HttpServer(
+            turns,
+            sessions,
+            pool,
+            self._context.security,
+            model_names=frozenset({turns.model.name, *config.model_aliases}),
+            max_body_bytes=int(config.max_body_mib * (1 << 20)),
+        )
+        port = await self._http.start(config.host, config.http_port, _tls(config))
+        self._context.metadata["http"] = f"{config.advertise_host or config.host}:{port}"
+
+    async def _sweep(self, idle_s: float) -> None:
+        while True:
+            await asyncio.sleep(max(1.0, idle_s / 10))
+            await self._sessions.sweep()
+
+
+def _tls(config: GatewayConfig) -> ssl.SSLContext | None:
+    """HTTPS with the certificate that gRPC uses; agents bring tokens, not certificates."""
+    if not config.tls_cert:
+        return None
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(config.tls_cert, config.tls_key)
+    return tls

@@ -1,0 +1,98 @@
+"""The end of a session: every turn durable, then sealed with its rewards.
+
+Owns the order in which that happens. Each step is idempotent, so a close that failed half-way is
+simply called again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
+from forge.runtime.telemetry import log
+from forge.v1 import common_pb2
+from services.gateway.actors.session import Closed, Describe, SessionFacts, StartClose
+from services.gateway.pool import Pool
+from services.gateway.sessions import Session, Sessions
+
+ASK_TIMEOUT_S = 60.0
+MALFORMED_REWARD = -1.0
+
+
+async def facts_of(session: Session) -> SessionFacts:
+    facts: SessionFacts = await session.actor.ask(Describe(), timeout_s=ASK_TIMEOUT_S)
+    return facts
+
+
+async def close_session(
+    sessions: Sessions,
+    pool: Pool,
+    session: Session,
+    *,
+    rewards: Sequence[common_pb2.RewardEvent],
+    abandon_reason: str,
+    min_turns: int,
+) -> common_pb2.TrajectorySummary:
+    """Seals or abandons the trajectory of a session; what is sealed already stays as it is.
+
+    Calls in flight are aborted. Raises `FailedPrecondition` when fewer than `min_turns` turns are
+    on record, or when the pool refused one of them.
+    """
+    check_rewards(rewards)
+    await _end_calls(session)
+    facts = await facts_of(session)
+    if facts.turns < min_turns and not abandon_reason:
+        raise FailedPrecondition(
+            f"{min_turns} turns were answered but {facts.turns} are on record: a gateway died with "
+            "the others; abandon the trajectory"
+        )
+    if not facts.closed:
+        await sessions.flush(session.claims.trajectory_id, session.backlog, session.writer)
+    summary = await pool.seal(
+        session.claims,
+        turns=facts.turns,
+        rewards=[*rewards, *(_malformed(turn) for turn in facts.malformed)],
+        abandon_reason=abandon_reason,
+    )
+    await session.actor.ask(Closed(), timeout_s=ASK_TIMEOUT_S)
+    log.info(
+        "session_closed",
+        trajectory_id=session.claims.trajectory_id,
+        turns=summary.turns,
+        sampled_tokens=summary.sampled_tokens,
+        abandon_reason=abandon_reason,
+    )
+    return summary
+
+
+def check_rewards(rewards: Sequence[common_pb2.RewardEvent]) -> None:
+    """Raises `InvalidArgument` for what the pool would refuse with the whole seal."""
+    seen: set[str] = set()
+    for reward in rewards:
+        if not reward.event_id or not reward.name:
+            raise InvalidArgument(f"a reward needs event_id and name: {reward!s:.200}")
+        if reward.event_id in seen:
+            raise InvalidArgument(f"event_id {reward.event_id!r} is given to two rewards")
+        seen.add(reward.event_id)
+
+
+async def _end_calls(session: Session) -> None:
+    drained: asyncio.Future[None] = await session.actor.ask(StartClose(), timeout_s=ASK_TIMEOUT_S)
+    try:
+        await asyncio.wait_for(asyncio.shield(drained), ASK_TIMEOUT_S)
+    except TimeoutError:
+        raise Unavailable(
+            f"calls of session {session.claims.trajectory_id} did not end within "
+            f"{ASK_TIMEOUT_S:g} s"
+        ) from None
+
+
+def _malformed(turn: int) -> common_pb2.RewardEvent:
+    return common_pb2.RewardEvent(
+        event_id=f"parse-{turn}",
+        name="malformed_tool_call",
+        kind=common_pb2.REWARD_KIND_PROCESS,
+        value=MALFORMED_REWARD,
+        turn_index=turn,
+    )

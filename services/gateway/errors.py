@@ -1,0 +1,17 @@
+"""What only a gateway complains about, beyond the one error tree."""
+
+from __future__ import annotations
+
+from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound
+
+
+class ContextTooLong(InvalidArgument):
+    """The prompt leaves no room for an answer; the message has the numbers."""
+
+
+class UnknownModel(NotFound):
+    """This gateway serves another model."""
+
+
+class SessionClosed(FailedPrecondition):
+    """The trajectory is sealed or abandoned: nothing can be added to it."""

@@ -1,0 +1,230 @@
+"""OpenAI chat completion requests: decoding and what is allowed in them.
+
+Owns the translation of a request body into a `TurnRequest`. Unknown fields are ignored, as clients
+send many; a known field of the wrong type, or one whose effect cannot be had, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from forge.core.errors import InvalidArgument
+from forge.core.formats import OutputFormat
+from forge.core.messages import Message, ToolCall, normal_role
+from forge.v1 import common_pb2
+from services.gateway.model import Tools
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+Request = TypeVar("Request")
+
+
+class Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CallFunction(msgspec.Struct):
+    name: str
+    arguments: str = ""
+
+
+class Call(msgspec.Struct):
+    function: CallFunction
+    id: str | None = None
+
+
+class ChatMessage(msgspec.Struct):
+    role: str
+    content: str | list[Part] | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class NamedFunction(msgspec.Struct):
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    function: NamedFunction
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class ChatCompletionRequest(msgspec.Struct):
+    model: str
+    messages: list[ChatMessage]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+
+
+class RewardBody(msgspec.Struct):
+    name: str
+    value: float
+    kind: Literal["outcome", "process", "speed"] = "outcome"
+    turn_index: int = -1
+    event_id: str = ""
+
+
+class CloseRequest(msgspec.Struct):
+    rewards: list[RewardBody] = []
+    abandon_reason: str = ""
+    min_turns: int = 0
+
+
+def decode(body: bytes, kind: type[Request]) -> Request:
+    """A request body as `kind`; raises `InvalidArgument` saying where it is wrong."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidArgument(f"the request body is not valid: {error}") from None
+
+
+def messages_of(request: ChatCompletionRequest) -> list[Message]:
+    return [_message(message, at) for at, message in enumerate(request.messages)]
+
+
+def tools_of(tools: Sequence[dict[str, Any]] | None) -> Tools:
+    """The tools, as templates take them. Raises `InvalidArgument` for one without a name."""
+    for at, tool in enumerate(tools or ()):
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidArgument(f"tools[{at}] must be a function with a name")
+    return tools or ()
+
+
+def required_tool(request: ChatCompletionRequest, output: OutputFormat) -> str | None:
+    """What `TurnRequest.required_tool` takes; raises `InvalidArgument` if it cannot be had."""
+    choice = request.tool_choice
+    if choice is None or choice in ("none", "auto"):
+        return None
+    names = [tool["function"]["name"] for tool in tools_of(request.tools)]
+    if not names:
+        raise InvalidArgument("tool_choice asks for a call, but there are no tools")
+    if not output.takes_tools:
+        raise InvalidArgument(
+            f"tool_choice cannot be had: the model's output format ({output.name}) knows no tools"
+        )
+    if not isinstance(choice, NamedTool):
+        return names[0] if len(names) == 1 else ""
+    if choice.function.name not in names:
+        raise InvalidArgument(f"tool_choice names {choice.function.name!r}; tools are {names}")
+    return choice.function.name
+
+
+def sampling_of(request: ChatCompletionRequest) -> common_pb2.SamplingParams:
+    asked = request.max_completion_tokens
+    if asked is None:
+        asked = request.max_tokens
+    if asked is not None:
+        _within("max_tokens", asked, 1, 2**31 - 1)
+    sampling = common_pb2.SamplingParams(max_tokens=asked or 0)
+    if request.temperature is not None:
+        sampling.temperature = _within("temperature", request.temperature, 0, 100)
+    if request.top_p is not None:
+        sampling.top_p = _within("top_p", request.top_p, 1e-6, 1)
+    if request.top_k is not None:
+        # -1 is how some clients say "all".
+        sampling.top_k = int(max(0, _within("top_k", request.top_k, -1, 2**31 - 1)))
+    if request.seed is not None:
+        sampling.seed = request.seed % 2**64
+    return sampling
+
+
+def stop_of(request: ChatCompletionRequest) -> list[str]:
+    stop = request.stop or []
+    stops = [stop] if isinstance(stop, str) else stop
+    if len(stops) > MAX_STOPS:
+        raise InvalidArgument(f"stop has {len(stops)} strings; at most {MAX_STOPS}")
+    return stops
+
+
+def choices_of(request: ChatCompletionRequest) -> int:
+    """How many answers; also refuses what no answer could satisfy."""
+    if request.top_logprobs:
+        raise InvalidArgument(
+            "top_logprobs is not supported: log-probs are kept of sampled tokens only"
+        )
+    if request.response_format is not None and request.response_format.type != "text":
+        raise InvalidArgument(f"response_format {request.response_format.type!r} is not supported")
+    return int(_within("n", request.n or 1, 1, MAX_CHOICES))
+
+
+def rewards_of(request: CloseRequest) -> list[common_pb2.RewardEvent]:
+    kinds = {
+        "outcome": common_pb2.REWARD_KIND_OUTCOME,
+        "process": common_pb2.REWARD_KIND_PROCESS,
+        "speed": common_pb2.REWARD_KIND_SPEED,
+    }
+    return [
+        common_pb2.RewardEvent(
+            event_id=reward.event_id or f"{reward.kind}-{reward.name}-{reward.turn_index}",
+            name=reward.name,
+            kind=kinds[reward.kind],
+            value=reward.value,
+            turn_index=reward.turn_index,
+        )
+        for reward in request.rewards
+    ]
+
+
+def _message(message: ChatMessage, at: int) -> Message:
+    try:
+        role = normal_role(message.role)
+        content = _text(message.content)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"messages[{at}]: {error}") from None
+    calls = tuple(
+        ToolCall(name=call.function.name, arguments=call.function.arguments, call_id=call.id or "")
+        for call in message.tool_calls or ()
+    )
+    return Message(
+        role=role,
+        content=content,
+        reasoning=message.reasoning_content or message.reasoning or "",
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+    )
+
+
+def _text(content: str | list[Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in ("text", "refusal"):
+            raise InvalidArgument(f"content of type {part.type[:40]!r}; the model takes text only")
+    return "".join(part.text or part.refusal or "" for part in content)
+
+
+def _within(name: str, value: float, low: float, high: float) -> float:
+    # Written so that NaN is refused too.
+    if not low <= value <= high:
+        raise InvalidArgument(f"{name} = {value:g} must be from {low:g} to {high:g}")
+    return value

@@ -1,0 +1,43 @@
+"""What the gateway counts."""
+
+from __future__ import annotations
+
+from forge.runtime.telemetry import counter, gauge, histogram
+
+REQUESTS = counter(
+    "forge_gateway_requests_total",
+    "Calls by surface and HTTP or gRPC status.",
+    ["surface", "status"],
+)
+TURNS = counter("forge_gateway_turns_total", "Turns recorded, by finish reason.", ["finish"])
+CONTEXTS = counter(
+    "forge_gateway_contexts_total",
+    "Prompts by how they were made: continued, repeated, branched, first, given.",
+    ["how"],
+)
+PROMPT_TOKENS = counter(
+    "forge_gateway_prompt_tokens_total",
+    "Prompt tokens, new or shared with an earlier turn.",
+    ["kind"],
+)
+SAMPLED_TOKENS = counter("forge_gateway_sampled_tokens_total", "Tokens sampled and recorded.")
+MALFORMED = counter(
+    "forge_gateway_malformed_answers_total", "Answers with a tool call that did not parse."
+)
+REFUSED_TURNS = counter(
+    "forge_gateway_refused_turns_total",
+    "Turns the pool refused for good; their sessions cannot seal.",
+)
+UPSTREAM_RETRIES = counter(
+    "forge_gateway_upstream_retries_total", "Answers begun anew on another router."
+)
+SESSIONS = gauge("forge_gateway_sessions", "Sessions in memory.")
+REBUILT = counter("forge_gateway_sessions_rebuilt_total", "Sessions read back from the pool.")
+CALLS = gauge("forge_gateway_calls_in_flight", "Calls being answered.")
+BACKLOG = gauge(
+    "forge_gateway_backlog_bytes", "Turns not yet durable, by pool shard.", ["pool_shard"]
+)
+PREPARE_SECONDS = histogram(
+    "forge_gateway_prepare_seconds",
+    "From a decoded request to its prompt ids: tree, template, tokenizer.",
+)

@@ -1,0 +1,102 @@
+"""What the gateway asks of pool shards, besides appending turns.
+
+Owns the calls and how long they are repeated: sessions are read back, rewards added, trajectories
+sealed. All of them are idempotent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, cast
+
+from forge.core.errors import NotFound
+from forge.runtime.rpc.chunks import Joiner
+from forge.runtime.rpc.remote import Remote
+from forge.runtime.rpc.status import translated
+from forge.runtime.security import Claims
+from forge.v1 import common_pb2, pool_pb2
+from services.gateway.actors.shard_writer import AppendStream
+
+if TYPE_CHECKING:
+    from forge.runtime.coordination import Instance
+    from forge.v1.pool_pb2_grpc import PoolServiceAsyncStub
+
+
+class Pool:
+    """The pool shards, found by name."""
+
+    def __init__(self, remote: Remote[PoolServiceAsyncStub], *, timeout_s: float) -> None:
+        self._remote = remote
+        self._timeout_s = timeout_s
+
+    async def fetch(self, claims: Claims) -> common_pb2.Trajectory | None:
+        """All that is stored of the session's trajectory; None if nothing is."""
+        ids = [claims.trajectory_id]
+        summaries: pool_pb2.GetSummariesResponse = await self._remote.call(
+            "GetSummaries",
+            pool_pb2.GetSummariesRequest(trajectory_ids=ids),
+            timeout_s=self._timeout_s,
+            retry_for_s=self._timeout_s,
+            where=_shard(claims.pool_shard),
+        )
+        if not summaries.summaries:
+            return None
+        joiner = Joiner()
+        async with translated():
+            _, stub = await self._remote.pick(
+                where=_shard(claims.pool_shard), timeout_s=self._timeout_s
+            )
+            request = pool_pb2.FetchTrajectoriesRequest(trajectory_ids=ids)
+            async for response in stub.FetchTrajectories(request, timeout=self._timeout_s):
+                whole = joiner.add(response.trajectory)
+                if whole is not None:
+                    return common_pb2.Trajectory.FromString(whole)
+        raise NotFound(f"pool shard {claims.pool_shard} sent nothing of {claims.trajectory_id}")
+
+    async def annotate(self, claims: Claims, rewards: Iterable[common_pb2.RewardEvent]) -> None:
+        await self._remote.call(
+            "AppendRewards",
+            pool_pb2.AppendRewardsRequest(trajectory_id=claims.trajectory_id, rewards=rewards),
+            timeout_s=self._timeout_s,
+            retry_for_s=self._timeout_s,
+            where=_shard(claims.pool_shard),
+        )
+
+    async def seal(
+        self,
+        claims: Claims,
+        *,
+        turns: int,
+        rewards: Iterable[common_pb2.RewardEvent],
+        abandon_reason: str,
+    ) -> common_pb2.TrajectorySummary:
+        state = (
+            common_pb2.TRAJECTORY_STATE_ABANDONED
+            if abandon_reason
+            else common_pb2.TRAJECTORY_STATE_SEALED
+        )
+        response: pool_pb2.SealTrajectoryResponse = await self._remote.call(
+            "SealTrajectory",
+            pool_pb2.SealTrajectoryRequest(
+                trajectory_id=claims.trajectory_id,
+                task_id=claims.task_id,
+                domain=claims.domain,
+                turns=turns,
+                rewards=rewards,
+                state=state,
+                reason=abandon_reason,
+            ),
+            timeout_s=self._timeout_s,
+            retry_for_s=self._timeout_s,
+            where=_shard(claims.pool_shard),
+        )
+        return response.summary
+
+    async def open_append_stream(self, pool_shard: str) -> AppendStream:
+        """A stream for turns, without a deadline: it lives as long as both sides."""
+        _, stub = await self._remote.pick(where=_shard(pool_shard), timeout_s=self._timeout_s)
+        return cast(AppendStream, stub.AppendTurns())
+
+
+def _shard(pool_shard: str) -> Callable[[Instance], bool]:
+    return lambda instance: instance.metadata.get("shard") == pool_shard

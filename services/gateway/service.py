@@ -1,0 +1,194 @@
+"""GatewayService over gRPC: decode, run, encode.
+
+Owns no state. The session token has been verified before a handler runs; it names the session.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from forge.core.errors import InvalidArgument
+from forge.core.formats import TextDelta
+from forge.core.messages import Message, ToolCall, normal_role
+from forge.core.trajectory import TOKEN_BYTES, int32_array
+from forge.runtime.rpc.server import current_claims
+from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from services.gateway.closing import check_rewards, close_session, facts_of
+from services.gateway.errors import SessionClosed
+from services.gateway.http.schema import tools_of
+from services.gateway.model import Tools
+from services.gateway.pool import Pool
+from services.gateway.sessions import Sessions
+from services.gateway.turns import Turn, TurnRequest, Turns
+
+FULL_NAME = "forge.v1.GatewayService"
+
+
+class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
+    """gateway.proto says what each call promises."""
+
+    def __init__(self, turns: Turns, sessions: Sessions, pool: Pool) -> None:
+        self._turns = turns
+        self._sessions = sessions
+        self._pool = pool
+
+    async def OpenSession(
+        self, request: gateway_pb2.OpenSessionRequest, context: Any
+    ) -> gateway_pb2.OpenSessionResponse:
+        claims = current_claims()
+        async with self._sessions.use(claims) as session:
+            facts = await facts_of(session)
+        return gateway_pb2.OpenSessionResponse(
+            trajectory_id=claims.trajectory_id,
+            task_id=claims.task_id,
+            domain=claims.domain,
+            model=self._turns.model.name,
+            context_tokens=self._turns.model.context_tokens,
+            turns=facts.turns,
+        )
+
+    async def Chat(
+        self, request: gateway_pb2.ChatRequest, context: Any
+    ) -> AsyncIterator[gateway_pb2.ChatResponse]:
+        turn_request = TurnRequest(
+            messages=[_message(message, at) for at, message in enumerate(request.messages)],
+            tools=_tools(request.tools_json),
+            sampling=_sampling(request.sampling),
+            stop=list(request.stop),
+            context_action=request.context_action,
+            stream=request.stream,
+            arrived_s=time.monotonic(),
+            arrived_unix_s=time.time(),
+        )
+        async with (
+            self._sessions.use(current_claims()) as session,
+            aclosing(self._turns.run(session, turn_request)) as events,
+        ):
+            async for event in events:
+                if isinstance(event, Turn):
+                    yield _last_chat_response(event)
+                    continue
+                deltas = [delta.text for delta in event.deltas if isinstance(delta, TextDelta)]
+                if deltas:
+                    yield gateway_pb2.ChatResponse(delta="".join(deltas))
+
+    async def Generate(
+        self, request: gateway_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+        turn_request = TurnRequest(
+            prompt_ids=self._prompt_ids(request.prompt_ids),
+            sampling=_sampling(request.sampling),
+            context_action=request.context_action,
+            stream=request.stream,
+            arrived_s=time.monotonic(),
+            arrived_unix_s=time.time(),
+        )
+        async with (
+            self._sessions.use(current_claims()) as session,
+            aclosing(self._turns.run(session, turn_request)) as events,
+        ):
+            async for event in events:
+                if isinstance(event, Turn):
+                    yield gateway_pb2.GenerateResponse(
+                        finish_reason=event.sampled.finish_reason, turn_index=event.turn_index
+                    )
+                elif event.tokens.ids:
+                    yield gateway_pb2.GenerateResponse(tokens=event.tokens)
+
+    async def Annotate(
+        self, request: gateway_pb2.AnnotateRequest, context: Any
+    ) -> gateway_pb2.AnnotateResponse:
+        check_rewards(request.rewards)
+        async with self._sessions.use(current_claims()) as session:
+            if (await facts_of(session)).closed:
+                raise SessionClosed(f"session {session.claims.trajectory_id} is closed")
+            await self._pool.annotate(session.claims, request.rewards)
+        return gateway_pb2.AnnotateResponse()
+
+    async def CloseSession(
+        self, request: gateway_pb2.CloseSessionRequest, context: Any
+    ) -> gateway_pb2.CloseSessionResponse:
+        async with self._sessions.use(current_claims()) as session:
+            summary = await close_session(
+                self._sessions,
+                self._pool,
+                session,
+                rewards=request.rewards,
+                abandon_reason=request.abandon_reason,
+                min_turns=request.min_turns,
+            )
+        return gateway_pb2.CloseSessionResponse(
+            turns=summary.turns, sampled_tokens=summary.sampled_tokens
+        )
+
+    def _prompt_ids(self, ids: bytes) -> bytes:
+        if not ids or len(ids) % TOKEN_BYTES:
+            raise InvalidArgument(f"prompt_ids has {len(ids)} bytes; it must be int32 ids")
+        numbers = int32_array(ids)
+        vocabulary = self._turns.model.vocabulary_tokens
+        if min(numbers) < 0 or max(numbers) >= vocabulary:
+            raise InvalidArgument(
+                f"prompt_ids must be from 0 to {vocabulary - 1}; "
+                f"they are from {min(numbers)} to {max(numbers)}"
+            )
+        return ids
+
+
+def _last_chat_response(turn: Turn) -> gateway_pb2.ChatResponse:
+    message = turn.message
+    return gateway_pb2.ChatResponse(
+        message=gateway_pb2.ChatMessage(
+            role=message.role,
+            content=message.content,
+            reasoning=message.reasoning,
+            tool_calls=[
+                gateway_pb2.ToolCall(id=call.call_id, name=call.name, arguments_json=call.arguments)
+                for call in message.tool_calls
+            ],
+        ),
+        finish_reason=turn.sampled.finish_reason,
+        prompt_tokens=turn.prompt_tokens,
+        sampled_tokens=turn.sampled.tokens,
+        cached_tokens=turn.sampled.cached_tokens,
+        turn_index=turn.turn_index,
+    )
+
+
+def _message(message: gateway_pb2.ChatMessage, at: int) -> Message:
+    try:
+        role = normal_role(message.role)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"messages[{at}]: {error}") from None
+    return Message(
+        role=role,
+        content=message.content,
+        reasoning=message.reasoning,
+        tool_calls=tuple(
+            ToolCall(name=call.name, arguments=call.arguments_json, call_id=call.id)
+            for call in message.tool_calls
+        ),
+        tool_call_id=message.tool_call_id,
+    )
+
+
+def _tools(tools_json: str) -> Tools:
+    if not tools_json:
+        return ()
+    try:
+        return tools_of(msgspec.json.decode(tools_json, type=list[dict[str, Any]]))
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidArgument(f"tools_json is no array of tool definitions: {error}") from None
+
+
+def _sampling(sampling: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
+    """What was asked for, checked; `max_tokens` 0 takes what the context leaves."""
+    if sampling.HasField("temperature") and not 0 <= sampling.temperature <= 100:
+        raise InvalidArgument(f"temperature {sampling.temperature} must be from 0 to 100")
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        raise InvalidArgument(f"top_p {sampling.top_p} must be in (0, 1]")
+    return sampling

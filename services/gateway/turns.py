@@ -1,0 +1,301 @@
+"""One turn from request to record.
+
+Owns the order of things: the session gives the prompt, the router samples, the answer is read and
+streamed, the session records. Whatever happens in between (the agent leaves, the router dies, the
+session is closed), what was sampled and seen is recorded. Protocols are the edges' business: they
+make a `TurnRequest` and read deltas and the `Turn`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forge.core.errors import Unavailable
+from forge.core.formats import Delta, Parser, PlainParser, ThinkParser
+from forge.core.messages import Message
+from forge.runtime.rpc.remote import Remote
+from forge.v1 import common_pb2, inference_pb2
+from services.gateway.actors.session import BeginChat, BeginGenerate, EndCall
+from services.gateway.answer import AnswerReader, TokenLogprob
+from services.gateway.conversation import Prompt, Sampled
+from services.gateway.errors import SessionClosed
+from services.gateway.metrics import PREPARE_SECONDS, UPSTREAM_RETRIES
+from services.gateway.model import ChatModel, Tools
+from services.gateway.sessions import Session, Sessions
+from services.gateway.upstream import SampleCall
+
+if TYPE_CHECKING:
+    from forge.v1.inference_pb2_grpc import InferenceServiceAsyncStub
+
+ASK_TIMEOUT_S = 60.0
+"""Of a session; it may have to be read back from the pool first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """One call of an agent, whatever protocol it came by."""
+
+    messages: Sequence[Message] = ()
+    prompt_ids: bytes = b""
+    """Set instead of `messages` by agents that render for themselves."""
+    tools: Tools = ()
+    call_tools: bool = True
+    """Whether the answer is read for tool calls; else they are text."""
+    required_tool: str | None = None
+    """The tool the answer must call; "" for any; None leaves it to the model."""
+    sampling: common_pb2.SamplingParams
+    stop: Sequence[str] = ()
+    context_action: str = ""
+    stream: bool = False
+    """Whether the caller passes deltas on as they come: then there is no second attempt."""
+    arrived_s: float
+    """Monotonic."""
+    arrived_unix_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A finished turn."""
+
+    turn_index: int
+    message: Message
+    sampled: Sampled
+    prompt_tokens: int
+    token_logprobs: Callable[[], list[TokenLogprob]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one response of the router added."""
+
+    deltas: Sequence[Delta]
+    tokens: common_pb2.SampledTokens
+
+
+class Turns:
+    """Runs turns."""
+
+    def __init__(
+        self,
+        model: ChatModel,
+        sessions: Sessions,
+        router: Remote[InferenceServiceAsyncStub],
+        *,
+        sample_timeout_s: float,
+        retry_for_s: float,
+    ) -> None:
+        self.model = model
+        self._sessions = sessions
+        self._router = router
+        self._sample_timeout_s = sample_timeout_s
+        self._retry_for_s = retry_for_s
+
+    async def run(self, session: Session, request: TurnRequest) -> AsyncGenerator[Piece | Turn]:
+        """Yields pieces as they are sampled, then the turn.
+
+        Close it to abort. Raises `ContextTooLong`, `SessionClosed`, `ResourceExhausted`,
+        `Unavailable`, `InvalidArgument`.
+        """
+        async with self._sessions.call(session):
+            call = SampleCall(self._router, timeout_s=self._sample_timeout_s)
+            opening = self._opening(request)
+            attempt = _Attempt(self.model, request, opening)
+            prompt: Prompt | None = None
+            ended = False
+            try:
+                prompt = await self._begin(session, request, opening, call)
+                async with aclosing(
+                    self._sample(session, request, prompt, attempt, call)
+                ) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                ended = True
+                turn_index = await self._end(
+                    session, self._ending(call, request, prompt, attempt.sampled())
+                )
+                if call.aborted:
+                    raise SessionClosed("the session was closed while this call was answered")
+                yield Turn(
+                    turn_index=turn_index,
+                    message=attempt.reader.message(),
+                    sampled=attempt.sampled(),
+                    prompt_tokens=prompt.tokens,
+                    token_logprobs=attempt.reader.token_logprobs,
+                )
+            finally:
+                if not ended:
+                    session.actor.tell(self._ending(call, request, prompt, attempt.remains()))
+
+    async def _begin(
+        self, session: Session, request: TurnRequest, opening: str, call: SampleCall
+    ) -> Prompt:
+        started = time.perf_counter()
+        begin = (
+            BeginGenerate(call_id=call.call_id, abort=call.abort, prompt_ids=request.prompt_ids)
+            if request.prompt_ids
+            else BeginChat(
+                call_id=call.call_id,
+                abort=call.abort,
+                messages=request.messages,
+                tools=request.tools,
+                opening=opening,
+            )
+        )
+        prompt: Prompt = await session.actor.ask(begin, timeout_s=ASK_TIMEOUT_S)
+        PREPARE_SECONDS.observe(time.perf_counter() - started)
+        return prompt
+
+    async def _sample(
+        self,
+        session: Session,
+        request: TurnRequest,
+        prompt: Prompt,
+        attempt: _Attempt,
+        call: SampleCall,
+    ) -> AsyncGenerator[Piece]:
+        """Samples until there is a whole answer; begins anew while nothing was passed on."""
+        sample = inference_pb2.SampleRequest(
+            request_id=call.call_id,
+            session_id=session.claims.trajectory_id,
+            prompt_ids=prompt.ids,
+            sampling=self._sampling(request, prompt),
+            stream=request.stream or bool(request.stop),
+        )
+        give_up_s = time.monotonic() + self._retry_for_s
+        backoff_s = 0.05
+        while True:
+            try:
+                wait_s = max(0.1, give_up_s - time.monotonic())
+                async with aclosing(call.responses(sample, wait_s=wait_s)) as responses:
+                    async for response in responses:
+                        yield attempt.take(response)
+                        if attempt.reader.stopped:
+                            return
+                if attempt.complete or call.aborted:
+                    return
+                raise Unavailable("the router ended the answer without a finish reason")
+            except Unavailable:
+                if attempt.complete:
+                    return
+                if attempt.passed_on or time.monotonic() + backoff_s >= give_up_s:
+                    raise
+            UPSTREAM_RETRIES.inc()
+            attempt.restart()
+            # Another id, so that what is left of the first attempt cannot be mistaken for this.
+            sample.request_id = f"{call.call_id}-{uuid.uuid4().hex[:8]}"
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, 1.0)
+
+    def _sampling(self, request: TurnRequest, prompt: Prompt) -> common_pb2.SamplingParams:
+        """What was asked for, within the room that the context leaves."""
+        sampling = common_pb2.SamplingParams()
+        sampling.CopyFrom(request.sampling)
+        room = self.model.context_tokens - prompt.tokens
+        sampling.max_tokens = min(sampling.max_tokens or room, room)
+        sampling.stop_token_ids.extend(sorted(self.model.stop_ids - {*sampling.stop_token_ids}))
+        return sampling
+
+    def _opening(self, request: TurnRequest) -> str:
+        if request.required_tool is None:
+            return ""
+        opening = self.model.format.opening(request.required_tool or None)
+        # Where the template opens the reasoning, that has to end first.
+        return f"\n</think>\n\n{opening}" if self.model.opens_reasoning else opening
+
+    async def _end(self, session: Session, end: EndCall) -> int:
+        # Shielded: an agent that leaves at this very moment must not take the turn with it.
+        ending = asyncio.ensure_future(session.actor.ask(end, timeout_s=ASK_TIMEOUT_S))
+        turn_index: int = await asyncio.shield(ending)
+        return turn_index
+
+    def _ending(
+        self,
+        call: SampleCall,
+        request: TurnRequest,
+        prompt: Prompt | None,
+        sampled: Sampled | None,
+    ) -> EndCall:
+        sampling = request.sampling
+        return EndCall(
+            call_id=call.call_id,
+            prompt=prompt,
+            sampled=sampled,
+            temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+            context_action=request.context_action,
+            started_s=request.arrived_s,
+            started_unix_s=request.arrived_unix_s,
+        )
+
+
+class _Attempt:
+    """What has been sampled for one turn so far."""
+
+    def __init__(self, model: ChatModel, request: TurnRequest, opening: str) -> None:
+        self._model = model
+        self._request = request
+        self._opening = opening
+        self.passed_on = False
+        """Whether the agent has seen any of it."""
+        self.restart()
+
+    def restart(self) -> None:
+        self.reader = AnswerReader(
+            self._model,
+            _parser(self._model, self._request),
+            new_call_id=lambda: f"call_{uuid.uuid4().hex[:24]}",
+            opening=self._opening,
+            stop=self._request.stop,
+        )
+        self.complete = False
+        self._last = inference_pb2.SampleResponse()
+
+    def take(self, response: inference_pb2.SampleResponse) -> Piece:
+        deltas = self.reader.feed(response.tokens)
+        self.complete = bool(response.finish_reason) or self.reader.stopped
+        if self.complete:
+            self._last = response
+            deltas += self.reader.finish()
+        self.passed_on = self.passed_on or self._request.stream
+        return Piece(deltas=deltas, tokens=response.tokens)
+
+    def sampled(self) -> Sampled:
+        """What the session records; an answer that is not complete was aborted."""
+        reader, last = self.reader, self._last
+        if not self.complete:
+            finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_ABORTED
+        elif reader.stopped:
+            finish_reason = common_pb2.FINISH_REASON_STOP
+        else:
+            finish_reason = last.finish_reason
+        return Sampled(
+            ids=bytes(reader.ids),
+            logprobs=bytes(reader.logprobs),
+            weight_versions=bytes(reader.weight_versions),
+            finish_reason=finish_reason,
+            answer=None if self._request.prompt_ids else reader.message(),
+            parse_error=reader.parse_error if self.complete else "",
+            queue_s=last.timings.queue_s,
+            prefill_s=last.timings.prefill_s,
+            decode_s=last.timings.decode_s,
+            cached_tokens=last.cached_tokens,
+        )
+
+    def remains(self) -> Sampled | None:
+        """What is left of a call that did not end well; None if nothing was sampled."""
+        return self.sampled() if self.reader.ids else None
+
+
+def _parser(model: ChatModel, request: TurnRequest) -> Parser:
+    if request.prompt_ids:
+        return PlainParser()
+    reads_calls = bool(request.tools) and request.call_tools
+    inner = model.format.parser() if reads_calls else PlainParser()
+    if not model.thinks:
+        return inner
+    return ThinkParser(inner, inside=model.opens_reasoning)

@@ -1,0 +1,31 @@
+"""A task that runs beside the RPCs for as long as the process serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from forge.runtime.service import ServiceContext
+from forge.runtime.telemetry import log
+
+
+class Background:
+    """Never ends by itself: if it does, the process stops in good order and its log says why."""
+
+    def __init__(
+        self, context: ServiceContext, coroutine: Coroutine[Any, Any, None], *, name: str
+    ) -> None:
+        self._context = context
+        self._task = asyncio.create_task(coroutine, name=name)
+        self._task.add_done_callback(self._ended)
+
+    async def stop(self) -> None:
+        self._task.remove_done_callback(self._ended)
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        log.error("background_task_ended", task=task.get_name(), exc_info=error)
+        self._context.stop()

@@ -1,0 +1,184 @@
+"""What the service asks of an engine, whatever it runs on.
+
+A prefill engine reads prompts, a decode engine samples; the same engine package gives both. Knows
+neither gRPC nor torch, so that a router can import it and an engine with its own runtime can
+implement it. Token ids are int32 little-endian bytes, as on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from forge.core.errors import ForgeError
+
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to draw; every field is in range already."""
+
+    temperature: float
+    """0 takes the likeliest token."""
+    top_p: float
+    top_k: int
+    """0 keeps all."""
+    max_tokens: int
+    stop_ids: frozenset[int]
+    seed: int
+    """The draw at a position depends on this seed and the position alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One request."""
+
+    request_id: str
+    ids: bytes
+    sampling: Sampling
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids) // TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Columns over sampled tokens, in order."""
+
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    """Of the distribution drawn from."""
+    versions: tuple[int, ...] = ()
+    """Weights that sampled each."""
+
+
+class Finish(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefilled:
+    """The outcome of reading one prompt; its keys and values are held until released."""
+
+    first: Tokens
+    """Exactly one token."""
+    cached_tokens: int
+    """Of the prompt, not computed for this request."""
+    queue_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvSpan:
+    """Keys and values of consecutive tokens over all layers, in memory order."""
+
+    from_token: int
+    tokens: int
+    version: int
+    """Of the weights that computed it."""
+    dtype: str
+    shape: tuple[int, ...]
+    """[layers, 2, kv_heads, tokens, head_size]."""
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Newly sampled tokens of one request."""
+
+    tokens: Tokens
+    finish: Finish | None = None
+    """Set on the last one, as are the times."""
+    queue_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTensor:
+    """A tensor as it travels."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    version: int
+    """0 before any weights are loaded."""
+    running: int
+    queued: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    context_tokens: int
+    """Prompt and answer together."""
+    vocabulary: int
+
+
+class UnfitWeights(ForgeError):
+    """The weights on offer are not this model's; the message says what differs."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class BrokenWeights(ForgeError):
+    """The model computed something that is not a number; the message names the weights."""
+
+
+FetchKv = Callable[[int], Awaitable[KvSpan]]
+"""Brings a prompt's keys and values from a token on, from wherever it was prefilled."""
+
+
+class Engine(Protocol):
+    """What both roles do."""
+
+    limits: ModelLimits
+
+    async def load(self, tensors: Mapping[str, NamedTensor], *, version: int) -> None:
+        """Serve these weights from the next step on; requests in flight go on with them.
+
+        All of them or none: UnfitWeights leaves the engine as it was. Empties prefix caches.
+        """
+
+    def status(self) -> EngineStatus: ...
+
+    async def idle(self) -> None:
+        """Return once nothing is running and nothing is held for others."""
+
+    async def close(self) -> None: ...
+
+
+class PrefillEngine(Engine, Protocol):
+    async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
+        """Read the prompt and sample its first token.
+
+        Raises ResourceExhausted when no room is left to hold it, Unavailable without weights.
+        """
+
+    async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:
+        """NotFound when it was released or held for too long."""
+
+    def release(self, request_id: str) -> None:
+        """Forget a held prompt; nothing happens when it is unknown."""
+
+
+class DecodeEngine(Engine, Protocol):
+    capacity: int
+    """Most requests that sample at the same time; more wait."""
+
+    def decode(
+        self, prompt: Prompt, first: Tokens, fetch_kv: FetchKv, *, stream: bool
+    ) -> AsyncGenerator[Piece, None]:
+        """Sample after `first`, which prefill did; the last piece has a finish reason.
+
+        Closing the iterator aborts the request before the next step. Raises ResourceExhausted when
+        its keys and values no longer fit and it had to give way: prefill it again.
+        """

@@ -1,0 +1,90 @@
+"""How the attention layers of any transformers model reach the keys and values kept by the engine.
+
+A forward pass is packed: all tokens of all sequences in one row of length N, without padding. Each
+attention layer hands its q, k and v to the `KvPass` of the forward, which stores k and v and
+attends over what is kept.
+
+Shape suffixes: N packed tokens, Q query heads, H key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from forge.core.errors import InvalidArgument
+
+IMPLEMENTATION = "forge_kv"
+
+
+class KvPass(Protocol):
+    """What one forward pass does with keys and values."""
+
+    def attend(
+        self,
+        layer: int,
+        q_NQD: torch.Tensor,
+        k_NHD: torch.Tensor,
+        v_NHD: torch.Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Store this layer's keys and values; returns what the queries read, shape NQD."""
+
+
+def grouped_attention(
+    q_BHGD: torch.Tensor,
+    k_BHTD: torch.Tensor,
+    v_BHTD: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    scale: float | None,
+    causal: bool = False,
+) -> torch.Tensor:
+    """Attention of G query rows per key-value head: grouped heads without repeating a key."""
+    return scaled_dot_product_attention(
+        q_BHGD, k_BHTD, v_BHTD, attn_mask=bias, is_causal=causal, scale=scale
+    )
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    kv_pass: KvPass,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    if softcap is not None or s_aux is not None:
+        raise InvalidArgument(
+            f"{type(module).__name__} caps its attention logits or has attention sinks, "
+            "which the embedded engine does not compute"
+        )
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    read_NQD = kv_pass.attend(
+        layer,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale=scaling,
+        window=sliding_window,
+    )
+    return read_NQD[None], None
+
+
+def register() -> None:
+    """Make the implementation known to transformers; harmless when done twice."""
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    # Which token sees which is the KvPass's business: no mask is built.
+    AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)

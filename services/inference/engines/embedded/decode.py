@@ -1,0 +1,375 @@
+"""The actor that samples: continuous batching, one forward pass a step for every running request.
+
+Requests join and leave between steps, and so do weights. A request's life:
+
+    Reserve (what of its prompt is cached here) -> the caller fetches the rest -> Join -> waiting
+    -> running -> a finish reason | Abort | it gives way because the slabs are full
+
+Owns the running sequences and the prefix cache; what they hold of older weights is never cached.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
+from forge.core.prefix_cache import Match
+from forge.runtime.actor import ThreadActor
+from services.inference.engines.base import BrokenWeights, Finish, KvSpan, Piece, Prompt, Tokens
+from services.inference.engines.embedded.kv_cache import KvCache, prefix
+from services.inference.engines.embedded.policy import Policy
+from services.inference.engines.embedded.prefill import Swap, draw
+from services.inference.engines.embedded.slabs import Slabs
+from services.inference.engines.embedded.step import SlabStep
+from services.inference.engines.embedded.tensors import from_bytes
+from services.inference.engines.embedded.trunks import Branch, Trunks
+
+STREAM_INTERVAL_S = 0.05
+"""Streamed tokens are sent together when they come faster than this."""
+CHECKPOINT_TOKENS = 64
+"""Unstreamed tokens are sent on in such portions, so that a dying worker loses few of them."""
+_MIXED = -1
+"""Version of keys and values that are of several weights, or of none: never used again."""
+_LOOKAHEAD_TOKENS = 512
+"""A sequence is placed for at most this many tokens to come; it moves if it gets longer."""
+
+Deliver = Callable[[Piece | ForgeError], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """Ask: how many tokens of the prompt are cached here; pinned until Join or Abort."""
+
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """Ask: sample this request; `deliver` is called on the event loop, last with a finish."""
+
+    prompt: Prompt
+    first: Tokens
+    span: KvSpan
+    """The keys and values after those reserved."""
+    stream: bool
+    asked_s: float
+    deliver: Deliver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Tell: forget a request, wherever it is in its life."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arrived:
+    """Where a prompt's keys and values are: some cached here, and pinned, the rest fetched."""
+
+    cached: Match
+    fetched: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    """A prefix kept for a request whose other tokens are still on their way."""
+
+    match: Match
+    version: int
+    """Of the weights that computed the prefix."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Sequence(Branch):
+    """A request that waits or runs."""
+
+    prompt: Prompt
+    stream: bool
+    deliver: Deliver
+    asked_s: float
+    sampled: array[int]
+    """From the first token on, which prefill drew; the last one is not in the slabs yet."""
+    most_sampled: int
+    version: int
+    """Of all its keys and values."""
+    arrived: _Arrived | None
+    """Until it has its row."""
+    began_s: float = 0.0
+    sent_s: float = 0.0
+    unsent: list[tuple[int, float, int]] = field(default_factory=list)
+
+    @property
+    def ids(self) -> bytes:
+        return self.prompt.ids + self.sampled.tobytes()
+
+    def take_unsent(self) -> Tokens:
+        ids, logprobs, versions = zip(*self.unsent, strict=True) if self.unsent else ((), (), ())
+        self.unsent.clear()
+        return Tokens(ids=ids, logprobs=logprobs, versions=versions)
+
+
+class DecodeActor(ThreadActor):
+    """Owns the model, the running sequences and the prefix cache of a decode instance."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        cache: KvCache,
+        slabs: Slabs[_Sequence],
+        trunks: Trunks | None,
+        *,
+        max_running: int,
+        max_waiting: int,
+        threads: int,
+    ) -> None:
+        self._policy = policy
+        self._cache = cache
+        self._running = slabs
+        self._trunks = trunks
+        self._waiting: deque[_Sequence] = deque()
+        self._reserved: dict[str, _Reservation] = {}
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._threads = threads
+        self._outbox: list[tuple[Deliver, Piece | ForgeError]] = []
+
+    def started(self) -> None:
+        torch.set_num_threads(self._threads)
+
+    def receive(self, message: Any) -> Any:
+        match message:
+            case Reserve(prompt=prompt):
+                return self._reserve(prompt)
+            case Join():
+                self._join(message)
+            case Abort(request_id=request_id):
+                self._abort(request_id)
+            case Swap(weights=weights):
+                self._policy.swap(weights)
+                self._cache.clear()
+        return None
+
+    def work(self) -> bool:
+        self._admit()
+        if len(self._running):
+            self._step()
+        self._deliver()
+        return bool(len(self._running) or self._waiting)
+
+    def _reserve(self, prompt: Prompt) -> int:
+        self._unreserve(prompt.request_id)
+        match = self._cache.match(prompt.ids, pin=True)
+        self._reserved[prompt.request_id] = _Reservation(match, self._policy.version)
+        return match.tokens
+
+    def _unreserve(self, request_id: str) -> None:
+        reserved = self._reserved.pop(request_id, None)
+        if reserved is not None:
+            self._cache.unpin(reserved.match)
+
+    @torch.inference_mode()
+    def _join(self, join: Join) -> None:
+        span, prompt = join.span, join.prompt
+        reserved = self._reserved[prompt.request_id]
+        match = reserved.match
+        try:
+            if self._policy.version == 0:
+                raise Unavailable("no weights have been loaded yet")
+            if len(self._waiting) >= self._max_waiting:
+                raise ResourceExhausted(
+                    f"{self._max_waiting} requests wait for a slot already", retry_after_s=1.0
+                )
+            assert match.tokens + span.tokens == prompt.tokens
+            fetched = from_bytes(span.data, dtype=span.dtype, shape=span.shape)
+            fetched = fetched.to(self._policy.device)
+        except BaseException:
+            self._unreserve(prompt.request_id)
+            raise
+        del self._reserved[prompt.request_id]
+        blocks = None
+        # A swap since the reservation emptied the cache: what the span continues is not there.
+        if span.version == reserved.version == self._policy.version:
+            self._cache.store(prompt.ids, fetched, from_token=match.tokens)
+            blocks = self._cache.match(prompt.ids, pin=True)
+        room = self._policy.limits.context_tokens - prompt.tokens
+        self._waiting.append(
+            _Sequence(
+                prompt=prompt,
+                stream=join.stream,
+                deliver=join.deliver,
+                asked_s=join.asked_s,
+                sampled=array("i", join.first.ids),
+                most_sampled=min(prompt.sampling.max_tokens, room),
+                version=span.version,
+                arrived=_Arrived(cached=match, fetched=fetched),
+                prompt_blocks=blocks,
+            )
+        )
+
+    @torch.inference_mode()
+    def _abort(self, request_id: str) -> None:
+        self._unreserve(request_id)
+        for sequence in self._running:
+            if sequence.prompt.request_id == request_id:
+                self._leave(sequence)
+                return
+        for sequence in self._waiting:
+            if sequence.prompt.request_id == request_id:
+                self._waiting.remove(sequence)
+                self._unpin(sequence)
+                return
+
+    @torch.inference_mode()
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._max_running:
+            if not self._place(self._waiting[0]):
+                if len(self._running):
+                    return
+                sequence = self._waiting[0]
+                self._unpin(sequence)
+                self._refuse(
+                    sequence, f"needs more room than all of {self._running.capacity_bytes} bytes"
+                )
+            self._waiting.popleft()
+
+    def _place(self, sequence: _Sequence) -> bool:
+        """Give a sequence its row; False when there is no room for it now."""
+        if self._trunks is not None:
+            self._trunks.seat(sequence, self._running)
+        own = sequence.prompt.tokens - sequence.base
+        to_come = min(sequence.most_sampled, _LOOKAHEAD_TOKENS)
+        if not self._running.add(sequence, tokens=own, expected_tokens=own + to_come):
+            if self._trunks is not None:
+                self._trunks.leave(sequence)
+            return False
+        self._fill(sequence)
+        sequence.began_s = sequence.sent_s = time.monotonic()
+        return True
+
+    def _fill(self, sequence: _Sequence) -> None:
+        """Move a prompt's keys and values, but for what is in the trunk, to its row."""
+        assert sequence.arrived is not None
+        cached, fetched = sequence.arrived.cached, sequence.arrived.fetched
+        kv = sequence.slab.kv(sequence)
+        self._cache.read(cached, kv, start=sequence.base)
+        first = max(cached.tokens, sequence.base)
+        own = slice(first - sequence.base, sequence.tokens)
+        kv[:, :, :, own] = fetched[:, :, :, first - cached.tokens :]
+        self._cache.unpin(cached)
+        sequence.arrived = None
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        self._make_room()
+        sequences = list(self._running)
+        if not sequences:
+            return
+        trunk_slabs = self._trunks.occupied if self._trunks is not None else []
+        step = SlabStep(self._running.occupied, trunk_slabs)
+        device = self._policy.device
+        logits_NV = self._policy.forward(
+            torch.tensor([sequence.sampled[-1] for sequence in sequences], device=device),
+            step.positions_N,
+            step,
+        )
+        # All at once: a sequence that leaves makes another one move with all it holds.
+        for sequence in sequences:
+            sequence.tokens += 1
+        positions = [sequence.base + sequence.tokens for sequence in sequences]
+        drawn = draw(logits_NV, [s.prompt for s in sequences], positions=positions)
+        now_s = time.monotonic()
+        for sequence, token, logprob in zip(sequences, *drawn, strict=True):
+            self._advance(sequence, token, logprob, now_s)
+
+    def _make_room(self) -> None:
+        """One more token for every sequence; the youngest give way when the slabs are full."""
+        for sequence in list(self._running):
+            while not self._running.promote(sequence):
+                youngest = max(self._running, key=lambda other: other.began_s)
+                self._leave(youngest)
+                self._refuse(youngest, "gave way to older requests: the slabs are full")
+                if youngest is sequence:
+                    break
+
+    def _advance(self, sequence: _Sequence, token: int, logprob: float, now_s: float) -> None:
+        version = self._policy.version
+        if sequence.version != version or not math.isfinite(logprob):
+            sequence.version = _MIXED
+        if not math.isfinite(logprob):
+            self._leave(sequence)
+            broken = BrokenWeights(f"weights {version} gave a logit that is not a number")
+            self._outbox.append((sequence.deliver, broken))
+            return
+        sequence.sampled.append(token)
+        sequence.unsent.append((token, logprob, version))
+        finish = self._finish(sequence, token)
+        if finish is not None:
+            self._leave(sequence)
+            piece = Piece(
+                tokens=sequence.take_unsent(),
+                finish=finish,
+                queue_s=sequence.began_s - sequence.asked_s,
+                decode_s=now_s - sequence.began_s,
+            )
+            self._outbox.append((sequence.deliver, piece))
+        elif self._is_due(sequence, now_s):
+            sequence.sent_s = now_s
+            self._outbox.append((sequence.deliver, Piece(tokens=sequence.take_unsent())))
+
+    def _finish(self, sequence: _Sequence, token: int) -> Finish | None:
+        if token in sequence.prompt.sampling.stop_ids:
+            return Finish.STOP
+        if len(sequence.sampled) >= sequence.most_sampled:
+            return Finish.LENGTH
+        return None
+
+    def _is_due(self, sequence: _Sequence, now_s: float) -> bool:
+        if sequence.stream:
+            return now_s - sequence.sent_s >= STREAM_INTERVAL_S
+        return len(sequence.unsent) >= CHECKPOINT_TOKENS
+
+    def _leave(self, sequence: _Sequence) -> None:
+        """Give the row back; what it computed with today's weights may be used again."""
+        if sequence.version == self._policy.version:
+            known = prefix(sequence.ids, sequence.base + sequence.tokens)
+            kv = sequence.slab.kv(sequence)
+            self._cache.store(known, kv, from_token=sequence.base)
+        self._running.remove(sequence)
+        if self._trunks is not None:
+            self._trunks.leave(sequence)
+        self._unpin(sequence)
+
+    def _unpin(self, sequence: _Sequence) -> None:
+        if sequence.arrived is not None:
+            self._cache.unpin(sequence.arrived.cached)
+            sequence.arrived = None
+        if sequence.prompt_blocks is not None:
+            self._cache.unpin(sequence.prompt_blocks)
+            sequence.prompt_blocks = None
+
+    def _refuse(self, sequence: _Sequence, reason: str) -> None:
+        if sequence.unsent:
+            self._outbox.append((sequence.deliver, Piece(tokens=sequence.take_unsent())))
+        error = ResourceExhausted(
+            f"request {sequence.prompt.request_id} {reason}", retry_after_s=0.5
+        )
+        self._outbox.append((sequence.deliver, error))
+
+    def _deliver(self) -> None:
+        if self._outbox:
+            self.loop.call_soon_threadsafe(_deliver_all, self._outbox)
+            self._outbox = []
+
+
+def _deliver_all(outbox: Sequence[tuple[Deliver, Piece | ForgeError]]) -> None:
+    for deliver, outcome in outbox:
+        deliver(outcome)

@@ -1,0 +1,316 @@
+"""The embedded engine as the service sees it: the event loop's side of the two actors.
+
+Owns what needs no model: prompts that are held for a decode instance, and who fetches what. All
+tensor work is the actors', but for cutting held tensors, which nothing changes any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from forge.core.errors import ForgeError, NotFound, ResourceExhausted
+from forge.runtime.actor import ActorRef, ActorSystem, Restart
+from services.inference.engines.base import (
+    EngineStatus,
+    FetchKv,
+    KvSpan,
+    ModelLimits,
+    NamedTensor,
+    Piece,
+    Prefilled,
+    Prompt,
+    Tokens,
+)
+from services.inference.engines.embedded import tensors
+from services.inference.engines.embedded.decode import Abort, DecodeActor, Join, Reserve
+from services.inference.engines.embedded.kv_cache import KvCache, prefix
+from services.inference.engines.embedded.policy import Policy
+from services.inference.engines.embedded.prefill import HeldPrompt, PrefillActor, Read, Swap
+from services.inference.engines.embedded.slabs import Slabs
+from services.inference.engines.embedded.trunks import Trunks
+
+# A crash in the model leaves its state unknown: the process ends, and its supervisor starts anew.
+_NEVER_RESTART = Restart(max_restarts=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedOptions:
+    """How large the embedded engine may get."""
+
+    model_path: str
+    dtype: str = "auto"
+    device: str = "cpu"
+    context_tokens: int = 0
+    """0: what the model was made for."""
+    threads: int = 1
+    block_tokens: int = 16
+    """Prefixes are cached in blocks of this many tokens."""
+    cache_bytes: int = 512 << 20
+    """Most memory for prefixes that may be used again."""
+    kv_bytes: int = 2 << 30
+    """Most memory for running sequences (decode) or held prompts (prefill)."""
+    pass_tokens: int = 4096
+    """Most tokens of one prefill pass."""
+    max_running: int = 128
+    max_waiting: int = 1024
+    ask_timeout_s: float = 600.0
+
+    def policy(self) -> Policy:
+        return Policy.build(
+            self.model_path,
+            dtype=self.dtype,
+            device=self.device,
+            context_tokens=self.context_tokens,
+        )
+
+    def cache(self, policy: Policy) -> KvCache:
+        return KvCache(
+            policy.kv_shape, block_tokens=self.block_tokens, capacity_bytes=self.cache_bytes
+        )
+
+    def slabs(self, policy: Policy) -> Slabs[Any]:
+        return Slabs(
+            policy.kv_shape,
+            context_tokens=policy.limits.context_tokens,
+            capacity_bytes=self.kv_bytes,
+        )
+
+    def trunks(self, policy: Policy, cache: KvCache) -> Trunks | None:
+        """None where the merge of two reads is not available, or would see too much."""
+        if policy.device.type != "cpu" or policy.kv_shape.windowed:
+            return None
+        return Trunks(
+            policy.kv_shape,
+            cache,
+            context_tokens=policy.limits.context_tokens,
+            # A trunk is a copy of what is cached and pinned.
+            capacity_bytes=self.cache_bytes,
+        )
+
+
+class _Work:
+    """Counts what is not finished."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.none = asyncio.Event()
+        self.none.set()
+
+    def add(self, change: int) -> None:
+        self.count += change
+        if self.count:
+            self.none.clear()
+        else:
+            self.none.set()
+
+
+class _Embedded:
+    """What both roles share: the policy's limits and the way weights get in."""
+
+    def __init__(self, policy: Policy, actor: ActorRef, options: EmbeddedOptions) -> None:
+        self.limits: ModelLimits = policy.limits
+        self._policy = policy
+        self._actor = actor
+        self._options = options
+        self._work = _Work()
+
+    @property
+    def cache_tokens(self) -> int:
+        """Most tokens whose keys and values are kept for use again."""
+        block_bytes = self._options.block_tokens * self._policy.kv_shape.token_bytes
+        return self._options.cache_bytes // block_bytes * self._options.block_tokens
+
+    async def load(self, weights: Mapping[str, NamedTensor], *, version: int) -> None:
+        staged = await asyncio.to_thread(self._policy.stage, weights, version=version)
+        await self._actor.ask(Swap(weights=staged), timeout_s=self._options.ask_timeout_s)
+
+    async def idle(self) -> None:
+        await self._work.none.wait()
+
+    async def close(self) -> None:
+        await self._actor.stop()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    prompt: HeldPrompt
+    expires_s: float
+
+    @property
+    def bytes(self) -> int:
+        return self.prompt.kv.nbytes
+
+
+class EmbeddedPrefill(_Embedded):
+    """Reads prompts; holds their keys and values until they are fetched and released."""
+
+    def __init__(self, policy: Policy, actor: ActorRef, options: EmbeddedOptions) -> None:
+        super().__init__(policy, actor, options)
+        self._held: dict[str, _Held] = {}
+
+    @classmethod
+    async def start(cls, actors: ActorSystem, options: EmbeddedOptions) -> EmbeddedPrefill:
+        policy = await asyncio.to_thread(options.policy)
+
+        def actor() -> PrefillActor:
+            return PrefillActor(
+                policy,
+                options.cache(policy),
+                block_tokens=options.block_tokens,
+                pass_tokens=options.pass_tokens,
+                threads=options.threads,
+            )
+
+        ref = await actors.spawn(actor, name="prefill", restart=_NEVER_RESTART)
+        return cls(policy, ref, options)
+
+    async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
+        now_s = time.monotonic()
+        self._expire(now_s)
+        needed = prompt.tokens * self._policy.kv_shape.token_bytes
+        held = sum(held.bytes for held in self._held.values())
+        if held + needed > self._options.kv_bytes:
+            raise ResourceExhausted(
+                f"{held} bytes of prompts are held and {needed} more exceed "
+                f"{self._options.kv_bytes}",
+                retry_after_s=0.5,
+            )
+        self._work.add(1)
+        try:
+            outcome: HeldPrompt = await self._actor.ask(
+                Read(prompt=prompt, asked_s=now_s), timeout_s=self._options.ask_timeout_s
+            )
+        except BaseException:
+            self._work.add(-1)
+            raise
+        self._held[prompt.request_id] = _Held(prompt=outcome, expires_s=time.monotonic() + hold_s)
+        return outcome.prefilled
+
+    async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:
+        self._expire(time.monotonic())
+        held = self._held.get(request_id)
+        if held is None:
+            raise NotFound(f"no keys and values are held for request {request_id}")
+        kv = held.prompt.kv[:, :, :, from_token:]
+        return KvSpan(
+            from_token=from_token,
+            tokens=kv.shape[3],
+            version=held.prompt.version,
+            dtype=tensors.NAMES[kv.dtype],
+            shape=tuple(kv.shape),
+            data=tensors.to_bytes(kv),
+        )
+
+    def release(self, request_id: str) -> None:
+        if self._held.pop(request_id, None) is not None:
+            self._work.add(-1)
+
+    def status(self) -> EngineStatus:
+        held = len(self._held)
+        return EngineStatus(
+            version=self._policy.version, running=self._work.count - held, queued=held
+        )
+
+    def _expire(self, now_s: float) -> None:
+        for request_id in [key for key, held in self._held.items() if held.expires_s < now_s]:
+            self.release(request_id)
+
+
+class EmbeddedDecode(_Embedded):
+    """Samples; fetches what of a prompt it does not have."""
+
+    def __init__(self, policy: Policy, actor: ActorRef, options: EmbeddedOptions) -> None:
+        super().__init__(policy, actor, options)
+        self.capacity = options.max_running
+        self._fetching: dict[bytes, asyncio.Event] = {}
+
+    @classmethod
+    async def start(cls, actors: ActorSystem, options: EmbeddedOptions) -> EmbeddedDecode:
+        policy = await asyncio.to_thread(options.policy)
+
+        def actor() -> DecodeActor:
+            cache = options.cache(policy)
+            return DecodeActor(
+                policy,
+                cache,
+                options.slabs(policy),
+                options.trunks(policy, cache),
+                max_running=options.max_running,
+                max_waiting=options.max_waiting,
+                threads=options.threads,
+            )
+
+        ref = await actors.spawn(actor, name="decode", restart=_NEVER_RESTART)
+        return cls(policy, ref, options)
+
+    def status(self) -> EngineStatus:
+        running = min(self._work.count, self.capacity)
+        return EngineStatus(
+            version=self._policy.version, running=running, queued=self._work.count - running
+        )
+
+    async def decode(
+        self, prompt: Prompt, first: Tokens, fetch_kv: FetchKv, *, stream: bool
+    ) -> AsyncGenerator[Piece, None]:
+        asked_s = time.monotonic()
+        pieces: asyncio.Queue[Piece | ForgeError] = asyncio.Queue()
+        self._work.add(1)
+        finished = False
+        try:
+            async with self._missing(prompt) as missing_from:
+                span = await fetch_kv(missing_from)
+                join = Join(
+                    prompt=prompt,
+                    first=first,
+                    span=span,
+                    stream=stream,
+                    asked_s=asked_s,
+                    deliver=pieces.put_nowait,
+                )
+                await self._ask(join)
+            while not finished:
+                piece = await pieces.get()
+                if isinstance(piece, ForgeError):
+                    raise piece
+                finished = piece.finish is not None
+                yield piece
+        finally:
+            self._work.add(-1)
+            if not finished and self._actor.alive:
+                self._actor.tell(Abort(request_id=prompt.request_id))
+
+    @asynccontextmanager
+    async def _missing(self, prompt: Prompt) -> AsyncIterator[int]:
+        """The first token whose keys and values are not here; those before it are pinned.
+
+        Of several requests that lack the same next block one fetches it, while the others wait for
+        it to be cached: a group of rollouts moves its common prompt once.
+        """
+        cached: int = await self._ask(Reserve(prompt=prompt))
+        if (other := self._fetching.get(self._next_block(prompt, cached))) is not None:
+            await other.wait()
+            # Once only: what the other brought may not have been worth caching.
+            cached = await self._ask(Reserve(prompt=prompt))
+        block = self._next_block(prompt, cached)
+        if not block or block in self._fetching:
+            yield cached
+            return
+        self._fetching[block] = fetched = asyncio.Event()
+        try:
+            yield cached
+        finally:
+            del self._fetching[block]
+            fetched.set()
+
+    def _next_block(self, prompt: Prompt, cached_tokens: int) -> bytes:
+        """The prefix that ends with the first block not cached; empty without a whole block."""
+        end = cached_tokens + self._options.block_tokens
+        return prefix(prompt.ids, end) if end <= prompt.tokens else b""
+
+    async def _ask(self, message: Reserve | Join) -> Any:
+        return await self._actor.ask(message, timeout_s=self._options.ask_timeout_s)

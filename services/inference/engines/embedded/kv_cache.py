@@ -1,0 +1,76 @@
+"""Keys and values of prefixes that may be used again: the store behind a `PrefixCache`.
+
+Bounded in bytes, emptied when the weights change. Owned by one engine actor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from forge.core.prefix_cache import Match, PrefixCache
+from services.inference.engines.base import TOKEN_BYTES
+from services.inference.engines.embedded.policy import KvShape
+
+
+class KvCache:
+    """Blocks of keys and values in one tensor, indexed by the tokens they were computed from."""
+
+    def __init__(self, shape: KvShape, *, block_tokens: int, capacity_bytes: int) -> None:
+        self.block_tokens = block_tokens
+        blocks = capacity_bytes // (block_tokens * shape.token_bytes)
+        self._index = PrefixCache(block_tokens=block_tokens, capacity_tokens=blocks * block_tokens)
+        # [layers, 2, heads, slots, block_tokens, head_size]: reading slots gives a sequence's
+        # layout at once. Memory is taken from the system page by page as slots fill.
+        self._blocks = torch.empty(
+            (shape.layers, 2, shape.heads, blocks, block_tokens, shape.head_size),
+            dtype=shape.dtype,
+            device=shape.device,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self._index.tokens
+
+    def match(self, ids: bytes, *, limit_tokens: int | None = None, pin: bool = False) -> Match:
+        return self._index.match(ids, limit_tokens=limit_tokens, pin=pin)
+
+    def shared_tokens(self, match: Match) -> int:
+        return self._index.shared_tokens(match)
+
+    def unpin(self, match: Match) -> None:
+        self._index.unpin(match)
+
+    def read(
+        self, match: Match, out: torch.Tensor, *, start: int = 0, end: int | None = None
+    ) -> None:
+        """Copy the tokens `start` to `end` of a match, whole blocks, to the front of `out`
+        [layers, 2, heads, tokens, head_size]."""
+        size = self.block_tokens
+        slots = match.slots[start // size : None if end is None else end // size]
+        if slots:
+            blocks = self._blocks.index_select(3, torch.tensor(slots, device=self._blocks.device))
+            out[:, :, :, : len(slots) * size] = blocks.flatten(3, 4)
+
+    def store(self, ids: bytes, kv: torch.Tensor, *, from_token: int = 0) -> None:
+        """Keep the whole blocks of `ids`, whose keys and values stand at the front of `kv`.
+
+        `kv` may begin at `from_token` when what is before it is cached and pinned already.
+        """
+        placed = self._index.insert(ids)
+        if placed:
+            size = self.block_tokens
+            start = placed[0].start_token - from_token
+            end = placed[-1].start_token + size - from_token
+            assert start >= 0
+            slots = torch.tensor([block.slot for block in placed], device=self._blocks.device)
+            # New blocks are consecutive: they are the part of the prefix that was not known.
+            layers, two, heads, _, head_size = kv.shape
+            blocks = kv[:, :, :, start:end].view(layers, two, heads, len(placed), size, head_size)
+            self._blocks.index_copy_(3, slots, blocks)
+
+    def clear(self) -> None:
+        self._index.clear()
+
+
+def prefix(ids: bytes, tokens: int) -> bytes:
+    return ids[: tokens * TOKEN_BYTES]

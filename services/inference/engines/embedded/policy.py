@@ -1,0 +1,213 @@
+"""The policy model: its architecture from config.json, its forward pass, its weights.
+
+Reads no weight file: weights come through `stage` and `swap` alone. Not thread-safe, but for
+`stage`, which touches nothing that is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from forge.core.errors import InvalidArgument
+from services.inference.engines.base import ModelLimits, NamedTensor, UnfitWeights
+from services.inference.engines.embedded import attention
+from services.inference.engines.embedded.attention import KvPass
+from services.inference.engines.embedded.tensors import DTYPES, from_named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShape:
+    """What the keys and values of one token look like."""
+
+    layers: int
+    windowed: bool
+    """Whether some layer sees only the last tokens."""
+    heads: int
+    head_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def token_bytes(self) -> int:
+        return self.layers * 2 * self.heads * self.head_size * self.dtype.itemsize
+
+    def empty(self, tokens: int) -> torch.Tensor:
+        """Room for one sequence: [layers, 2, heads, tokens, head_size]."""
+        return torch.empty(
+            (self.layers, 2, self.heads, tokens, self.head_size),
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedWeights:
+    """A complete, converted set of weights, ready to be swapped in."""
+
+    version: int
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weight:
+    names: tuple[str, ...]
+    """More than one when it is tied."""
+    served: torch.Tensor
+
+    @classmethod
+    def all_of(cls, model: torch.nn.Module) -> tuple[_Weight, ...]:
+        """Every parameter and persistent buffer once, in the model's order."""
+        names: dict[int, list[str]] = {}
+        served: dict[int, torch.Tensor] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            names.setdefault(id(tensor), []).append(name)
+            served[id(tensor)] = tensor
+        return tuple(cls(names=tuple(names[key]), served=served[key]) for key in served)
+
+
+class Policy:
+    """One causal LM. `version` is 0 until weights have been swapped in."""
+
+    def __init__(self, model: torch.nn.Module, *, limits: ModelLimits) -> None:
+        self.limits = limits
+        self.version = 0
+        self._model = model
+        self._weights = _Weight.all_of(model)
+        self.dtype, self.device = self._weights[0].served.dtype, self._weights[0].served.device
+        self.kv_shape = _probe(self)
+
+    @classmethod
+    def build(cls, model_path: str, *, dtype: str, device: str, context_tokens: int = 0) -> Policy:
+        """The architecture in `model_path`/config.json, with weights still undefined.
+
+        `dtype` "auto" takes the config's; `context_tokens` 0 the config's. Raises InvalidArgument
+        when the path holds no causal LM that this engine can run.
+        """
+        if not (Path(model_path) / "config.json").is_file():
+            raise InvalidArgument(f"model_path = {model_path!r}: there is no config.json in it")
+        attention.register()
+        try:
+            config = AutoConfig.from_pretrained(model_path)
+            kind = DTYPES[dtype] if dtype != "auto" else config.dtype or torch.float32
+            with no_init_weights():
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=kind, attn_implementation=attention.IMPLEMENTATION
+                )
+            model.tie_weights()
+        except (ValueError, KeyError, OSError) as error:
+            raise InvalidArgument(f"model_path = {model_path!r}: {error}") from error
+        longest = getattr(config, "max_position_embeddings", None) or context_tokens or 2048
+        limits = ModelLimits(
+            context_tokens=min(context_tokens or longest, longest),
+            vocabulary=config.vocab_size,
+        )
+        return cls(model.to(device).eval().requires_grad_(False), limits=limits)
+
+    def forward(
+        self,
+        ids_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        kv_pass: KvPass,
+        *,
+        logits_at: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits [rows, vocabulary] of the packed tokens, or of those at `logits_at` alone."""
+        outcome = self._model(
+            input_ids=ids_N[None],
+            position_ids=positions_N[None],
+            use_cache=False,
+            logits_to_keep=0 if logits_at is None else logits_at,
+            kv_pass=kv_pass,
+        )
+        logits: torch.Tensor = outcome.logits[0]
+        return logits
+
+    def stage(self, tensors: Mapping[str, NamedTensor], *, version: int) -> StagedWeights:
+        """Check and convert a set of weights without touching what is served.
+
+        Tied weights may come under any of their names or under all. Raises UnfitWeights.
+        """
+        known = {name for weight in self._weights for name in weight.names}
+        unknown = sorted(set(tensors) - known)
+        missing = [w.names[0] for w in self._weights if not any(n in tensors for n in w.names)]
+        if missing or unknown:
+            raise UnfitWeights(
+                f"weights {version} are of another model: missing {missing[:3]}, "
+                f"unknown {unknown[:3]} ({len(missing)} and {len(unknown)} in all)"
+            )
+        staged = []
+        for weight in self._weights:
+            name = next(name for name in weight.names if name in tensors)
+            tensor = from_named(tensors[name])
+            if tensor.shape != weight.served.shape:
+                raise UnfitWeights(
+                    f"weights {version}: {name} is {list(tensor.shape)}, "
+                    f"this model has {list(weight.served.shape)}"
+                )
+            staged.append(tensor.to(dtype=weight.served.dtype, device=self.device))
+        return StagedWeights(version=version, tensors=tuple(staged))
+
+    def swap(self, staged: StagedWeights) -> None:
+        """Serve `staged` from the next forward on: pointers change, no byte is copied."""
+        for weight, tensor in zip(self._weights, staged.tensors, strict=True):
+            weight.served.data = tensor
+        self.version = staged.version
+
+
+class _Recorder:
+    """A KvPass that looks at shapes only."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[int, int, int]] = {}
+        self.windowed = False
+
+    def attend(
+        self,
+        layer: int,
+        q_NQD: torch.Tensor,
+        k_NHD: torch.Tensor,
+        v_NHD: torch.Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        self.windowed |= window is not None
+        self.seen[layer] = (k_NHD.shape[1], k_NHD.shape[2], v_NHD.shape[2])
+        return torch.zeros_like(q_NQD)
+
+
+def _probe(policy: Policy) -> KvShape:
+    """Find the shape of the cache by running one token, whatever the config calls its fields."""
+    recorder = _Recorder()
+    one = torch.zeros(1, dtype=torch.long, device=policy.device)
+    try:
+        with torch.inference_mode():
+            policy.forward(one, one, recorder)
+    except TypeError as error:
+        raise InvalidArgument(f"the embedded engine cannot run this model: {error}") from error
+    shapes = set(recorder.seen.values())
+    layers = len(recorder.seen)
+    if len(shapes) != 1 or set(recorder.seen) != set(range(layers)):
+        raise InvalidArgument(
+            "the embedded engine needs the same key and value heads in every layer; "
+            f"this model has {sorted(shapes) or 'none'} in layers {sorted(recorder.seen)}"
+        )
+    ((heads, key_size, value_size),) = shapes
+    if key_size != value_size:
+        raise InvalidArgument(
+            f"the embedded engine needs keys and values of one size, got {key_size}, {value_size}"
+        )
+    return KvShape(
+        layers=layers,
+        windowed=recorder.windowed,
+        heads=heads,
+        head_size=key_size,
+        dtype=policy.dtype,
+        device=policy.device,
+    )

@@ -1,0 +1,328 @@
+"""The actor that reads prompts: batches of prompts, each with its own cached part.
+
+What several prompts of a batch have in common is computed once too: the later one copies, layer by
+layer and in the same forward pass, from the earlier one.
+
+Shape suffixes as in slabs.py; S = tokens computed for one prompt in one pass.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from forge.core.errors import ForgeError, Unavailable
+from forge.core.prefix_cache import PrefixCache
+from forge.rl.sampling import sample, uniforms
+from forge.runtime.actor import ThreadActor
+from services.inference.engines.base import BrokenWeights, Prefilled, Prompt, Tokens
+from services.inference.engines.embedded.attention import grouped_attention
+from services.inference.engines.embedded.kv_cache import KvCache
+from services.inference.engines.embedded.policy import Policy, StagedWeights
+
+_MASK_ELEMENTS = 1 << 24
+"""Most elements of one prompt's attention mask in one pass: long prompts go in smaller steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """Ask: compute a prompt. Answered by a HeldPrompt."""
+
+    prompt: Prompt
+    asked_s: float
+    """On the monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """Ask: serve other weights."""
+
+    weights: StagedWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldPrompt:
+    """A prompt with all its keys and values; immutable from here on."""
+
+    prefilled: Prefilled
+    kv: torch.Tensor
+    """[layers, 2, heads, tokens, head_size]."""
+    version: int
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Reading:
+    """A prompt being computed."""
+
+    prompt: Prompt
+    ids: torch.Tensor
+    """int64, shape [tokens]."""
+    kv: torch.Tensor
+    done: int
+    """Tokens whose keys and values are in `kv`."""
+    cached: int
+    source: _Reading | None = None
+    """An earlier prompt of the batch that shares its first `shared` tokens."""
+    shared: int = 0
+    logits: torch.Tensor | None = None
+    """Of the last token computed, shape [vocabulary]."""
+
+    @property
+    def start(self) -> int:
+        """The first token it computes itself."""
+        return max(self.cached, self.shared)
+
+
+class PrefillActor(ThreadActor):
+    """Owns the model and the prefix cache of a prefill instance."""
+
+    batch_size: ClassVar[int] = 64
+    # A group's rollouts start together: after a moment's wait their prompts are one batch.
+    batch_wait_s: ClassVar[float] = 0.002
+
+    def __init__(
+        self, policy: Policy, cache: KvCache, *, block_tokens: int, pass_tokens: int, threads: int
+    ) -> None:
+        self._policy = policy
+        self._cache = cache
+        self._block_tokens = block_tokens
+        self._pass_tokens = pass_tokens
+        self._threads = threads
+
+    def started(self) -> None:
+        torch.set_num_threads(self._threads)
+
+    def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
+        """Consecutive prompts form a batch; a swap stands between batches."""
+        outcomes: list[Any] = []
+        waiting: list[Read] = []
+        for message in messages:
+            match message:
+                case Read():
+                    waiting.append(message)
+                case Swap(weights=weights):
+                    outcomes += self._read(waiting)
+                    waiting = []
+                    self._policy.swap(weights)
+                    self._cache.clear()
+                    outcomes.append(None)
+        return [*outcomes, *self._read(waiting)]
+
+    @torch.inference_mode()
+    def _read(self, batch: Sequence[Read]) -> Sequence[HeldPrompt | ForgeError]:
+        if not batch:
+            return []
+        if self._policy.version == 0:
+            return [Unavailable("no weights have been loaded yet") for _ in batch]
+        began_s = time.monotonic()
+        readings = self._compute([message.prompt for message in batch])
+        tokens, logprobs = draw(
+            torch.stack([reading.logits for reading in readings if reading.logits is not None]),
+            [message.prompt for message in batch],
+            positions=[message.prompt.tokens for message in batch],
+        )
+        prefill_s = time.monotonic() - began_s
+        return [
+            self._result(message, reading, token, logprob, began_s=began_s, prefill_s=prefill_s)
+            for message, reading, token, logprob in zip(
+                batch, readings, tokens, logprobs, strict=True
+            )
+        ]
+
+    def _compute(self, prompts: Sequence[Prompt]) -> list[_Reading]:
+        """One reading for each prompt; equal prompts share it.
+
+        A group's rollouts begin with the same prompt: it is read once and drawn from by each.
+        """
+        distinct: dict[bytes, Prompt] = {}
+        for prompt in prompts:
+            distinct.setdefault(prompt.ids, prompt)
+        readings = self._plan(list(distinct.values()))
+        pending = list(readings)
+        while pending:
+            pending = self._pass(pending)
+        by_ids = {reading.prompt.ids: reading for reading in readings}
+        return [by_ids[prompt.ids] for prompt in prompts]
+
+    def _result(
+        self,
+        message: Read,
+        reading: _Reading,
+        token: int,
+        logprob: float,
+        *,
+        began_s: float,
+        prefill_s: float,
+    ) -> HeldPrompt | ForgeError:
+        version = self._policy.version
+        if not math.isfinite(logprob):
+            return BrokenWeights(f"weights {version} gave a logit that is not a number")
+        its_own = reading.prompt is message.prompt
+        if its_own:
+            self._cache.store(reading.prompt.ids, reading.kv)
+        return HeldPrompt(
+            prefilled=Prefilled(
+                first=Tokens(ids=(token,), logprobs=(logprob,), versions=(version,)),
+                cached_tokens=reading.start if its_own else reading.prompt.tokens,
+                queue_s=began_s - message.asked_s,
+                prefill_s=prefill_s,
+            ),
+            kv=reading.kv,
+            version=version,
+        )
+
+    def _plan(self, prompts: Sequence[Prompt]) -> list[_Reading]:
+        """What of each prompt is in the cache, and what an earlier one of the batch will have."""
+        shape = self._policy.kv_shape
+        batch_index = PrefixCache(
+            block_tokens=self._block_tokens,
+            capacity_tokens=sum(prompt.tokens for prompt in prompts),
+        )
+        owners: dict[int, _Reading] = {}
+        readings = []
+        for prompt in prompts:
+            # The last token is always computed: its logits are what the first answer is drawn from.
+            limit = prompt.tokens - 1
+            match = self._cache.match(prompt.ids, limit_tokens=limit)
+            reading = _Reading(
+                prompt=prompt,
+                ids=torch.frombuffer(prompt.ids, dtype=torch.int32).long().to(shape.device),
+                kv=shape.empty(prompt.tokens),
+                done=match.tokens,
+                cached=match.tokens,
+            )
+            self._cache.read(match, reading.kv)
+            earlier = batch_index.match(prompt.ids, limit_tokens=limit)
+            if earlier.tokens > match.tokens:
+                reading.source = owners[earlier.slots[-1]]
+                reading.shared = earlier.tokens
+                reading.done = earlier.tokens
+            for placed in batch_index.insert(prompt.ids):
+                owners[placed.slot] = reading
+            readings.append(reading)
+        return readings
+
+    def _pass(self, pending: Sequence[_Reading]) -> list[_Reading]:
+        """One forward over as many tokens as fit, in order; returns what is not yet read whole.
+
+        In order, so that whoever shares with an earlier prompt finds it in this pass or done.
+        """
+        spans = []
+        room = self._pass_tokens
+        for reading in pending:
+            end = min(reading.prompt.tokens, reading.done + min(room, _most_tokens(reading.done)))
+            if end > reading.done:
+                spans.append(_Span(reading=reading, start=reading.done, end=end))
+            room -= end - reading.done
+            if end < reading.prompt.tokens:
+                break
+        kv_pass = _PrefillPass(spans)
+        device = self._policy.device
+        last_R = (
+            torch.tensor([span.end - span.start for span in spans], device=device).cumsum(0) - 1
+        )
+        logits_RV = self._policy.forward(
+            torch.cat([span.reading.ids[span.start : span.end] for span in spans]),
+            torch.cat([torch.arange(span.start, span.end, device=device) for span in spans]),
+            kv_pass,
+            logits_at=last_R,
+        )
+        for span, logits_V in zip(spans, logits_RV, strict=True):
+            span.reading.done = span.end
+            span.reading.logits = logits_V
+        return [reading for reading in pending if reading.done < reading.prompt.tokens]
+
+
+def _most_tokens(done: int) -> int:
+    """How many tokens may follow `done` ones in one pass, for their mask to stay small."""
+    return max(1, int((math.sqrt(done * done + 4 * _MASK_ELEMENTS) - done) / 2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """The tokens of one prompt that one pass computes."""
+
+    reading: _Reading
+    start: int
+    end: int
+
+
+class _PrefillPass:
+    """The KvPass over spans of several prompts."""
+
+    def __init__(self, spans: Sequence[_Span]) -> None:
+        self._spans = spans
+        self._bias: dict[tuple[int, int | None], torch.Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q_NQD: torch.Tensor,
+        k_NHD: torch.Tensor,
+        v_NHD: torch.Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        heads, head_size = k_NHD.shape[1:]
+        groups = q_NQD.shape[1] // heads
+        read_NQD = torch.empty_like(q_NQD)
+        offset = 0
+        for index, span in enumerate(self._spans):
+            rows = slice(offset, offset + span.end - span.start)
+            offset = rows.stop
+            reading = span.reading
+            k_HTD, v_HTD = reading.kv[layer, 0], reading.kv[layer, 1]
+            if reading.source is not None and span.start == reading.shared:
+                copied = slice(reading.cached, reading.shared)
+                reading.kv[layer, :, :, copied] = reading.source.kv[layer, :, :, copied]
+            k_HTD[:, span.start : span.end] = k_NHD[rows].transpose(0, 1)
+            v_HTD[:, span.start : span.end] = v_NHD[rows].transpose(0, 1)
+            q_HGSD = q_NQD[rows].view(-1, heads, groups, head_size).permute(1, 2, 0, 3)
+            out_HGSD = grouped_attention(
+                q_HGSD,
+                k_HTD[:, None, : span.end].expand(-1, groups, -1, -1),
+                v_HTD[:, None, : span.end].expand(-1, groups, -1, -1),
+                bias=self._bias_for(index, window),
+                scale=scale,
+                causal=span.start == 0 and window is None,
+            )
+            read_NQD[rows] = out_HGSD.permute(2, 0, 1, 3).flatten(1, 2)
+        return read_NQD
+
+    def _bias_for(self, index: int, window: int | None) -> torch.Tensor | None:
+        """Causal, counted from the span's start: [1, 1, S, end]; None where the kernel knows."""
+        if self._spans[index].start == 0 and window is None:
+            return None
+        if (index, window) not in self._bias:
+            span = self._spans[index]
+            kv = span.reading.kv
+            queries_S1 = torch.arange(span.start, span.end, device=kv.device)[:, None]
+            keys_T = torch.arange(span.end, device=kv.device)
+            hidden_ST = keys_T > queries_S1
+            if window is not None:
+                hidden_ST |= keys_T <= queries_S1 - window
+            bias_ST = torch.zeros(hidden_ST.shape, dtype=kv.dtype, device=kv.device)
+            self._bias[index, window] = bias_ST.masked_fill_(hidden_ST, -torch.inf)[None, None]
+        return self._bias[index, window]
+
+
+def draw(
+    logits_RV: torch.Tensor, prompts: Sequence[Prompt], *, positions: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """One token and its log-prob per row, each with its own settings and random stream."""
+    device = logits_RV.device
+    settings = [prompt.sampling for prompt in prompts]
+    drawn = sample(
+        logits_RV,
+        temperature_B=torch.tensor([s.temperature for s in settings], device=device),
+        top_p_B=torch.tensor([s.top_p for s in settings], device=device),
+        top_k_B=torch.tensor([s.top_k for s in settings], device=device),
+        uniform_B=uniforms([s.seed for s in settings], positions).to(device),
+    )
+    return drawn.ids.tolist(), drawn.logprobs.tolist()

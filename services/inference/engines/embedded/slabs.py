@@ -1,0 +1,181 @@
+"""Keys and values of running sequences, laid out so that a decode step copies none of them.
+
+A slab holds the sequences of one length class, one row each, rows without gaps; classes double. A
+step attends over a view of each slab, cut at its longest sequence: padding costs less than half,
+and a long context does not make short ones pay. Growing, moving up a class and closing the gap that
+a finished sequence leaves are the only copies.
+
+Shape suffixes: L layers, R rows, H key-value heads, T tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+
+from services.inference.engines.embedded.policy import KvShape
+
+SMALLEST_CLASS_TOKENS = 64
+_FIRST_ROWS = 4
+ALIGNMENT_TOKENS = 16
+"""Lengths of slabs and of views into them are multiples of this, which vector kernels like."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SlabRow:
+    """A sequence's place. Subclass it with what else is known of the sequence."""
+
+    tokens: int = 0
+    """How many tokens have their keys and values here."""
+    base: int = 0
+    """How many tokens before them have theirs in a trunk."""
+    slab: Slab = field(init=False)
+    row: int = field(init=False)
+
+
+Row = TypeVar("Row", bound=SlabRow)
+
+
+class Slab:
+    """The sequences of one length class."""
+
+    def __init__(self, shape: KvShape, class_tokens: int) -> None:
+        self.class_tokens = class_tokens
+        self.rows: list[SlabRow] = []
+        self._shape = shape
+        self.kv_L2RHTD = self._allocate(0)
+
+    def bytes_with(self, rows: int) -> int:
+        return rows * self.class_tokens * self._shape.token_bytes
+
+    @property
+    def bytes(self) -> int:
+        return self.bytes_with(self.room)
+
+    @property
+    def room(self) -> int:
+        """Rows allocated."""
+        return self.kv_L2RHTD.shape[2]
+
+    def kv(self, row: SlabRow) -> torch.Tensor:
+        """The row's keys and values, [L, 2, H, class_tokens, D]; writable."""
+        return self.kv_L2RHTD[:, :, row.row]
+
+    def resize(self, rows: int) -> None:
+        used = len(self.rows)
+        assert rows >= used
+        kv = self._allocate(rows)
+        kv[:, :, :used] = self.kv_L2RHTD[:, :, :used]
+        self.kv_L2RHTD = kv
+
+    def append(self, row: SlabRow) -> None:
+        row.slab, row.row = self, len(self.rows)
+        self.rows.append(row)
+
+    def remove(self, row: SlabRow) -> None:
+        """The last row fills the gap."""
+        last = self.rows.pop()
+        if last is not row:
+            filled = self.kv_L2RHTD[:, :, :, :, : last.tokens]
+            filled[:, :, row.row] = filled[:, :, last.row]
+            self.rows[row.row] = last
+            last.row = row.row
+
+    def _allocate(self, rows: int) -> torch.Tensor:
+        shape = self._shape
+        return torch.zeros(
+            (shape.layers, 2, rows, shape.heads, self.class_tokens, shape.head_size),
+            dtype=shape.dtype,
+            device=shape.device,
+        )
+
+
+class Slabs(Generic[Row]):
+    """All running sequences, in at most `capacity_bytes`."""
+
+    def __init__(self, shape: KvShape, *, context_tokens: int, capacity_bytes: int) -> None:
+        self._shape = shape
+        self.capacity_bytes = capacity_bytes
+        self._slabs = [Slab(shape, tokens) for tokens in _classes(context_tokens)]
+
+    def __iter__(self) -> Iterator[Row]:
+        """In the order of a step's rows."""
+        for slab in self._slabs:
+            yield from slab.rows  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        return sum(len(slab.rows) for slab in self._slabs)
+
+    @property
+    def bytes(self) -> int:
+        return sum(slab.bytes for slab in self._slabs)
+
+    def add(self, row: Row, *, tokens: int, expected_tokens: int) -> bool:
+        """Place a sequence that has `tokens` now and may get to `expected_tokens`.
+
+        It gets a class for the latter if there is room, else for the former. False: no room.
+        """
+        for needed in (expected_tokens, tokens + 1):
+            slab = self._class_for(needed)
+            if self._make_room(slab):
+                slab.append(row)
+                row.tokens = tokens
+                return True
+        return False
+
+    def remove(self, row: Row) -> None:
+        row.slab.remove(row)
+        if not row.slab.rows:
+            row.slab.resize(0)
+
+    def promote(self, row: Row) -> bool:
+        """See to it that one more token fits; False when there is no room for a larger class."""
+        if row.tokens < row.slab.class_tokens:
+            return True
+        slab = self._class_for(row.tokens + 1)
+        if not self._make_room(slab):
+            return False
+        kv = row.slab.kv(row)[:, :, :, : row.tokens].clone()
+        self.remove(row)
+        slab.append(row)
+        slab.kv(row)[:, :, :, : row.tokens] = kv
+        return True
+
+    @property
+    def occupied(self) -> list[Slab]:
+        """The slabs that hold anything, in order."""
+        return [slab for slab in self._slabs if slab.rows]
+
+    def _class_for(self, tokens: int) -> Slab:
+        return next((s for s in self._slabs if tokens <= s.class_tokens), self._slabs[-1])
+
+    def _make_room(self, slab: Slab) -> bool:
+        if slab.room > len(slab.rows):
+            return True
+        for rows in (max(_FIRST_ROWS, 2 * slab.room), slab.room + 1):
+            grown = slab.bytes_with(rows) - slab.bytes
+            if self.bytes + grown > self.capacity_bytes:
+                self._trim(keep=slab)
+            if self.bytes + grown <= self.capacity_bytes:
+                slab.resize(rows)
+                return True
+        return False
+
+    def _trim(self, *, keep: Slab) -> None:
+        for slab in self._slabs:
+            if slab is not keep and slab.room > len(slab.rows):
+                slab.resize(len(slab.rows))
+
+
+def _classes(context_tokens: int) -> list[int]:
+    classes = [SMALLEST_CLASS_TOKENS]
+    while classes[-1] < context_tokens:
+        classes.append(2 * classes[-1])
+    return [*classes[:-1], _round_up(context_tokens)]
+
+
+def _round_up(tokens: int) -> int:
+    return -(-tokens // ALIGNMENT_TOKENS) * ALIGNMENT_TOKENS

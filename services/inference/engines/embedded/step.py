@@ -1,0 +1,215 @@
+"""One decode step's attention: a new token for every running sequence.
+
+Each sequence reads its own slab row; those on a trunk read that too, all sequences of a trunk
+together, and the two results are merged by their log-sum-exp.
+
+Shape suffixes: N sequences, R rows of a slab, K sequences of one trunk, M sequences that
+read trunks, H key-value heads, G query
+heads per key-value head, Q = H * G, T tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.inference.engines.embedded.attention import grouped_attention
+from services.inference.engines.embedded.slabs import ALIGNMENT_TOKENS, Slab
+from services.inference.engines.embedded.trunks import Trunk
+
+_PADDED_SEQUENCES = 16
+"""Trunks with more sequences than this are read alone, the others padded to the largest of them."""
+
+
+class SlabStep:
+    """The KvPass of one step: token i of the pass is the i-th sequence of the slabs, in order."""
+
+    def __init__(self, slabs: Sequence[Slab], trunk_slabs: Sequence[Slab]) -> None:
+        device = slabs[0].kv_L2RHTD.device
+        self._dtype = slabs[0].kv_L2RHTD.dtype
+        self._slabs = slabs
+        self._rows_R = [torch.arange(len(slab.rows), device=device) for slab in slabs]
+        self._own_R = [
+            torch.tensor([row.tokens for row in slab.rows], device=device) for slab in slabs
+        ]
+        self._lengths = [_length(slab, [row.tokens + 1 for row in slab.rows]) for slab in slabs]
+        rows = [row for slab in slabs for row in slab.rows]
+        self.positions_N = torch.tensor([row.base + row.tokens for row in rows], device=device)
+        numbers = {id(row): number for number, row in enumerate(rows)}
+        self._reads = [
+            _TrunkRead.of(slab, trunks, numbers) for slab in trunk_slabs for trunks in _reads(slab)
+        ]
+        self._bias: dict[int | None, list[torch.Tensor]] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q_NQD: torch.Tensor,
+        k_NHD: torch.Tensor,
+        v_NHD: torch.Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        heads, head_size = k_NHD.shape[1:]
+        q_NHGD = q_NQD.view(len(q_NQD), heads, -1, head_size)
+        bias = self._bias_for(window)
+        out, lse = [], []
+        start = 0
+        for index, slab in enumerate(self._slabs):
+            end = start + len(slab.rows)
+            k_RHTD, v_RHTD = slab.kv_L2RHTD[layer, 0], slab.kv_L2RHTD[layer, 1]
+            k_RHTD[self._rows_R[index], :, self._own_R[index]] = k_NHD[start:end]
+            v_RHTD[self._rows_R[index], :, self._own_R[index]] = v_NHD[start:end]
+            seen = slice(0, self._lengths[index])
+            own = (
+                q_NHGD[start:end],
+                k_RHTD[: end - start, :, seen],
+                v_RHTD[: end - start, :, seen],
+            )
+            if self._reads:
+                read, read_lse = _attention_with_lse(*own, bias=bias[index], scale=scale)
+                lse.append(read_lse)
+            else:
+                read = grouped_attention(*own, bias=bias[index], scale=scale)
+            out.append(read)
+            start = end
+        out_NHGD = torch.cat(out) if len(out) > 1 else out[0]
+        if self._reads:
+            self._merge_trunks(layer, q_NHGD, out_NHGD, torch.cat(lse), scale=scale)
+        return out_NHGD.flatten(1, 2)
+
+    def _merge_trunks(
+        self,
+        layer: int,
+        q_NHGD: torch.Tensor,
+        out_NHGD: torch.Tensor,
+        lse_NHG: torch.Tensor,
+        *,
+        scale: float | None,
+    ) -> None:
+        for read in self._reads:
+            trunk_out, trunk_lse = read.attend(layer, q_NHGD, scale=scale)
+            asking = read.asking
+            own = out_NHGD[asking].float()
+            # softmax over both parts, from the two parts' log-sum-exp.
+            share = torch.sigmoid(trunk_lse - lse_NHG[asking])[..., None]
+            out_NHGD[asking] = torch.lerp(own, trunk_out.float(), share).to(self._dtype)
+
+    def _bias_for(self, window: int | None) -> list[torch.Tensor]:
+        if window not in self._bias:
+            self._bias[window] = [
+                _bias(own_R, length, window=window, dtype=self._dtype)
+                for own_R, length in zip(self._own_R, self._lengths, strict=True)
+            ]
+        return self._bias[window]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TrunkRead:
+    """Some trunks of one slab, read in one call by all their sequences."""
+
+    slab: Slab
+    rows: slice
+    length: int
+    bias: torch.Tensor | None
+    """[R, 1, 1, T]; None when all trunks have the same length."""
+    table: torch.Tensor
+    """[R, K], the number of the sequence that asks there; beyond a trunk's own it is in vain."""
+    asking: torch.Tensor
+    """[M], the numbers of the sequences that ask, each once."""
+    places: torch.Tensor
+    """[M], where each one asks in the flattened table."""
+
+    @classmethod
+    def of(cls, slab: Slab, trunks: Sequence[Trunk], numbers: Mapping[int, int]) -> _TrunkRead:
+        """`numbers`: of each sequence, by its id()."""
+        kv = slab.kv_L2RHTD
+        widest = max(len(trunk.sequences) for trunk in trunks)
+        table: list[list[int]] = []
+        asking: list[int] = []
+        places: list[int] = []
+        for row, trunk in enumerate(trunks):
+            own = [numbers[id(sequence)] for sequence in trunk.sequences]
+            table.append(own + [0] * (widest - len(own)))
+            asking += own
+            places += range(row * widest, row * widest + len(own))
+        lengths = [trunk.tokens for trunk in trunks]
+        longest = _length(slab, lengths)
+        bias = None
+        if set(lengths) != {longest}:
+            last_R = torch.tensor(lengths, device=kv.device) - 1
+            bias = _bias(last_R, longest, window=None, dtype=kv.dtype)
+        return cls(
+            slab=slab,
+            rows=slice(trunks[0].row, trunks[-1].row + 1),
+            length=longest,
+            bias=bias,
+            table=torch.tensor(table, device=kv.device),
+            asking=torch.tensor(asking, device=kv.device),
+            places=torch.tensor(places, device=kv.device),
+        )
+
+    def attend(
+        self, layer: int, q_NHGD: torch.Tensor, *, scale: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the asking sequences read, [M, H, G, D], and its log-sum-exp, [M, H, G]."""
+        k_RHTD, v_RHTD = self.slab.kv_L2RHTD[layer, :, self.rows, :, : self.length]
+        q_RKHGD = q_NHGD[self.table]
+        rows, asking, heads, groups, head_size = q_RKHGD.shape
+        q_RHKD = q_RKHGD.transpose(1, 2).reshape(rows, heads, asking * groups, head_size)
+        out, lse = _attention_with_lse(q_RHKD, k_RHTD, v_RHTD, bias=self.bias, scale=scale)
+        out = out.view(rows, heads, asking, groups, head_size).transpose(1, 2)
+        lse = lse.view(rows, heads, asking, groups).transpose(1, 2)
+        return out.flatten(0, 1)[self.places], lse.flatten(0, 1)[self.places]
+
+
+def _reads(slab: Slab) -> list[list[Trunk]]:
+    """The trunks of a slab, in consecutive runs that are read in one call each."""
+    runs: list[list[Trunk]] = []
+    for trunk in slab.rows:
+        assert isinstance(trunk, Trunk)
+        if runs and not _is_wide(trunk) and not _is_wide(runs[-1][-1]):
+            runs[-1].append(trunk)
+        else:
+            runs.append([trunk])
+    return runs
+
+
+def _is_wide(trunk: Trunk) -> bool:
+    return len(trunk.sequences) > _PADDED_SEQUENCES
+
+
+def _attention_with_lse(
+    q_BHGD: torch.Tensor,
+    k_BHTD: torch.Tensor,
+    v_BHTD: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and the float32 log-sum-exp of its scores, [B, H, G]; trunks are for CPUs."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_BHGD, k_BHTD, v_BHTD, 0.0, False, attn_mask=bias, scale=scale
+    )
+    return out, lse
+
+
+def _length(slab: Slab, needed: Sequence[int]) -> int:
+    """How much of a slab to look at."""
+    longest = -(-max(needed) // ALIGNMENT_TOKENS) * ALIGNMENT_TOKENS
+    return min(slab.class_tokens, longest)
+
+
+def _bias(
+    positions_R: torch.Tensor, length: int, *, window: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """0 for the tokens up to a row's position, -inf for padding: [R, 1, 1, length]."""
+    keys_T = torch.arange(length, device=positions_R.device)
+    hidden_RT = keys_T > positions_R[:, None]
+    if window is not None:
+        hidden_RT |= keys_T <= positions_R[:, None] - window
+    bias_RT = torch.zeros(hidden_RT.shape, dtype=dtype, device=positions_R.device)
+    return bias_RT.masked_fill_(hidden_RT, -torch.inf)[:, None, None]

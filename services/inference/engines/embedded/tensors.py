@@ -1,0 +1,45 @@
+"""Tensors as bytes and back, without a copy where memory order allows it."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from services.inference.engines.base import NamedTensor, UnfitWeights
+
+# Tensors made from received bytes are only ever read.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """Little-endian, C order; one copy."""
+    flat = tensor.cpu().view(torch.uint8) if tensor.dim() else tensor.cpu().reshape(1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def from_bytes(data: bytes, *, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A read-only view of `data`. Raises UnfitWeights when size and shape disagree."""
+    if dtype not in DTYPES:
+        raise UnfitWeights(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    kind = DTYPES[dtype]
+    expected = torch.Size(shape).numel() * kind.itemsize
+    if len(data) != expected:
+        raise UnfitWeights(f"{len(data)} bytes do not fill {dtype} {list(shape)}: {expected}")
+    if not data:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(data, dtype=kind).view(shape)
+
+
+def from_named(tensor: NamedTensor) -> torch.Tensor:
+    return from_bytes(tensor.data, dtype=tensor.dtype, shape=tensor.shape)

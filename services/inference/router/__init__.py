@@ -1,0 +1,7 @@
+"""The router: places each request on a prefill and a decode worker, and outlives both.
+
+fleet.py    what is known of the workers; pure
+actor.py    the actor that owns it: admission, placement, suspicion
+run.py      one request, from admission to its last token, over the deaths of workers
+service.py  InferenceService
+"""

@@ -1,0 +1,311 @@
+"""The actor that owns the fleet: who may start, where it goes, what came of it.
+
+A request's way through it:
+
+    Admit -> a place in line, granted when decode has room -> PlacePrefill -> Prefilled, which also
+    places it for decode -> Decoded | Failed (then PlacePrefill again) -> Leave
+
+No message waits inside `receive`: an admission is a future.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
+from forge.core.prefix_cache import TOKEN_BYTES
+from forge.runtime.actor import Actor
+from forge.runtime.coordination import Discovery
+from forge.runtime.telemetry import counter, gauge, log
+from forge.v1 import inference_pb2 as pb
+from services.inference.router.fleet import Announced, Fleet, Worker
+
+OVERCOMMIT = 1.25
+"""Requests admitted for each decode slot: some are always in prefill or on their way."""
+MIN_ADMITTED = 16
+_RATE_WINDOW_S = 10
+_SAMPLED = counter("forge_inference_sampled_tokens_total", "Tokens sampled for callers.")
+_MOVED = counter("forge_inference_requests_moved_total", "Requests that went on elsewhere.")
+_QUEUED = gauge("forge_inference_queued_requests", "Requests waiting in the router.")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Admission:
+    """A request's place: in line until `granted`, then at work until it leaves."""
+
+    granted: asyncio.Future[None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admit:
+    """Ask: a place, as an Admission. ResourceExhausted when too many are waiting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacePrefill:
+    """Ask: where to prefill, as a Placement. Unavailable when nobody may be asked."""
+
+    ids: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A worker that expects the request; to be answered for by Prefilled, Decoded or Failed."""
+
+    instance_id: str
+    address: str
+    worker: Worker
+    tokens: int
+    """Counted as its load until then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefilled:
+    """Tell: a placement for prefill went well."""
+
+    placement: Placement
+    ids: bytes
+    cached_tokens: int
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceDecode:
+    """Ask: where to sample, as a Placement. Unavailable when nobody may be asked."""
+
+    ids: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoded:
+    """Tell: a placement for decode came to its end; `ids` are prompt and answer."""
+
+    placement: Placement
+    ids: bytes
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Tell: a placement came to nothing. `dead`: the worker did not answer, ask another."""
+
+    placement: Placement
+    dead: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """Tell: tokens went to a caller."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """Tell: the request is over, however it ended."""
+
+    admission: Admission
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Ask: GetInferenceStatusResponse, but for what the model itself says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetChanged:
+    """Tell: discovery shows something else."""
+
+
+@dataclass(slots=True)
+class _Throughput:
+    """Tokens a second over the last full seconds."""
+
+    total: int = 0
+    _per_second: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def add(self, tokens: int, now_s: float) -> None:
+        self.total += tokens
+        second = int(now_s)
+        if self._per_second and self._per_second[-1][0] == second:
+            tokens += self._per_second.pop()[1]
+        self._per_second.append((second, tokens))
+        while self._per_second[0][0] < second - _RATE_WINDOW_S:
+            self._per_second.popleft()
+
+    def rate(self, now_s: float) -> float:
+        since = int(now_s) - _RATE_WINDOW_S
+        return sum(n for second, n in self._per_second if second >= since) / _RATE_WINDOW_S
+
+
+class RouterActor(Actor):
+    """Owns the fleet and the line in front of it."""
+
+    mailbox_size = 65_536
+
+    def __init__(
+        self,
+        discoveries: Iterable[Discovery],
+        *,
+        queue_limit: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._discoveries = tuple(discoveries)
+        self._queue_limit = queue_limit
+        self._clock = clock
+        self._fleet = Fleet()
+        self._waiting: deque[Admission] = deque()
+        self._admitted: set[Admission] = set()
+        self._throughput = _Throughput()
+
+    async def started(self) -> None:
+        self._refresh()
+
+    async def stopped(self) -> None:
+        for admission in self._waiting:
+            admission.granted.cancel()
+
+    async def receive(self, message: Any) -> Any:
+        match message:
+            case Admit():
+                return self._admit()
+            case PlacePrefill(ids=ids):
+                # A prompt read while nobody can go on from it would only be held.
+                if not self._fleet.serves("decode", now_s=self._clock()):
+                    raise Unavailable("no decode instance can be asked right now")
+                return self._place("prefill", ids)
+            case PlaceDecode(ids=ids):
+                return self._place("decode", ids)
+            case Prefilled():
+                self._prefilled(message)
+            case Decoded():
+                self._decoded(message)
+            case Failed(placement=placement, dead=dead):
+                self._failed(placement, dead=dead)
+            case Sampled(tokens=tokens):
+                self._throughput.add(tokens, self._clock())
+                _SAMPLED.inc(tokens)
+            case Leave(admission=admission):
+                self._leave(admission)
+            case FleetChanged():
+                self._refresh()
+            case Report():
+                return self._report()
+        return None
+
+    def _admit(self) -> Admission:
+        # A line that moves has nobody behind it who gave up: those left with Leave.
+        if len(self._waiting) >= self._queue_limit:
+            raise ResourceExhausted(
+                f"{len(self._waiting)} requests are waiting, the most allowed", retry_after_s=1.0
+            )
+        admission = Admission(granted=asyncio.get_running_loop().create_future())
+        self._waiting.append(admission)
+        self._grant()
+        return admission
+
+    def _leave(self, admission: Admission) -> None:
+        if admission in self._admitted:
+            self._admitted.remove(admission)
+        elif admission in self._waiting:
+            self._waiting.remove(admission)
+        self._grant()
+
+    def _grant(self) -> None:
+        # Without a decode worker some go ahead all the same: they tell the caller so in time.
+        most = max(MIN_ADMITTED, round(self._fleet.capacity * OVERCOMMIT))
+        while self._waiting and len(self._admitted) < most:
+            admission = self._waiting.popleft()
+            if not admission.granted.done():
+                self._admitted.add(admission)
+                admission.granted.set_result(None)
+        _QUEUED.set(len(self._waiting))
+
+    def _place(self, role: str, ids: bytes) -> Placement:
+        worker = self._fleet.place(role, ids, now_s=self._clock())
+        prompt_tokens = len(ids) // TOKEN_BYTES
+        uncached = max(1, prompt_tokens - worker.cached.match(ids).tokens)
+        worker.running += 1
+        worker.pending_tokens += uncached
+        if role == "prefill":
+            # The next request of a group that arrives together should follow this one.
+            worker.cached.insert(ids)
+        return Placement(
+            instance_id=worker.instance_id,
+            address=worker.address,
+            worker=worker,
+            tokens=uncached,
+        )
+
+    def _prefilled(self, done: Prefilled) -> None:
+        worker = self._release(done.placement)
+        computed = len(done.ids) // TOKEN_BYTES - done.cached_tokens
+        worker.rate.observe(seconds=done.prefill_s, units=computed)
+        worker.computed_tokens += computed
+        worker.cached_tokens += done.cached_tokens
+
+    def _decoded(self, done: Decoded) -> None:
+        worker = self._release(done.placement)
+        worker.rate.observe(seconds=done.decode_s, units=1)
+        worker.cached.insert(done.ids)
+
+    def _failed(self, placement: Placement, *, dead: bool) -> None:
+        self._release(placement)
+        _MOVED.inc()
+        if dead:
+            log.info("worker_suspected", worker=placement.instance_id)
+            self._fleet.suspect(placement.instance_id, now_s=self._clock())
+
+    def _release(self, placement: Placement) -> Worker:
+        worker = placement.worker
+        worker.running -= 1
+        worker.pending_tokens -= placement.tokens
+        return worker
+
+    def _refresh(self) -> None:
+        announced = [
+            Announced(
+                instance_id=instance.instance_id,
+                role=discovery.kind,
+                address=instance.address,
+                metadata=instance.metadata,
+            )
+            for discovery in self._discoveries
+            for instance in discovery.instances
+        ]
+        try:
+            gone = self._fleet.update(announced)
+        except (ValueError, ForgeError) as error:
+            log.error("worker_metadata_unreadable", error=str(error))
+            return
+        for worker in gone:
+            log.info("worker_gone", worker=worker.instance_id, role=worker.role)
+        self._grant()
+
+    def _report(self) -> pb.GetInferenceStatusResponse:
+        workers = [*self._fleet.of("prefill"), *self._fleet.of("decode")]
+        return pb.GetInferenceStatusResponse(
+            weight_version=min((worker.version for worker in workers), default=0),
+            queued=len(self._waiting),
+            sampled_tokens=self._throughput.total,
+            sampled_tokens_per_s=self._throughput.rate(self._clock()),
+            workers=[_status(worker) for worker in workers],
+        )
+
+
+def _status(worker: Worker) -> pb.WorkerStatus:
+    waiting = max(0, worker.running - worker.capacity) if worker.capacity else 0
+    return pb.WorkerStatus(
+        instance_id=worker.instance_id,
+        role=worker.role,
+        weight_version=worker.version,
+        running=worker.running - waiting,
+        queued=waiting,
+        computed_tokens=worker.computed_tokens,
+        cached_tokens=worker.cached_tokens,
+    )

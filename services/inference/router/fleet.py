@@ -1,0 +1,150 @@
+"""What the router knows of its workers: who is there, how busy, what each has cached.
+
+Pure: time is passed in, nothing is awaited. Figures are the router's own: what it sent and what
+came back. With several routers each sees its share, and costs stay comparable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from forge.core.errors import Unavailable
+from forge.core.prefix_cache import TOKEN_BYTES, PrefixCache
+from forge.core.routing import Candidate, LearnedRate, LoadGuard, choose
+
+SUSPECT_S = 2.0
+"""A worker that failed a call is left alone for this long while there is another."""
+_TRANSFER_S_PER_TOKEN = 20e-6
+"""To bring one token's keys and values from prefill to decode; it only has to weigh locality."""
+_GUARD = LoadGuard(ratio=2.0, slack_s=0.25)
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """One prefill or decode instance."""
+
+    instance_id: str
+    role: str
+    address: str
+    capacity: int
+    """Requests it samples at the same time; 0 for prefill."""
+    version: int
+    cached: PrefixCache
+    """What it should have cached, as far as this router filled it."""
+    rate: LearnedRate
+    """Prefill: seconds per computed token. Decode: seconds a request."""
+    running: int = 0
+    pending_tokens: int = 0
+    """Prompt tokens sent there and not answered for."""
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    suspect_until_s: float = 0.0
+
+    def candidate(self, ids: bytes) -> Candidate:
+        """It in terms of the routing cost: what would `ids` take here."""
+        cached = self.cached.peek(ids)
+        if self.role == "prefill":
+            return Candidate(
+                worker=self.instance_id,
+                queue_delay_s=self.pending_tokens * self.rate.seconds,
+                cached_tokens=cached,
+                prefill_s_per_token=self.rate.seconds,
+            )
+        # Every request slows the others by its share; beyond capacity it waits for one to end.
+        return Candidate(
+            worker=self.instance_id,
+            queue_delay_s=self.running / self.capacity * self.rate.seconds,
+            cached_tokens=cached,
+            prefill_s_per_token=_TRANSFER_S_PER_TOKEN,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announced:
+    """A worker as it registered."""
+
+    instance_id: str
+    role: str
+    address: str
+    metadata: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class Fleet:
+    """All workers this router can see."""
+
+    workers: dict[str, Worker] = field(default_factory=dict)
+    """By instance id, unique over both roles."""
+
+    def update(self, announced: Iterable[Announced]) -> list[Worker]:
+        """Take over who is there now; returns those that are gone."""
+        present = {one.instance_id: one for one in announced}
+        gone = [
+            worker
+            for worker in self.workers.values()
+            if worker.instance_id not in present
+            or present[worker.instance_id].address != worker.address
+        ]
+        for worker in gone:
+            del self.workers[worker.instance_id]
+        for one in present.values():
+            version = int(one.metadata.get("weight_version", 0))
+            known = self.workers.get(one.instance_id)
+            if known is None:
+                self.workers[one.instance_id] = _new_worker(one, version)
+            elif version != known.version:
+                # It emptied its own cache with the swap.
+                known.version = version
+                known.cached.clear()
+        return gone
+
+    def of(self, role: str) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.role == role]
+
+    @property
+    def capacity(self) -> int:
+        """Requests that all decode workers sample at the same time."""
+        return sum(worker.capacity for worker in self.of("decode"))
+
+    def place(self, role: str, ids: bytes, *, now_s: float) -> Worker:
+        """The cheapest worker of a role for a prompt. Raises Unavailable when none may be asked."""
+        workers = {worker.instance_id: worker for worker in self._sound(role, now_s)}
+        chosen = choose(
+            (worker.candidate(ids) for worker in workers.values()),
+            prompt_tokens=len(ids) // TOKEN_BYTES,
+            guard=_GUARD,
+        )
+        if chosen is None:
+            raise Unavailable(f"no {role} instance can be asked right now")
+        return workers[chosen.worker]
+
+    def serves(self, role: str, *, now_s: float) -> bool:
+        """Whether anybody of a role may be asked."""
+        return bool(self._sound(role, now_s))
+
+    def _sound(self, role: str, now_s: float) -> list[Worker]:
+        return [worker for worker in self.of(role) if worker.suspect_until_s <= now_s]
+
+    def suspect(self, instance_id: str, *, now_s: float) -> None:
+        """A call to it failed: it may be dead, and its lease not have run out yet."""
+        worker = self.workers.get(instance_id)
+        if worker is not None:
+            worker.suspect_until_s = now_s + SUSPECT_S
+            worker.cached.clear()
+
+
+def _new_worker(one: Announced, version: int) -> Worker:
+    initial_s, memory = (1e-4, 20_000.0) if one.role == "prefill" else (1.0, 200.0)
+    return Worker(
+        instance_id=one.instance_id,
+        role=one.role,
+        address=one.address,
+        capacity=max(1, int(one.metadata.get("capacity", 1))) if one.role == "decode" else 0,
+        version=version,
+        cached=PrefixCache(
+            block_tokens=max(1, int(one.metadata.get("block_tokens", 16))),
+            capacity_tokens=int(one.metadata.get("cache_tokens", 0)),
+        ),
+        rate=LearnedRate(initial_s, memory_units=memory),
+    )

@@ -1,0 +1,69 @@
+"""Wiring of a router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from forge.runtime.actor import ActorRef
+from forge.runtime.coordination import Discovery
+from forge.runtime.service import ServiceContext
+from forge.v1 import inference_pb2_grpc as rpc
+from services.inference.background import Background
+from services.inference.config import InferenceConfig
+from services.inference.limits import read_limits
+from services.inference.router.actor import FleetChanged, RouterActor
+from services.inference.router.run import RouterOptions
+from services.inference.router.service import InferenceServicer
+
+
+class RouterRole:
+    """The actor, its servicer, and the watch over discovery."""
+
+    def __init__(self, background: Background) -> None:
+        self._background = background
+
+    @classmethod
+    async def start(cls, context: ServiceContext) -> RouterRole:
+        config: InferenceConfig = context.config
+        limits = read_limits(config.model_path, context_tokens=config.context_tokens)
+        discoveries = [context.coordinator.discover(kind) for kind in ("prefill", "decode")]
+        router = await context.actors.spawn(
+            lambda: RouterActor(discoveries, queue_limit=config.queue_limit), name="router"
+        )
+        servicer = InferenceServicer(
+            router,
+            context.channels,
+            limits,
+            model_path=config.model_path,
+            options=RouterOptions(
+                request_timeout_s=config.request_timeout_s,
+                worker_wait_s=config.worker_wait_s,
+                hold_s=config.hold_s,
+            ),
+        )
+        context.server.add(
+            rpc.add_InferenceServiceServicer_to_server,
+            servicer,
+            full_name="forge.v1.InferenceService",
+            scopes={"GetInferenceStatus": "operator"},
+        )
+        return cls(Background(context, watch(discoveries, router), name="fleet-watch"))
+
+    async def drain(self) -> None:
+        """Nothing of its own: the server lets open calls finish."""
+
+    async def stop(self) -> None:
+        await self._background.stop()
+
+
+async def watch(discoveries: Sequence[Discovery], router: ActorRef) -> None:
+    """Tell the router about every change of who is there."""
+    while True:
+        changes = [asyncio.ensure_future(discovery.changed()) for discovery in discoveries]
+        router.tell(FleetChanged())
+        try:
+            await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for change in changes:
+                change.cancel()

@@ -1,0 +1,282 @@
+"""One request, from admission to its last token, over the deaths of workers.
+
+What has been sampled is kept here: when a worker dies, gives way or loses the keys and values,
+prompt and tokens so far are prefilled again elsewhere and sampling goes on. A draw depends on seed
+and position alone, so that the answer is the one the dead worker would have given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc.aio
+
+from forge.core.errors import (
+    DeadlineExceeded,
+    ForgeError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from forge.runtime.actor import ActorRef
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.status import ERROR_KEY, from_rpc_error
+from forge.runtime.telemetry import log
+from forge.v1 import inference_pb2 as pb
+from forge.v1 import inference_pb2_grpc as rpc
+from forge.v1.common_pb2 import SampledTokens, TurnTimings
+from services.inference import wire
+from services.inference.engines.base import TOKEN_BYTES, Finish, Prompt
+from services.inference.router.actor import (
+    Admission,
+    Admit,
+    Decoded,
+    Failed,
+    Leave,
+    PlaceDecode,
+    Placement,
+    PlacePrefill,
+    Prefilled,
+    Sampled,
+)
+
+_ASK_TIMEOUT_S = 10.0
+_RETRY_PAUSE_S = 0.2
+_RELEASE_TIMEOUT_S = 1.0
+_MOVES = (Unavailable, DeadlineExceeded, ResourceExhausted, NotFound)
+"""What another worker, or the same one a moment later, can make good."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    request_timeout_s: float
+    worker_wait_s: float
+    """How long without any progress before the caller is told."""
+    hold_s: float
+
+
+class Run:
+    """Drives one request."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        *,
+        stream: bool,
+        context_tokens: int,
+        router: ActorRef,
+        channels: Channels,
+        options: RouterOptions,
+    ) -> None:
+        self._prompt = prompt
+        self._stream = stream
+        self._most_tokens = min(prompt.sampling.max_tokens, context_tokens - prompt.tokens)
+        self._router = router
+        self._channels = channels
+        self._options = options
+        self._deadline_s = time.monotonic() + options.request_timeout_s
+        self._sampled = b""
+        """All tokens so far, the caller has them or not."""
+        self._unsent: list[SampledTokens] = []
+        self._finish: Finish | None = None
+        self._timings = TurnTimings()
+        self._cached_tokens: int | None = None
+
+    async def responses(self) -> AsyncGenerator[pb.SampleResponse, None]:
+        """What the caller gets; the last one has a finish reason. Raises Unavailable when nobody
+        can go on, ResourceExhausted when too many wait."""
+        admission: Admission = await self._ask(Admit())
+        try:
+            await self._granted(admission)
+            async with aclosing(self._progress()) as progress:
+                async for _ in progress:
+                    if self._stream and self._unsent and self._finish is None:
+                        yield pb.SampleResponse(tokens=self._flush())
+            yield pb.SampleResponse(
+                tokens=self._flush(),
+                finish_reason=wire.write_finish(self._finish),
+                timings=self._timings,
+                cached_tokens=self._cached_tokens or 0,
+            )
+        finally:
+            self._tell(Leave(admission=admission))
+
+    async def _granted(self, admission: Admission) -> None:
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left_s()):
+                await admission.granted
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"waited {self._options.request_timeout_s:g} s for a free slot"
+            ) from None
+        self._timings.queue_s += time.monotonic() - began_s
+
+    async def _progress(self) -> AsyncGenerator[None, None]:
+        """One attempt after the other until there is a finish; yields when tokens have come."""
+        progress_s = time.monotonic()
+        while self._finish is None:
+            began_s = time.monotonic()
+            try:
+                async with aclosing(self._attempt()) as attempt:
+                    async for _ in attempt:
+                        progress_s = time.monotonic()
+                        yield
+            except _MOVES as error:
+                now_s = time.monotonic()
+                if now_s - progress_s >= self._options.worker_wait_s or self._left_s() <= 0:
+                    raise self._gave_up(error) from error
+                log.debug(
+                    "request_moves",
+                    request_id=self._prompt.request_id,
+                    sampled_tokens=len(self._sampled) // TOKEN_BYTES,
+                    error=str(error),
+                )
+                # The time a lost attempt took, the request has waited.
+                self._timings.queue_s += now_s - began_s
+                await asyncio.sleep(error.retry_after_s or _RETRY_PAUSE_S)
+
+    def _gave_up(self, error: ForgeError) -> ForgeError:
+        kind = ResourceExhausted if isinstance(error, ResourceExhausted) else Unavailable
+        return kind(
+            f"no worker could go on with the request within {self._options.worker_wait_s:g} s; "
+            f"the last error: {error}",
+            retry_after_s=1.0,
+        )
+
+    async def _attempt(self) -> AsyncGenerator[None, None]:
+        """Prefill prompt and tokens so far, then sample until the end or a failure."""
+        request = pb.PrefillRequest(
+            # Of its own: what an earlier attempt left behind must not be taken for this one's.
+            request_id=secrets.token_hex(8),
+            prompt_ids=self._prompt.ids + self._sampled,
+            sampling=wire.write_sampling(
+                replace(self._prompt.sampling, max_tokens=self._most_tokens - self._tokens)
+            ),
+            hold_s=self._options.hold_s,
+        )
+        placement = await self._ask(PlacePrefill(ids=request.prompt_ids))
+        stub = rpc.PrefillServiceStub(self._channels.get(placement.address))
+        read = await self._prefill(request, placement, stub)
+        self._take(read.first)
+        self._finish = self._finish_of(read.first)
+        yield
+        if self._finish is not None:
+            # Only memory is at stake, and not for longer than hold_s.
+            release = pb.ReleaseKvRequest(request_id=request.request_id)
+            with suppress(grpc.aio.AioRpcError):
+                await stub.ReleaseKv(release, timeout=_RELEASE_TIMEOUT_S)
+            return
+        decode = self._decode(
+            pb.DecodeRequest(
+                request_id=request.request_id,
+                prompt_ids=request.prompt_ids,
+                sampling=request.sampling,
+                stream=self._stream,
+                prefill_address=placement.address,
+                first=read.first,
+            )
+        )
+        async with aclosing(decode):
+            async for _ in decode:
+                yield
+
+    async def _prefill(
+        self, request: pb.PrefillRequest, placement: Placement, stub: rpc.PrefillServiceAsyncStub
+    ) -> pb.PrefillResponse:
+        with self._settling(placement) as settle:
+            read = await stub.Prefill(request, timeout=self._left_s())
+            settle(
+                Prefilled(
+                    placement=placement,
+                    ids=request.prompt_ids,
+                    cached_tokens=read.cached_tokens,
+                    prefill_s=read.prefill_s,
+                )
+            )
+        if self._cached_tokens is None:
+            self._cached_tokens = read.cached_tokens
+        self._timings.queue_s += read.queue_s
+        self._timings.prefill_s += read.prefill_s
+        return read
+
+    async def _decode(self, request: pb.DecodeRequest) -> AsyncGenerator[None, None]:
+        placement = await self._ask(PlaceDecode(ids=request.prompt_ids))
+        stub = rpc.DecodeServiceStub(self._channels.get(placement.address))
+        with self._settling(placement) as settle:
+            call = stub.Decode(request, timeout=self._left_s())
+            try:
+                async for response in call:
+                    self._take(response.tokens)
+                    if response.finish_reason:
+                        self._finish = wire.read_finish(response.finish_reason)
+                        self._timings.queue_s += response.queue_s
+                        self._timings.decode_s += response.decode_s
+                        ids = self._prompt.ids + self._sampled
+                        done = Decoded(placement=placement, ids=ids, decode_s=response.decode_s)
+                        settle(done)
+                    yield
+            finally:
+                # A caller that leaves stops the decoding within a step.
+                call.cancel()
+        if self._finish is None:
+            raise Unavailable(f"{placement.instance_id} ended its stream without a finish reason")
+
+    @contextmanager
+    def _settling(self, placement: Placement) -> Iterator[Callable[[Prefilled | Decoded], None]]:
+        """Around a worker's call: sees to it that the router hears once how it ended."""
+        settled = False
+
+        def settle(outcome: Prefilled | Decoded) -> None:
+            nonlocal settled
+            settled = True
+            self._tell(outcome)
+
+        try:
+            yield settle
+        except grpc.aio.AioRpcError as error:
+            # A worker that gives an error of ours is alive, whatever the error.
+            answered = any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ())
+            if not settled:
+                settled = True
+                self._tell(Failed(placement=placement, dead=not answered))
+            raise from_rpc_error(error) from error
+        finally:
+            if not settled:
+                self._tell(Failed(placement=placement, dead=False))
+
+    @property
+    def _tokens(self) -> int:
+        return len(self._sampled) // TOKEN_BYTES
+
+    def _take(self, tokens: SampledTokens) -> None:
+        self._sampled += tokens.ids
+        self._unsent.append(tokens)
+        self._tell(Sampled(tokens=len(tokens.ids) // TOKEN_BYTES))
+
+    def _finish_of(self, first: SampledTokens) -> Finish | None:
+        """Whether the answer ends with the token that prefill sampled."""
+        if wire.read_tokens(first).ids[-1] in self._prompt.sampling.stop_ids:
+            return Finish.STOP
+        return Finish.LENGTH if self._tokens >= self._most_tokens else None
+
+    def _flush(self) -> SampledTokens:
+        flushed = wire.joined(self._unsent)
+        self._unsent = []
+        return flushed
+
+    def _left_s(self) -> float:
+        return max(0.0, self._deadline_s - time.monotonic())
+
+    async def _ask(self, message: Admit | PlacePrefill | PlaceDecode) -> Any:
+        return await self._router.ask(message, timeout_s=_ASK_TIMEOUT_S)
+
+    def _tell(self, message: Prefilled | Decoded | Failed | Sampled | Leave) -> None:
+        if self._router.alive:
+            self._router.tell(message)

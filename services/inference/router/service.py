@@ -1,0 +1,71 @@
+"""InferenceService: decode, run, encode."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from forge.runtime.actor import ActorRef
+from forge.runtime.rpc.channel import Channels
+from forge.v1 import inference_pb2 as pb
+from forge.v1 import inference_pb2_grpc as rpc
+from services.inference import wire
+from services.inference.engines.base import ModelLimits
+from services.inference.router.actor import Report
+from services.inference.router.run import RouterOptions, Run
+
+_ASK_TIMEOUT_S = 10.0
+
+
+class InferenceServicer(rpc.InferenceServiceServicer):
+    """The router's side of every call; inference.proto says what each promises."""
+
+    def __init__(
+        self,
+        router: ActorRef,
+        channels: Channels,
+        limits: ModelLimits,
+        *,
+        model_path: str,
+        options: RouterOptions,
+    ) -> None:
+        self._router = router
+        self._channels = channels
+        self._limits = limits
+        self._model = Path(model_path).name
+        self._options = options
+
+    async def Sample(
+        self, request: pb.SampleRequest, context: Any
+    ) -> AsyncIterator[pb.SampleResponse]:
+        prompt = wire.read_prompt(
+            request.request_id,
+            request.prompt_ids,
+            request.sampling,
+            self._limits,
+            seed=secrets.randbits(64),
+        )
+        run = Run(
+            prompt,
+            stream=request.stream,
+            context_tokens=self._limits.context_tokens,
+            router=self._router,
+            channels=self._channels,
+            options=self._options,
+        )
+        async with aclosing(run.responses()) as responses:
+            async for response in responses:
+                yield response
+
+    async def GetInferenceStatus(
+        self, request: pb.GetInferenceStatusRequest, context: Any
+    ) -> pb.GetInferenceStatusResponse:
+        status: pb.GetInferenceStatusResponse = await self._router.ask(
+            Report(), timeout_s=_ASK_TIMEOUT_S
+        )
+        status.model = self._model
+        status.context_tokens = self._limits.context_tokens
+        return status

@@ -1,0 +1,172 @@
+"""Between protos and the engine's words, and the checks at the edge. No torch, no I/O."""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Iterator
+
+from forge.core.errors import InvalidArgument
+from forge.runtime.rpc.chunks import split
+from forge.v1.common_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    FINISH_REASON_UNSPECIFIED,
+    Chunk,
+    FinishReason,
+    SampledTokens,
+    SamplingParams,
+    Tensor,
+)
+from forge.v1.inference_pb2 import KvBlock
+from services.inference.engines.base import (
+    TOKEN_BYTES,
+    Finish,
+    KvSpan,
+    ModelLimits,
+    NamedTensor,
+    Prompt,
+    Sampling,
+    Tokens,
+)
+
+# Arrays are memory copies on every machine this runs on.
+assert sys.byteorder == "little", "the wire format is little-endian"
+
+_FINISH = {
+    Finish.STOP: FINISH_REASON_STOP,
+    Finish.LENGTH: FINISH_REASON_LENGTH,
+    None: FINISH_REASON_UNSPECIFIED,
+}
+_FROM_FINISH = {reason: finish for finish, reason in _FINISH.items()}
+
+
+def read_prompt(
+    request_id: str, prompt_ids: bytes, params: SamplingParams, limits: ModelLimits, *, seed: int
+) -> Prompt:
+    """A checked prompt; `seed` is used when the request has none. Raises InvalidArgument."""
+    check_ids(prompt_ids, limits)
+    return Prompt(request_id=request_id, ids=prompt_ids, sampling=read_sampling(params, seed=seed))
+
+
+def check_ids(prompt_ids: bytes, limits: ModelLimits) -> None:
+    if len(prompt_ids) % TOKEN_BYTES:
+        raise InvalidArgument(
+            f"prompt_ids has {len(prompt_ids)} bytes: not a whole number of int32"
+        )
+    tokens = len(prompt_ids) // TOKEN_BYTES
+    if tokens == 0:
+        raise InvalidArgument("prompt_ids is empty; at least one token is needed")
+    if tokens >= limits.context_tokens:
+        raise InvalidArgument(
+            f"prompt_ids has {tokens} tokens; the context of {limits.context_tokens} tokens "
+            f"holds a prompt of at most {limits.context_tokens - 1}"
+        )
+    ids = array("i", prompt_ids)
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < limits.vocabulary:
+            raise InvalidArgument(
+                f"prompt_ids has token {token}; the vocabulary is 0 to {limits.vocabulary - 1}"
+            )
+
+
+def read_sampling(params: SamplingParams, *, seed: int) -> Sampling:
+    temperature = params.temperature if params.HasField("temperature") else 1.0
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise InvalidArgument(f"sampling.temperature = {temperature}: must be finite, at least 0")
+    top_p = params.top_p if params.HasField("top_p") else 1.0
+    if not 0 < top_p <= 1:
+        raise InvalidArgument(f"sampling.top_p = {top_p}: must be above 0 and at most 1")
+    if params.max_tokens < 1:
+        raise InvalidArgument(f"sampling.max_tokens = {params.max_tokens}: must be at least 1")
+    return Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=params.top_k,
+        max_tokens=params.max_tokens,
+        stop_ids=frozenset(params.stop_token_ids),
+        seed=params.seed if params.HasField("seed") else seed,
+    )
+
+
+def write_sampling(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=sorted(sampling.stop_ids),
+        seed=sampling.seed,
+    )
+
+
+def write_tokens(tokens: Tokens) -> SampledTokens:
+    return SampledTokens(
+        ids=array("i", tokens.ids).tobytes(),
+        logprobs=array("f", tokens.logprobs).tobytes(),
+        weight_versions=array("i", tokens.versions).tobytes(),
+    )
+
+
+def read_tokens(tokens: SampledTokens) -> Tokens:
+    """Raises InvalidArgument when the columns differ in length."""
+    columns = (tokens.ids, tokens.logprobs, tokens.weight_versions)
+    if len({len(column) for column in columns}) != 1 or len(tokens.ids) % TOKEN_BYTES:
+        raise InvalidArgument(f"columns of {[len(column) for column in columns]} bytes disagree")
+    return Tokens(
+        ids=tuple(array("i", tokens.ids)),
+        logprobs=tuple(array("f", tokens.logprobs)),
+        versions=tuple(array("i", tokens.weight_versions)),
+    )
+
+
+def joined(parts: list[SampledTokens]) -> SampledTokens:
+    """One message of several, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    return SampledTokens(
+        ids=b"".join(part.ids for part in parts),
+        logprobs=b"".join(part.logprobs for part in parts),
+        weight_versions=b"".join(part.weight_versions for part in parts),
+    )
+
+
+def write_finish(finish: Finish | None) -> FinishReason.ValueType:
+    return _FINISH[finish]
+
+
+def read_finish(reason: FinishReason.ValueType) -> Finish | None:
+    return _FROM_FINISH[reason]
+
+
+def write_span(span: KvSpan) -> Iterator[Chunk]:
+    tensor = Tensor(name="kv", dtype=span.dtype, shape=span.shape, data=span.data)
+    block = KvBlock(
+        from_token=span.from_token, tokens=span.tokens, weight_version=span.version, kv=tensor
+    )
+    return split(block.SerializeToString())
+
+
+def read_span(data: bytes) -> KvSpan:
+    block = KvBlock.FromString(data)
+    return KvSpan(
+        from_token=block.from_token,
+        tokens=block.tokens,
+        version=block.weight_version,
+        dtype=block.kv.dtype,
+        shape=tuple(block.kv.shape),
+        data=block.kv.data,
+    )
+
+
+def write_tensor(tensor: NamedTensor) -> Iterator[Chunk]:
+    message = Tensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, data=tensor.data)
+    return split(message.SerializeToString())
+
+
+def read_tensor(data: bytes) -> NamedTensor:
+    tensor = Tensor.FromString(data)
+    return NamedTensor(
+        name=tensor.name, dtype=tensor.dtype, shape=tuple(tensor.shape), data=tensor.data
+    )

@@ -1,0 +1,84 @@
+"""Wiring of a prefill or decode instance."""
+
+from __future__ import annotations
+
+from forge.runtime.service import ServiceContext
+from forge.v1 import inference_pb2_grpc as rpc
+from services.inference.background import Background
+from services.inference.config import InferenceConfig
+from services.inference.engines.base import Engine
+from services.inference.engines.embedded.engine import (
+    EmbeddedDecode,
+    EmbeddedOptions,
+    EmbeddedPrefill,
+)
+from services.inference.worker.service import DecodeServicer, PrefillServicer, WeightServicer
+from services.inference.worker.weights import WeightFollower
+
+_FETCH_KV_TIMEOUT_S = 120.0
+_MIB = 1 << 20
+
+
+class WorkerRole:
+    """An engine, its servicers and the weights it follows."""
+
+    def __init__(self, engine: Engine, background: Background) -> None:
+        self._engine = engine
+        self._background = background
+
+    @classmethod
+    async def start(cls, context: ServiceContext) -> WorkerRole:
+        config: InferenceConfig = context.config
+        engine = await _start_engine(context)
+        follower = WeightFollower(context, engine, policy=config.policy)
+        context.server.add(
+            rpc.add_WeightServiceServicer_to_server,
+            WeightServicer(follower),
+            full_name="forge.v1.WeightService",
+        )
+        # Without weights there is nothing to be found for.
+        context.ready = False
+        return cls(engine, Background(context, follower.run(), name="weights"))
+
+    async def drain(self) -> None:
+        """Let requests finish and held prompts be fetched; the bootstrap limits for how long."""
+        await self._engine.idle()
+
+    async def stop(self) -> None:
+        await self._background.stop()
+
+
+async def _start_engine(context: ServiceContext) -> Engine:
+    config: InferenceConfig = context.config
+    options = EmbeddedOptions(
+        model_path=config.model_path,
+        dtype=config.dtype,
+        device=config.device,
+        context_tokens=config.context_tokens,
+        threads=config.torch_threads,
+        block_tokens=config.block_tokens,
+        cache_bytes=config.cache_mib * _MIB,
+        kv_bytes=config.kv_mib * _MIB,
+        pass_tokens=config.pass_tokens,
+        max_running=config.max_running,
+        ask_timeout_s=config.request_timeout_s,
+    )
+    context.metadata["block_tokens"] = str(config.block_tokens)
+    if config.role == "prefill":
+        prefill = await EmbeddedPrefill.start(context.actors, options)
+        context.metadata["cache_tokens"] = str(prefill.cache_tokens)
+        context.server.add(
+            rpc.add_PrefillServiceServicer_to_server,
+            PrefillServicer(prefill),
+            full_name="forge.v1.PrefillService",
+        )
+        return prefill
+    decode = await EmbeddedDecode.start(context.actors, options)
+    context.metadata["cache_tokens"] = str(decode.cache_tokens)
+    context.metadata["capacity"] = str(decode.capacity)
+    context.server.add(
+        rpc.add_DecodeServiceServicer_to_server,
+        DecodeServicer(decode, context.channels, fetch_timeout_s=_FETCH_KV_TIMEOUT_S),
+        full_name="forge.v1.DecodeService",
+    )
+    return decode

@@ -1,0 +1,129 @@
+"""The RPCs of a worker: decode, ask the engine, encode.
+
+PrefillService and DecodeService are served by the role of that name, WeightService by both.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc.aio
+
+from forge.core.errors import InvalidArgument, NotFound, Unavailable
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.chunks import Joiner
+from forge.runtime.rpc.status import from_rpc_error
+from forge.v1 import inference_pb2 as pb
+from forge.v1 import inference_pb2_grpc as rpc
+from services.inference import wire
+from services.inference.engines.base import DecodeEngine, FetchKv, KvSpan, PrefillEngine
+from services.inference.worker.weights import WeightFollower
+
+
+class PrefillServicer(rpc.PrefillServiceServicer):
+    def __init__(self, engine: PrefillEngine) -> None:
+        self._engine = engine
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.PrefillResponse:
+        if not request.request_id:
+            raise InvalidArgument("request_id is empty")
+        if not request.hold_s > 0:
+            raise InvalidArgument(f"hold_s = {request.hold_s}: must be above 0")
+        prompt = wire.read_prompt(
+            request.request_id,
+            request.prompt_ids,
+            request.sampling,
+            self._engine.limits,
+            seed=secrets.randbits(64),
+        )
+        read = await self._engine.prefill(prompt, hold_s=request.hold_s)
+        return pb.PrefillResponse(
+            first=wire.write_tokens(read.first),
+            cached_tokens=read.cached_tokens,
+            queue_s=read.queue_s,
+            prefill_s=read.prefill_s,
+        )
+
+    async def FetchKv(
+        self, request: pb.FetchKvRequest, context: Any
+    ) -> AsyncIterator[pb.FetchKvResponse]:
+        span = await self._engine.fetch_kv(request.request_id, from_token=request.from_token)
+        for chunk in wire.write_span(span):
+            yield pb.FetchKvResponse(block=chunk)
+        if request.release:
+            self._engine.release(request.request_id)
+
+    async def ReleaseKv(self, request: pb.ReleaseKvRequest, context: Any) -> pb.ReleaseKvResponse:
+        self._engine.release(request.request_id)
+        return pb.ReleaseKvResponse()
+
+
+class DecodeServicer(rpc.DecodeServiceServicer):
+    def __init__(self, engine: DecodeEngine, channels: Channels, *, fetch_timeout_s: float) -> None:
+        self._engine = engine
+        self._channels = channels
+        self._fetch_timeout_s = fetch_timeout_s
+
+    async def Decode(
+        self, request: pb.DecodeRequest, context: Any
+    ) -> AsyncIterator[pb.DecodeResponse]:
+        prompt = wire.read_prompt(
+            request.request_id,
+            request.prompt_ids,
+            request.sampling,
+            self._engine.limits,
+            seed=secrets.randbits(64),
+        )
+        first = wire.read_tokens(request.first)
+        if len(first.ids) != 1:
+            raise InvalidArgument(f"first has {len(first.ids)} tokens; prefill samples exactly one")
+        fetch = self._fetch_from(request.prefill_address, request.request_id)
+        pieces = self._engine.decode(prompt, first, fetch, stream=request.stream)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield pb.DecodeResponse(
+                    tokens=wire.write_tokens(piece.tokens),
+                    finish_reason=wire.write_finish(piece.finish),
+                    queue_s=piece.queue_s,
+                    decode_s=piece.decode_s,
+                )
+
+    def _fetch_from(self, address: str, request_id: str) -> FetchKv:
+        async def fetch(from_token: int) -> KvSpan:
+            stub = rpc.PrefillServiceStub(self._channels.get(address))
+            joiner = Joiner()
+            call = stub.FetchKv(
+                pb.FetchKvRequest(request_id=request_id, from_token=from_token, release=True),
+                timeout=self._fetch_timeout_s,
+            )
+            try:
+                async for response in call:
+                    whole = joiner.add(response.block)
+                    if whole is not None:
+                        return wire.read_span(whole)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+            raise Unavailable(f"{address} ended its stream before the keys and values were whole")
+
+        return fetch
+
+
+class WeightServicer(rpc.WeightServiceServicer):
+    """Passes the weights held here on to other workers."""
+
+    def __init__(self, follower: WeightFollower) -> None:
+        self._follower = follower
+
+    async def FetchWeights(
+        self, request: pb.FetchWeightsRequest, context: Any
+    ) -> AsyncIterator[pb.FetchWeightsResponse]:
+        held = self._follower.held
+        if held is None or held.version != request.weight_version:
+            has = "none" if held is None else f"version {held.version}"
+            raise NotFound(f"weights {request.weight_version} are not here; held: {has}")
+        for tensor in held.tensors.values():
+            for chunk in wire.write_tensor(tensor):
+                yield pb.FetchWeightsResponse(tensor=chunk)

@@ -1,0 +1,61 @@
+"""Wiring of a pool instance: store, writer, readers, servicer."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from forge.runtime.service import ServiceContext
+from forge.runtime.telemetry import log
+from forge.v1 import pool_pb2_grpc
+from services.pool.actors import Writer
+from services.pool.config import PoolConfig
+from services.pool.readers import Readers
+from services.pool.service import FULL_NAME, SCOPES, PoolServicer
+from services.pool.store import PoolStore
+
+
+class PoolApp:
+    """One pool instance, from opened store to closed one."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._opened = AsyncExitStack()
+        self._servicer: PoolServicer | None = None
+
+    async def start(self) -> None:
+        config: PoolConfig = self._context.config
+        store = await asyncio.to_thread(_open_store, config)
+        self._opened.push_async_callback(asyncio.to_thread, store.close)
+        readers = Readers(config.reader_threads)
+        self._opened.push_async_callback(readers.close)
+        writer = await self._context.actors.spawn(lambda: Writer(store), name="writer")
+        self._servicer = PoolServicer(store, writer, readers, max_turn_bytes=config.max_turn_bytes)
+        self._context.server.add(
+            pool_pb2_grpc.add_PoolServiceServicer_to_server,
+            self._servicer,
+            full_name=FULL_NAME,
+            scopes=SCOPES,
+        )
+        self._context.metadata["shard"] = store.shard
+        log.info("shard_opened", shard=store.shard, data_dir=config.data_dir)
+
+    async def drain(self) -> None:
+        if self._servicer is not None:
+            self._servicer.drain()
+
+    async def stop(self) -> None:
+        await self._opened.aclose()
+
+
+def _open_store(config: PoolConfig) -> PoolStore:
+    return PoolStore(
+        Path(config.data_dir),
+        shard=config.shard,
+        map_bytes=config.map_bytes,
+        map_max_bytes=config.map_max_bytes,
+        disk_reserve_bytes=config.disk_reserve_bytes,
+        # One each, and one for the writer's thread.
+        max_readers=config.reader_threads + 1,
+    )

@@ -1,0 +1,173 @@
+"""One AppendTurns call: turns in on one side, durable answers out on the other.
+
+Owns the joining of chunks, the bound on what a sender may have in flight, and the order of
+answers. While one batch is being committed the next one gathers, so a stream costs one message to
+the writer per commit, not per turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+
+from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted, Unavailable
+from forge.runtime.actor import ActorRef
+from forge.runtime.rpc.chunks import Joiner
+from forge.v1 import pool_pb2
+from services.pool import validation
+from services.pool.commands import AppendTurns, NewTurn
+
+COMMIT_TIMEOUT_S = 30.0
+BATCH_TURNS = 256
+"""Most turns of one stream in one commit."""
+WINDOW_BYTES = 8 << 20
+"""What may wait for the commit in hand; then the stream is not read, and its sender waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arrival:
+    sequence: int
+    turn: NewTurn | ForgeError
+    """The error by which a turn is refused before it gets to the store."""
+    size_bytes: int
+
+
+class AppendStream:
+    """The state of one call."""
+
+    def __init__(self, writer: ActorRef, *, max_turn_bytes: int) -> None:
+        self._writer = writer
+        self._assembly = _Assembly(max_turn_bytes)
+        self._changed = asyncio.Condition()
+        self._waiting: deque[_Arrival] = deque()
+        self._waiting_bytes = 0
+        self._ended = False
+        self._draining = False
+        self._intake: asyncio.Task[None] | None = None
+
+    async def responses(
+        self, requests: AsyncIterator[pool_pb2.AppendTurnsRequest]
+    ) -> AsyncIterator[pool_pb2.AppendTurnsResponse]:
+        """One answer per turn, in the order of arrival, until the sender is done."""
+        self._intake = asyncio.create_task(self._take_in(requests))
+        try:
+            while batch := await self._next_batch():
+                for response in await self._store(batch):
+                    yield response
+            if self._draining:
+                raise Unavailable("this pool instance is draining: resend what has no answer yet")
+            await self._intake
+        finally:
+            self._intake.cancel()
+            await asyncio.wait({self._intake})
+
+    def drain(self) -> None:
+        """Read no further; answer what has arrived, then end the call."""
+        self._draining = True
+        if self._intake is not None:
+            self._intake.cancel()
+
+    async def _take_in(self, requests: AsyncIterator[pool_pb2.AppendTurnsRequest]) -> None:
+        try:
+            async for request in requests:
+                arrival = self._assembly.add(request)
+                if arrival is None:
+                    continue
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._waiting_bytes < WINDOW_BYTES)
+                    self._waiting.append(arrival)
+                    self._waiting_bytes += arrival.size_bytes
+                    self._changed.notify_all()
+        finally:
+            async with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    async def _next_batch(self) -> list[_Arrival]:
+        """What has arrived since the last one; empty when nothing more will."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._waiting or self._ended)
+            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), BATCH_TURNS))]
+            self._waiting_bytes -= sum(arrival.size_bytes for arrival in batch)
+            self._changed.notify_all()
+        return batch
+
+    async def _store(self, batch: list[_Arrival]) -> list[pool_pb2.AppendTurnsResponse]:
+        turns = tuple(a.turn for a in batch if isinstance(a.turn, NewTurn))
+        try:
+            outcomes = iter(await self._commit(turns))
+        except ForgeError as error:
+            outcomes = iter([error] * len(turns))
+        return [
+            _response(a.sequence, next(outcomes) if isinstance(a.turn, NewTurn) else a.turn)
+            for a in batch
+        ]
+
+    async def _commit(self, turns: tuple[NewTurn, ...]) -> tuple[ForgeError | None, ...]:
+        if not turns:
+            return ()
+        outcomes: tuple[ForgeError | None, ...] = await self._writer.ask(
+            AppendTurns(turns=turns), timeout_s=COMMIT_TIMEOUT_S
+        )
+        return outcomes
+
+
+def _response(sequence: int, error: ForgeError | None) -> pool_pb2.AppendTurnsResponse:
+    if error is None:
+        return pool_pb2.AppendTurnsResponse(sequence=sequence)
+    code: int = grpc.StatusCode[error.code].value[0]
+    return pool_pb2.AppendTurnsResponse(sequence=sequence, status_code=code, error=str(error))
+
+
+class _Assembly:
+    """Joins the chunks of one turn after another."""
+
+    def __init__(self, max_turn_bytes: int) -> None:
+        self._max_turn_bytes = max_turn_bytes
+        self._joiner = Joiner(max_bytes=max_turn_bytes)
+        self._begun: int | None = None
+        """Sequence number of the turn whose chunks are coming in."""
+        self._refusal: InvalidArgument | None = None
+
+    def add(self, request: pool_pb2.AppendTurnsRequest) -> _Arrival | None:
+        """The turn, when this was its last chunk.
+
+        A turn that is too big or no turn at all is refused by itself. Raises `InvalidArgument`
+        when chunks of two turns are mixed: then nothing on the stream can be told apart.
+        """
+        if self._begun not in (None, request.sequence):
+            raise InvalidArgument(
+                f"a chunk of sequence {request.sequence} came before the last one of {self._begun}"
+            )
+        self._begun = request.sequence
+        serialized = self._join(request)
+        if not request.turn.last:
+            return None
+        turn = self._refusal or _checked(serialized)
+        self._begun, self._refusal = None, None
+        return _Arrival(sequence=request.sequence, turn=turn, size_bytes=len(serialized))
+
+    def _join(self, request: pool_pb2.AppendTurnsRequest) -> bytes:
+        """The turn's bytes once it is whole; the chunks after a refusal are dropped."""
+        if self._refusal is None:
+            try:
+                return self._joiner.add(request.turn) or b""
+            except ResourceExhausted:
+                # Not "retry later", which the status of a full queue would mean.
+                limit = self._max_turn_bytes
+                self._refusal = InvalidArgument(f"the turn exceeds max_turn_bytes {limit}")
+            except InvalidArgument as error:
+                self._refusal = error
+            self._joiner = Joiner(max_bytes=self._max_turn_bytes)
+        return b""
+
+
+def _checked(serialized: bytes) -> NewTurn | ForgeError:
+    try:
+        return validation.new_turn(serialized)
+    except InvalidArgument as error:
+        return error

@@ -1,0 +1,89 @@
+"""What may be asked of the writer: one frozen dataclass per change to a shard.
+
+Owns the shape of checked changes; `validation` makes them out of what came over the wire,
+`writes` applies them. Everything in here has been validated by itself; what depends on the
+records already stored has not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from forge.core.trajectory import TrajectoryName
+from forge.v1 import common_pb2
+from services.pool.records import TurnHead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewTurn:
+    """One turn on its way to the disk."""
+
+    trajectory: TrajectoryName
+    head: TurnHead
+    serialized: bytes
+    """The Turn as it arrived; stored, and given out again, byte for byte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendTurns:
+    """Answered by one entry per turn: None once it is on disk, or the ForgeError it met."""
+
+    turns: tuple[NewTurn, ...]
+
+    @property
+    def cost_bytes(self) -> int:
+        return sum(len(turn.serialized) for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendRewards:
+    trajectory: TrajectoryName
+    rewards: tuple[common_pb2.RewardEvent, ...]
+
+    @property
+    def cost_bytes(self) -> int:
+        return sum(reward.ByteSize() for reward in self.rewards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealTrajectory:
+    """Answered by the TrajectorySummary."""
+
+    trajectory: TrajectoryName
+    domain: str
+    turns: int
+    """How many turns there must be; an abandoned trajectory is taken as it is."""
+    rewards: tuple[common_pb2.RewardEvent, ...]
+    state: int
+    """SEALED or ABANDONED."""
+    reason: str
+    sealed_unix_s: float
+
+    @property
+    def cost_bytes(self) -> int:
+        return sum(reward.ByteSize() for reward in self.rewards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutGroups:
+    groups: tuple[common_pb2.GroupRecord, ...]
+    fence: int
+    """Revision of the writer's leadership."""
+
+    @property
+    def cost_bytes(self) -> int:
+        return sum(group.ByteSize() for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetGroupStates:
+    states: dict[str, common_pb2.GroupRecord] = field(default_factory=dict)
+    """By task id: a GroupRecord with state, batch, step and reason alone."""
+    fence: int
+
+    @property
+    def cost_bytes(self) -> int:
+        return sum(state.ByteSize() for state in self.states.values())
+
+
+Command = AppendTurns | AppendRewards | SealTrajectory | PutGroups | SetGroupStates

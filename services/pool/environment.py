@@ -1,0 +1,241 @@
+"""The LMDB environment of one shard: opening, transactions, growth and what the disk answers.
+
+Owns the files in the data directory, their lock, the schema version and the size of the map.
+Knows nothing of groups and trajectories. Every exception that leaves it is a `ForgeError` or a
+defect.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import lmdb
+
+from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
+from services.pool.records import Records, Table
+
+SCHEMA_VERSION = 1
+"""Raise it with every change that old code cannot read."""
+
+DISK_RETRY_S = 2.0
+"""When to try again after the disk was full."""
+
+_SCHEMA_KEY = b"schema_version"
+# A write cut short, which is how a full disk or a quota shows itself in a large page run, comes
+# out of LMDB as EIO.
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
+T = TypeVar("T")
+
+
+class Environment:
+    """One open shard. `write` from one thread only; `read` from any number."""
+
+    def __init__(
+        self, directory: Path, *, map_bytes: int, map_max_bytes: int, max_readers: int
+    ) -> None:
+        """Opens or creates the shard in `directory`.
+
+        Raises `ConfigError` when the directory cannot be used or another process has it, or when
+        its schema is not this one's; `DataLoss` when what lies there is no intact shard.
+        """
+        self.directory = directory
+        self._map_max_bytes = map_max_bytes
+        self._gate = _Gate()
+        self._lock: int | None = _lock_directory(directory)
+        try:
+            self._lmdb = self._open(map_bytes, max_readers)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        try:
+            with _disk_errors():
+                self._databases = {
+                    table: self._lmdb.open_db(table.value.encode()) for table in Table
+                }
+            # The files' names must survive a power loss as their content does.
+            os.fsync(self._lock)
+            self._check_schema()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, map_bytes: int, max_readers: int) -> lmdb.Environment:
+        try:
+            return lmdb.open(
+                str(self.directory),
+                # A shard that has grown beyond the setting opens at the size it has.
+                map_size=max(map_bytes, _file_bytes(self.directory / "data.mdb")),
+                max_dbs=len(Table),
+                max_readers=max_readers,
+                max_spare_txns=max_readers,
+            )
+        except (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError) as error:
+            raise DataLoss(
+                f"{self.directory} holds no pool shard that can be read: {error}"
+            ) from None
+        except lmdb.Error as error:
+            raise ConfigError(f"data_dir {self.directory} cannot be opened: {error}") from None
+
+    def _check_schema(self) -> None:
+        found = self.read(lambda records: records.get(Table.META, _SCHEMA_KEY))
+        if found is None:
+            version = str(SCHEMA_VERSION).encode()
+            self.write(lambda records: records.put(Table.META, _SCHEMA_KEY, version))
+        elif found != str(SCHEMA_VERSION).encode():
+            raise ConfigError(
+                f"{self.directory} has pool schema version {bytes(found).decode()}, but this "
+                f"program reads and writes version {SCHEMA_VERSION}: start the version that wrote "
+                "it, or another data_dir"
+            )
+
+    def read(self, look: Callable[[Records], T]) -> T:
+        """What `look` finds in one consistent snapshot.
+
+        It sees memoryviews into the map, which end with the snapshot: it must copy what it
+        returns. Readers wait for nobody, but for the moment in which the map grows.
+        """
+        with self._gate.shared(), _disk_errors(), self._lmdb.begin(buffers=True) as transaction:
+            return look(Records(transaction, self._databases))
+
+    def write(self, change: Callable[[Records], T]) -> T:
+        """Applies `change` in one transaction and returns once it is on disk.
+
+        When the map is full it grows and `change` runs again from the start. Raises
+        `ResourceExhausted` when the disk or the map's ceiling is reached; nothing of `change` is
+        then stored, and everything stored before is intact.
+        """
+        while True:
+            try:
+                with _disk_errors(), self._lmdb.begin(write=True) as transaction:
+                    return change(Records(transaction, self._databases))
+            except lmdb.MapFullError:
+                self._grow()
+
+    def _grow(self) -> None:
+        size = self.map_bytes
+        if size >= self._map_max_bytes:
+            raise ResourceExhausted(
+                f"the pool shard is full: its map has reached map_max_bytes {self._map_max_bytes}",
+                retry_after_s=DISK_RETRY_S,
+            )
+        # The map moves, so nobody may look into it meanwhile.
+        with self._gate.exclusive():
+            self._lmdb.set_mapsize(min(2 * size, self._map_max_bytes))
+
+    @property
+    def map_bytes(self) -> int:
+        size: int = self._lmdb.info()["map_size"]
+        return size
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the file, pages free for reuse included."""
+        return int((self._lmdb.info()["last_pgno"] + 1) * self._lmdb.stat()["psize"])
+
+    @property
+    def disk_free_bytes(self) -> int:
+        disk = os.statvfs(self.directory)
+        return disk.f_bavail * disk.f_frsize
+
+    def close(self) -> None:
+        """Waits for readers; closing twice is harmless."""
+        with self._gate.exclusive():
+            self._lmdb.close()
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+
+
+class _Gate:
+    """Lets readers in freely, and out before the map moves."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._readers = 0
+        self._moving = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._moving)
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        with self._changed:
+            self._moving = True
+            self._changed.wait_for(lambda: self._readers == 0)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._moving = False
+                self._changed.notify_all()
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Tells a disk without room and a damaged file from defects."""
+    try:
+        yield
+    except lmdb.DiskError as error:
+        raise _no_room(error) from None
+    except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
+        raise DataLoss(f"the pool shard is damaged: {error}") from None
+    except lmdb.MapFullError:
+        raise
+    except lmdb.Error as error:
+        if error.code not in _NO_ROOM:
+            raise
+        raise _no_room(error) from None
+
+
+def _no_room(error: lmdb.Error) -> ResourceExhausted:
+    return ResourceExhausted(
+        "the disk did not take the commit (full, over a quota, or failing), so nothing of it is "
+        f"stored: {error}",
+        retry_after_s=DISK_RETRY_S,
+    )
+
+
+def _lock_directory(directory: Path) -> int:
+    """An open descriptor of `directory`, locked until it is closed or the process ends."""
+    try:
+        if not directory.exists():
+            directory.mkdir(parents=True)
+            _sync_directory(directory.parent)
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"data_dir {directory} cannot be used: {error.strerror}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"data_dir {directory} is in use by another pool instance") from None
+    return descriptor
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _file_bytes(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -1,0 +1,68 @@
+"""Keys of the store: how names become bytes whose order is the order of a range scan.
+
+Owns the layout of keys and nothing of values. A task id holds no colon and numbers have a fixed
+width, so no trajectory's key is a prefix of another's: everything of a task, and everything of a
+trajectory, lies together and is found by one prefix.
+
+    groups, states    task
+    queue             purpose(u8) queue_index(u64) task
+    trajectories      task ":" rollout(u32) attempt(u32)
+    turns             task ":" rollout(u32) attempt(u32) turn(u32)
+    rewards           task ":" rollout(u32) attempt(u32) event_id
+
+Numbers are big-endian, so that bytes sort as the numbers do. The longest key is a reward's: 200 +
+1 + 8 + MAX_EVENT_ID_BYTES, below the 511 bytes LMDB allows.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from forge.core.trajectory import TaskId, TrajectoryName
+
+MAX_EVENT_ID_BYTES = 256
+
+_QUEUE = struct.Struct(">BQ")
+_NUMBERS = struct.Struct(">II")
+_TURN = struct.Struct(">I")
+
+
+def group_key(task_id: str) -> bytes:
+    return task_id.encode()
+
+
+def queue_key(purpose: int, queue_index: int, task_id: str) -> bytes:
+    return _QUEUE.pack(purpose, queue_index) + task_id.encode()
+
+
+def task_of_queue_key(key: bytes) -> TaskId:
+    return TaskId(key[_QUEUE.size :].decode())
+
+
+def task_prefix(task_id: str) -> bytes:
+    """Prefix of every trajectory of a task."""
+    return task_id.encode() + b":"
+
+
+def trajectory_key(name: TrajectoryName) -> bytes:
+    """Also the prefix of every turn and reward of the trajectory."""
+    return task_prefix(name.task_id) + _NUMBERS.pack(name.rollout_index, name.attempt)
+
+
+def name_of_trajectory_key(key: bytes) -> TrajectoryName:
+    rollout_index, attempt = _NUMBERS.unpack(key[-_NUMBERS.size :])
+    task_id = TaskId(key[: -_NUMBERS.size - 1].decode())
+    return TrajectoryName(task_id=task_id, rollout_index=rollout_index, attempt=attempt)
+
+
+def turn_key(trajectory: bytes, turn_index: int) -> bytes:
+    return trajectory + _TURN.pack(turn_index)
+
+
+def index_of_turn_key(key: bytes) -> int:
+    index: int = _TURN.unpack(key[-_TURN.size :])[0]
+    return index
+
+
+def reward_key(trajectory: bytes, event_id: str) -> bytes:
+    return trajectory + event_id.encode()

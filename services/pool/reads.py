@@ -1,0 +1,123 @@
+"""What can be read from a shard: summaries, whole trajectories, groups in queue order.
+
+Owns the way from stored records to messages. Writes nothing, and every function sees one snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forge.core.errors import DataLoss, NotFound
+from forge.core.trajectory import TrajectoryName
+from forge.v1 import common_pb2, pool_pb2
+from services.pool.keys import (
+    group_key,
+    name_of_trajectory_key,
+    task_of_queue_key,
+    task_prefix,
+    trajectory_key,
+)
+from services.pool.records import Payload, Records, Table, turn_of_payload
+from services.pool.summaries import header_of, rewards_of, summarize, turns_of
+
+_LENGTH_DELIMITED = 2
+
+
+def summaries(
+    records: Records, names: Sequence[TrajectoryName]
+) -> list[common_pb2.TrajectorySummary]:
+    """In the order asked; unknown ones are left out."""
+    found = (summarize(records, name) for name in names)
+    return [summary for summary in found if summary is not None]
+
+
+def trajectories(
+    records: Records, names: Sequence[TrajectoryName], *, limit_bytes: int
+) -> list[bytes]:
+    """Serialized Trajectories in the order asked, until they reach `limit_bytes`."""
+    found: list[bytes] = []
+    size_bytes = 0
+    for name in names:
+        found.append(_trajectory(records, name))
+        size_bytes += len(found[-1])
+        if size_bytes >= limit_bytes:
+            break
+    return found
+
+
+def _trajectory(records: Records, name: TrajectoryName) -> bytes:
+    """Raises `NotFound`, and `DataLoss` when a record is not intact.
+
+    Turns and rewards are stored as they are sent, so they are framed and joined, not parsed:
+    concatenated protobuf encodings merge.
+    """
+    key = trajectory_key(name)
+    header = header_of(records, key)
+    if header is None:
+        raise NotFound(f"trajectory {name} is not on this shard")
+    message = common_pb2.Trajectory(
+        trajectory_id=name.trajectory_id,
+        task_id=name.task_id,
+        domain=header.domain,
+        state=common_pb2.TrajectoryState.ValueType(header.state),
+        reason=header.reason,
+        sealed_unix_s=header.sealed_unix_s,
+    )
+    pieces: list[Payload] = [message.SerializeToString()]
+    for _, payload in turns_of(records, key):
+        turn = turn_of_payload(payload)
+        pieces += (_frame(common_pb2.Trajectory.TURNS_FIELD_NUMBER, len(turn)), turn)
+    for reward in rewards_of(records, key):
+        pieces += (_frame(common_pb2.Trajectory.REWARDS_FIELD_NUMBER, len(reward)), reward)
+    return b"".join(pieces)
+
+
+def _frame(field_number: int, length: int) -> bytes:
+    """Tag and length before one length-delimited field of a protobuf message."""
+    return _varint(field_number << 3 | _LENGTH_DELIMITED) + _varint(length)
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPage:
+    """Some groups with their trajectories, in queue order."""
+
+    groups: list[pool_pb2.ScanGroupsResponse]
+    last_key: bytes
+    """Continue after it; b"" when nothing is left."""
+
+
+def groups(records: Records, *, after: bytes, limit: int, limit_bytes: int) -> GroupPage:
+    """The groups whose queue key follows `after`, until one of the limits is reached."""
+    page: list[pool_pb2.ScanGroupsResponse] = []
+    size_bytes = 0
+    for key, _ in records.scan(Table.QUEUE, after=after):
+        response = _group(records, task_of_queue_key(key))
+        page.append(response)
+        size_bytes += response.ByteSize()
+        if len(page) >= limit or size_bytes >= limit_bytes:
+            return GroupPage(groups=page, last_key=key)
+    return GroupPage(groups=page, last_key=b"")
+
+
+def _group(records: Records, task_id: str) -> pool_pb2.ScanGroupsResponse:
+    record = records.get(Table.GROUPS, group_key(task_id))
+    state = records.get(Table.STATES, group_key(task_id))
+    if record is None or state is None:
+        raise DataLoss(f"group {task_id} is queued but has no record")
+    group = common_pb2.GroupRecord.FromString(bytes(record))
+    group.MergeFromString(bytes(state))
+    names = [
+        name_of_trajectory_key(key)
+        for key, _ in records.scan(Table.TRAJECTORIES, prefix=task_prefix(task_id))
+    ]
+    return pool_pb2.ScanGroupsResponse(group=group, trajectories=summaries(records, names))

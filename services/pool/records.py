@@ -1,0 +1,179 @@
+"""Values of the store: what is written under each key, and the checksum that guards it.
+
+Owns the encoding of records and the view of one transaction as checked records. Owns no rule
+about which records may be written. Every value is
+
+    crc32(key, payload) as u32, payload
+
+and is verified whenever it is read, so that a flipped bit, a torn page or a value under the wrong
+key is `DataLoss` and never a wrong token.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+from zlib import crc32
+
+import msgspec
+
+from forge.core.errors import DataLoss
+from forge.v1 import common_pb2
+
+Payload = bytes | memoryview
+"""A memoryview points into the map: copy what must outlive the transaction."""
+
+_CHECKSUM = struct.Struct("<I")
+_TURN_HEAD = struct.Struct("<iIIIii")
+
+
+class Table(Enum):
+    """The named databases of a shard; the value is the name on disk."""
+
+    META = "meta"
+    GROUPS = "groups"
+    """What never changes about a group: a GroupRecord without its state."""
+    STATES = "group_states"
+    """What does: a GroupRecord with only state, batch, step and reason."""
+    QUEUE = "queue"
+    """Queue order of the groups; the key says it all."""
+    TRAJECTORIES = "trajectories"
+    TURNS = "turns"
+    """A TurnHead, then the serialized Turn as it arrived."""
+    REWARDS = "rewards"
+
+
+class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """What a shard knows of a trajectory beside its turns and rewards.
+
+    Stored as an array: a field added at the end, with a default, reads old records.
+    """
+
+    state: int = common_pb2.TRAJECTORY_STATE_OPEN
+    domain: str = ""
+    """Known once sealed."""
+    turns: int = 0
+    """This and the three below are counted at the seal; until then the turns tell."""
+    sampled_tokens: int = 0
+    min_weight_version: int = -1
+    max_weight_version: int = -1
+    sealed_unix_s: float = 0.0
+    reason: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self.state == common_pb2.TRAJECTORY_STATE_OPEN
+
+
+_header_encoder = msgspec.msgpack.Encoder()
+_header_decoder = msgspec.msgpack.Decoder(TrajectoryHeader)
+
+
+def encode_header(header: TrajectoryHeader) -> bytes:
+    return _header_encoder.encode(header)
+
+
+def decode_header(payload: Payload) -> TrajectoryHeader:
+    return _header_decoder.decode(payload)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnHead:
+    """What a seal and a summary need of a turn, readable without parsing the turn."""
+
+    turn_index: int
+    parent_turn: int
+    prefix_tokens: int
+    prompt_tokens: int
+    sampled_tokens: int
+    min_weight_version: int
+    """Over the sampled tokens; -1 when there are none."""
+    max_weight_version: int
+
+    @property
+    def new_tokens(self) -> int:
+        return self.prompt_tokens + self.sampled_tokens
+
+
+def encode_turn(head: TurnHead, turn: bytes) -> bytes:
+    return (
+        _TURN_HEAD.pack(
+            head.parent_turn,
+            head.prefix_tokens,
+            head.prompt_tokens,
+            head.sampled_tokens,
+            head.min_weight_version,
+            head.max_weight_version,
+        )
+        + turn
+    )
+
+
+def decode_turn_head(turn_index: int, payload: Payload) -> TurnHead:
+    parent, prefix, prompt, sampled, low, high = _TURN_HEAD.unpack_from(payload)
+    return TurnHead(
+        turn_index=turn_index,
+        parent_turn=parent,
+        prefix_tokens=prefix,
+        prompt_tokens=prompt,
+        sampled_tokens=sampled,
+        min_weight_version=low,
+        max_weight_version=high,
+    )
+
+
+def turn_of_payload(payload: Payload) -> Payload:
+    """The serialized Turn as it arrived."""
+    return payload[_TURN_HEAD.size :]
+
+
+def seal_value(key: bytes, payload: bytes) -> bytes:
+    """`payload` with its checksum, as it lies on disk."""
+    return _CHECKSUM.pack(crc32(payload, crc32(key))) + payload
+
+
+def open_value(table: Table, key: bytes, value: Payload) -> Payload:
+    """The payload of `value`; raises `DataLoss` naming the record when it is not intact."""
+    payload = value[_CHECKSUM.size :]
+    if len(value) < _CHECKSUM.size or crc32(payload, crc32(key)) != _CHECKSUM.unpack_from(value)[0]:
+        raise DataLoss(f"the checksum of record {key!r} in {table.value} does not match")
+    return payload
+
+
+class Records:
+    """One LMDB transaction seen as checked records."""
+
+    def __init__(self, transaction: Any, databases: dict[Table, Any]) -> None:
+        self._transaction = transaction
+        self._databases = databases
+
+    def get(self, table: Table, key: bytes) -> Payload | None:
+        value = self._transaction.get(key, db=self._databases[table])
+        return None if value is None else open_value(table, key, value)
+
+    def put(self, table: Table, key: bytes, payload: bytes) -> None:
+        self._transaction.put(key, seal_value(key, payload), db=self._databases[table])
+
+    def delete(self, table: Table, key: bytes) -> None:
+        self._transaction.delete(key, db=self._databases[table])
+
+    def scan(
+        self, table: Table, *, prefix: bytes = b"", after: bytes = b""
+    ) -> Iterator[tuple[bytes, Payload]]:
+        """Records whose key starts with `prefix` and is greater than `after`, in key order."""
+        with self._transaction.cursor(db=self._databases[table]) as cursor:
+            found = cursor.set_range(max(prefix, after))
+            while found:
+                key = bytes(cursor.key())
+                if not key.startswith(prefix):
+                    return
+                if key != after:
+                    yield key, open_value(table, key, cursor.value())
+                found = cursor.next()
+
+    def count(self, table: Table) -> int:
+        entries: int = self._transaction.stat(self._databases[table])["entries"]
+        return entries

@@ -1,0 +1,135 @@
+"""PoolService over gRPC: decode, ask the writer or a reader, encode.
+
+Owns no state but the open append streams.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from typing import Any
+
+from forge.core.trajectory import TrajectoryName, parse_trajectory_id
+from forge.runtime.actor import ActorRef
+from forge.runtime.rpc.chunks import split
+from forge.v1 import pool_pb2, pool_pb2_grpc
+from services.pool import validation
+from services.pool.append_stream import COMMIT_TIMEOUT_S, AppendStream
+from services.pool.commands import Command
+from services.pool.readers import Readers
+from services.pool.store import PoolStore
+
+FULL_NAME = "forge.v1.PoolService"
+SCOPES = {
+    # Operators look; only the middleware writes.
+    "ScanGroups": "operator",
+    "GetSummaries": "operator",
+    "FetchTrajectories": "operator",
+    "GetPoolStats": "operator",
+}
+
+
+class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
+    """One shard's side of every call; pool.proto says what each promises."""
+
+    def __init__(
+        self, store: PoolStore, writer: ActorRef, readers: Readers, *, max_turn_bytes: int
+    ) -> None:
+        self._store = store
+        self._writer = writer
+        self._readers = readers
+        self._max_turn_bytes = max_turn_bytes
+        self._streams: set[AppendStream] = set()
+        self._draining = False
+
+    async def PutGroups(
+        self, request: pool_pb2.PutGroupsRequest, context: Any
+    ) -> pool_pb2.PutGroupsResponse:
+        await self._commit(validation.put_groups(request, shard=self._store.shard), context)
+        return pool_pb2.PutGroupsResponse()
+
+    async def SetGroupStates(
+        self, request: pool_pb2.SetGroupStatesRequest, context: Any
+    ) -> pool_pb2.SetGroupStatesResponse:
+        await self._commit(validation.set_group_states(request), context)
+        return pool_pb2.SetGroupStatesResponse()
+
+    async def ScanGroups(
+        self, request: pool_pb2.ScanGroupsRequest, context: Any
+    ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
+        page = await self._readers.run(self._store.groups)
+        while True:
+            for response in page.groups:
+                yield response
+            if not page.last_key:
+                return
+            page = await self._readers.run(partial(self._store.groups, after=page.last_key))
+
+    async def AppendTurns(
+        self, request_iterator: AsyncIterator[pool_pb2.AppendTurnsRequest], context: Any
+    ) -> AsyncIterator[pool_pb2.AppendTurnsResponse]:
+        stream = AppendStream(self._writer, max_turn_bytes=self._max_turn_bytes)
+        self._streams.add(stream)
+        if self._draining:
+            stream.drain()
+        try:
+            async for response in stream.responses(request_iterator):
+                yield response
+        finally:
+            self._streams.discard(stream)
+
+    async def AppendRewards(
+        self, request: pool_pb2.AppendRewardsRequest, context: Any
+    ) -> pool_pb2.AppendRewardsResponse:
+        await self._commit(validation.append_rewards(request), context)
+        return pool_pb2.AppendRewardsResponse()
+
+    async def SealTrajectory(
+        self, request: pool_pb2.SealTrajectoryRequest, context: Any
+    ) -> pool_pb2.SealTrajectoryResponse:
+        command = validation.seal_trajectory(request, now_unix_s=time.time())
+        return pool_pb2.SealTrajectoryResponse(summary=await self._commit(command, context))
+
+    async def GetSummaries(
+        self, request: pool_pb2.GetSummariesRequest, context: Any
+    ) -> pool_pb2.GetSummariesResponse:
+        names = [parse_trajectory_id(text) for text in request.trajectory_ids]
+        summaries = await self._readers.run(partial(self._store.summaries, names))
+        return pool_pb2.GetSummariesResponse(summaries=summaries)
+
+    async def FetchTrajectories(
+        self, request: pool_pb2.FetchTrajectoriesRequest, context: Any
+    ) -> AsyncIterator[pool_pb2.FetchTrajectoriesResponse]:
+        names = [parse_trajectory_id(text) for text in request.trajectory_ids]
+        while names:
+            found = await self._readers.run(partial(self._store.trajectories, names))
+            for name, trajectory in zip(names, found, strict=False):
+                for response in _pieces(name, trajectory):
+                    yield response
+            names = names[len(found) :]
+
+    async def GetPoolStats(
+        self, request: pool_pb2.GetPoolStatsRequest, context: Any
+    ) -> pool_pb2.GetPoolStatsResponse:
+        return await self._readers.run(self._store.stats)
+
+    def drain(self) -> None:
+        """Ends the append streams, which would otherwise stay open for as long as we live."""
+        self._draining = True
+        for stream in self._streams:
+            stream.drain()
+
+    async def _commit(self, command: Command, context: Any) -> Any:
+        left_s = context.time_remaining()
+        timeout_s = COMMIT_TIMEOUT_S if left_s is None else min(left_s, COMMIT_TIMEOUT_S)
+        return await self._writer.ask(command, timeout_s=timeout_s)
+
+
+def _pieces(
+    name: TrajectoryName, trajectory: bytes
+) -> Iterator[pool_pb2.FetchTrajectoriesResponse]:
+    return (
+        pool_pb2.FetchTrajectoriesResponse(trajectory_id=name.trajectory_id, trajectory=chunk)
+        for chunk in split(trajectory)
+    )

@@ -1,0 +1,151 @@
+"""One shard of the pool on disk: group commits in, snapshots out.
+
+Owns the shard's identity and what is refused before the disk is full. The rules of a change are in
+`writes`, what can be read in `reads`, the files in `environment`. Knows no gRPC and no event loop:
+`commit` blocks until the disk has it and belongs to one thread, everything else may be called
+from any.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from forge.core.errors import ConfigError, ResourceExhausted
+from forge.core.trajectory import TrajectoryName
+from forge.v1 import common_pb2, pool_pb2
+from services.pool import reads, writes
+from services.pool.commands import AppendTurns, Command
+from services.pool.environment import DISK_RETRY_S, Environment
+from services.pool.records import Records, Table
+
+_SHARD_KEY = b"shard"
+
+
+class PoolStore:
+    """Everything a pool instance keeps."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        shard: str = "",
+        map_bytes: int = 1 << 28,
+        map_max_bytes: int = 1 << 40,
+        disk_reserve_bytes: int = 0,
+        max_readers: int = 16,
+    ) -> None:
+        """Opens the shard in `directory`, or makes it.
+
+        `shard` names it; empty takes the name it has, or draws one. Turns are refused when less
+        than `disk_reserve_bytes` are free, so that seals and batch states still find room. Raises
+        `ConfigError` or `DataLoss` when the shard cannot be opened.
+        """
+        self._environment = Environment(
+            directory, map_bytes=map_bytes, map_max_bytes=map_max_bytes, max_readers=max_readers
+        )
+        self._disk_reserve_bytes = disk_reserve_bytes
+        try:
+            self.shard = self._environment.write(lambda records: _settle_name(records, shard))
+            """Name of this shard, drawn once and kept with the data."""
+        except BaseException:
+            self.close()
+            raise
+
+    def commit(self, commands: Sequence[Command]) -> list[Any]:
+        """Carries out `commands` in order and returns once they are on disk, in one fsync.
+
+        One answer per command, or the ForgeError by which it was refused. Raises
+        `ResourceExhausted` when the disk did not take it: then nothing of any of them is stored.
+        """
+        full = self._disk_is_scarce()
+
+        def change(records: Records) -> list[Any]:
+            return [
+                full
+                if full and isinstance(command, AppendTurns)
+                else writes.apply(command, records)
+                for command in commands
+            ]
+
+        return self._environment.write(change)
+
+    def _disk_is_scarce(self) -> ResourceExhausted | None:
+        free_bytes = self._environment.disk_free_bytes
+        if free_bytes >= self._disk_reserve_bytes:
+            return None
+        return ResourceExhausted(
+            f"pool shard {self.shard} takes no turns: its disk has {free_bytes} bytes "
+            f"free, less than disk_reserve_bytes {self._disk_reserve_bytes}",
+            retry_after_s=DISK_RETRY_S,
+        )
+
+    def summaries(self, names: Sequence[TrajectoryName]) -> list[common_pb2.TrajectorySummary]:
+        """In the order asked; unknown ones are left out."""
+        return self._environment.read(lambda records: reads.summaries(records, names))
+
+    def trajectories(
+        self, names: Sequence[TrajectoryName], *, limit_bytes: int = 1 << 22
+    ) -> list[bytes]:
+        """Serialized Trajectories, the first of `names` and on until they reach `limit_bytes`.
+
+        Raises `NotFound` naming the first unknown one, `DataLoss` for one that is not intact.
+        """
+        return self._environment.read(
+            lambda records: reads.trajectories(records, names, limit_bytes=limit_bytes)
+        )
+
+    def groups(
+        self, *, after: bytes = b"", limit: int = 64, limit_bytes: int = 1 << 22
+    ) -> reads.GroupPage:
+        """A page of groups in queue order, each page its own snapshot."""
+        return self._environment.read(
+            lambda records: reads.groups(records, after=after, limit=limit, limit_bytes=limit_bytes)
+        )
+
+    def stats(self) -> pool_pb2.GetPoolStatsResponse:
+        """Counts and sizes."""
+
+        def count(records: Records) -> dict[Table, int]:
+            return {table: records.count(table) for table in Table}
+
+        counts = self._environment.read(count)
+        return pool_pb2.GetPoolStatsResponse(
+            pool_shard=self.shard,
+            groups=counts[Table.GROUPS],
+            trajectories=counts[Table.TRAJECTORIES],
+            turns=counts[Table.TURNS],
+            used_bytes=self._environment.used_bytes,
+            map_bytes=self._environment.map_bytes,
+            disk_free_bytes=self._environment.disk_free_bytes,
+        )
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the file, pages free for reuse included."""
+        return self._environment.used_bytes
+
+    @property
+    def disk_free_bytes(self) -> int:
+        return self._environment.disk_free_bytes
+
+    def close(self) -> None:
+        """Waits for readers; what was acknowledged needs nothing from this."""
+        self._environment.close()
+
+
+def _settle_name(records: Records, wanted: str) -> str:
+    stored = records.get(Table.META, _SHARD_KEY)
+    if stored is None:
+        name = wanted or f"shard-{uuid.uuid4().hex[:8]}"
+        records.put(Table.META, _SHARD_KEY, name.encode())
+        return name
+    name = bytes(stored).decode()
+    if wanted not in ("", name):
+        raise ConfigError(
+            f"shard {wanted!r} was asked for, but data_dir holds shard {name!r}: "
+            "leave shard empty, or give another data_dir"
+        )
+    return name

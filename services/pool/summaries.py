@@ -1,0 +1,77 @@
+"""What the records of one trajectory amount to, for writers and readers alike.
+
+Owns counting; reads through `Records` and writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from forge.core.trajectory import TrajectoryName
+from forge.v1 import common_pb2
+from services.pool.keys import index_of_turn_key, trajectory_key
+from services.pool.records import (
+    Payload,
+    Records,
+    Table,
+    TrajectoryHeader,
+    TurnHead,
+    decode_header,
+    decode_turn_head,
+)
+
+
+def header_of(records: Records, trajectory: bytes) -> TrajectoryHeader | None:
+    payload = records.get(Table.TRAJECTORIES, trajectory)
+    return None if payload is None else decode_header(payload)
+
+
+def turns_of(records: Records, trajectory: bytes) -> Iterator[tuple[TurnHead, Payload]]:
+    """Every turn in order, as its head and its stored payload."""
+    for key, payload in records.scan(Table.TURNS, prefix=trajectory):
+        yield decode_turn_head(index_of_turn_key(key), payload), payload
+
+
+def rewards_of(records: Records, trajectory: bytes) -> Iterator[Payload]:
+    """Every serialized RewardEvent, in order of event id."""
+    for _, payload in records.scan(Table.REWARDS, prefix=trajectory):
+        yield payload
+
+
+def count_turns(header: TrajectoryHeader, heads: Sequence[TurnHead]) -> TrajectoryHeader:
+    """`header` with what `heads` add up to."""
+    sampled = [head for head in heads if head.sampled_tokens]
+    return TrajectoryHeader(
+        state=header.state,
+        domain=header.domain,
+        turns=len(heads),
+        sampled_tokens=sum(head.sampled_tokens for head in heads),
+        min_weight_version=min((head.min_weight_version for head in sampled), default=-1),
+        max_weight_version=max((head.max_weight_version for head in sampled), default=-1),
+        sealed_unix_s=header.sealed_unix_s,
+        reason=header.reason,
+    )
+
+
+def summarize(records: Records, name: TrajectoryName) -> common_pb2.TrajectorySummary | None:
+    """None when nothing of the trajectory is stored."""
+    key = trajectory_key(name)
+    header = header_of(records, key)
+    if header is None:
+        return None
+    if header.is_open:
+        header = count_turns(header, [head for head, _ in turns_of(records, key)])
+    return common_pb2.TrajectorySummary(
+        trajectory_id=name.trajectory_id,
+        task_id=name.task_id,
+        state=common_pb2.TrajectoryState.ValueType(header.state),
+        turns=header.turns,
+        sampled_tokens=header.sampled_tokens,
+        rewards=[
+            common_pb2.RewardEvent.FromString(bytes(reward)) for reward in rewards_of(records, key)
+        ],
+        min_weight_version=header.min_weight_version,
+        max_weight_version=header.max_weight_version,
+        sealed_unix_s=header.sealed_unix_s,
+        reason=header.reason,
+    )

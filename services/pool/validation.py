@@ -1,0 +1,172 @@
+"""From messages to commands: everything that can be checked without looking at the store.
+
+Owns the edge. Each function raises `InvalidArgument` with a message that names the field and the
+value; what comes out is safe to store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from google.protobuf.message import DecodeError
+
+from forge.core.errors import InvalidArgument
+from forge.core.trajectory import (
+    check_columns,
+    check_task_id,
+    float32_array,
+    int32_array,
+    parse_trajectory_id,
+)
+from forge.v1 import common_pb2, pool_pb2
+from services.pool.commands import (
+    AppendRewards,
+    NewTurn,
+    PutGroups,
+    SealTrajectory,
+    SetGroupStates,
+)
+from services.pool.keys import MAX_EVENT_ID_BYTES
+from services.pool.records import TurnHead
+
+MAX_PAYLOAD_BYTES = 1 << 20
+"""Of one task's payload_json."""
+
+_SEALS = (common_pb2.TRAJECTORY_STATE_SEALED, common_pb2.TRAJECTORY_STATE_ABANDONED)
+
+
+def new_turn(serialized: bytes) -> NewTurn:
+    """Checks a serialized Turn and takes out what the store needs to know of it."""
+    try:
+        turn = common_pb2.Turn.FromString(serialized)
+    except DecodeError as error:
+        raise InvalidArgument(f"the {len(serialized)} bytes sent are no Turn: {error}") from None
+    name = parse_trajectory_id(turn.trajectory_id)
+    try:
+        return NewTurn(trajectory=name, head=_turn_head(turn), serialized=serialized)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"turn {turn.turn_index} of {name}: {error}") from None
+
+
+def _turn_head(turn: common_pb2.Turn) -> TurnHead:
+    sampled = turn.sampled
+    check_columns(
+        prompt_ids=turn.prompt_ids,
+        sampled_ids=sampled.ids,
+        logprobs=sampled.logprobs,
+        weight_versions=sampled.weight_versions,
+    )
+    if not -1 <= turn.parent_turn < turn.turn_index:
+        raise InvalidArgument(f"parent_turn {turn.parent_turn} must be -1 or an earlier turn")
+    if turn.parent_turn == -1 and turn.prefix_tokens:
+        raise InvalidArgument(f"prefix_tokens is {turn.prefix_tokens} but there is no parent_turn")
+    _check_not_negative("prompt_ids", turn.prompt_ids)
+    _check_not_negative("sampled.ids", sampled.ids)
+    _check_not_negative("sampled.weight_versions", sampled.weight_versions)
+    # A sum is finite only if every term is, and it runs at the speed of C.
+    if not math.isfinite(sum(float32_array(sampled.logprobs))):
+        raise InvalidArgument("sampled.logprobs holds a value that is not finite")
+    if not (math.isfinite(turn.temperature) and turn.temperature >= 0):
+        raise InvalidArgument(f"temperature {turn.temperature} must be finite and not negative")
+    versions = int32_array(sampled.weight_versions)
+    return TurnHead(
+        turn_index=turn.turn_index,
+        parent_turn=turn.parent_turn,
+        prefix_tokens=turn.prefix_tokens,
+        prompt_tokens=len(turn.prompt_ids) // 4,
+        sampled_tokens=len(versions),
+        min_weight_version=min(versions, default=-1),
+        max_weight_version=max(versions, default=-1),
+    )
+
+
+def _check_not_negative(field: str, column: bytes) -> None:
+    lowest = min(int32_array(column), default=0)
+    if lowest < 0:
+        raise InvalidArgument(f"{field} holds {lowest}, which must not be negative")
+
+
+def append_rewards(request: pool_pb2.AppendRewardsRequest) -> AppendRewards:
+    return AppendRewards(
+        trajectory=parse_trajectory_id(request.trajectory_id), rewards=_rewards(request.rewards)
+    )
+
+
+def seal_trajectory(
+    request: pool_pb2.SealTrajectoryRequest, *, now_unix_s: float
+) -> SealTrajectory:
+    name = parse_trajectory_id(request.trajectory_id)
+    if request.task_id not in ("", name.task_id):
+        raise InvalidArgument(f"task_id {request.task_id!r} is not the task of trajectory {name}")
+    if request.state not in _SEALS:
+        raise InvalidArgument(f"state {request.state} must be SEALED or ABANDONED")
+    return SealTrajectory(
+        trajectory=name,
+        domain=request.domain,
+        turns=request.turns,
+        rewards=_rewards(request.rewards),
+        state=request.state,
+        reason=request.reason,
+        sealed_unix_s=now_unix_s,
+    )
+
+
+def _rewards(rewards: Iterable[common_pb2.RewardEvent]) -> tuple[common_pb2.RewardEvent, ...]:
+    return tuple(_reward(reward) for reward in rewards)
+
+
+def _reward(reward: common_pb2.RewardEvent) -> common_pb2.RewardEvent:
+    length = len(reward.event_id.encode())
+    if not 1 <= length <= MAX_EVENT_ID_BYTES:
+        raise InvalidArgument(
+            f"reward {reward.name!r} has an event_id of {length} bytes; it must have 1 to "
+            f"{MAX_EVENT_ID_BYTES}"
+        )
+    if not reward.name:
+        raise InvalidArgument(f"reward {reward.event_id} has no name")
+    if reward.kind not in common_pb2.RewardKind.values() or not reward.kind:
+        raise InvalidArgument(f"reward {reward.event_id} has kind {reward.kind}, which is unknown")
+    if not math.isfinite(reward.value):
+        raise InvalidArgument(
+            f"reward {reward.event_id} ({reward.name}) has value {reward.value}, not a finite one"
+        )
+    if reward.turn_index < -1:
+        raise InvalidArgument(
+            f"reward {reward.event_id} has turn_index {reward.turn_index}; it must be -1 or a turn"
+        )
+    return reward
+
+
+def put_groups(request: pool_pb2.PutGroupsRequest, *, shard: str) -> PutGroups:
+    return PutGroups(
+        groups=tuple(_new_group(group, shard) for group in request.groups), fence=request.fence
+    )
+
+
+def _new_group(group: common_pb2.GroupRecord, shard: str) -> common_pb2.GroupRecord:
+    """`group` as it is stored: on this shard, and without a state, which is kept apart."""
+    task = group.task
+    check_task_id(task.task_id)
+    if task.group_size < 1:
+        raise InvalidArgument(f"task {task.task_id} has group_size 0; it must be at least 1")
+    if task.purpose not in common_pb2.Purpose.values() or not task.purpose:
+        raise InvalidArgument(f"task {task.task_id} has purpose {task.purpose}, which is unknown")
+    if len(task.payload_json.encode()) > MAX_PAYLOAD_BYTES:
+        raise InvalidArgument(f"task {task.task_id} has a payload_json of more than 1 MiB")
+    if group.pool_shard not in ("", shard):
+        raise InvalidArgument(
+            f"group {task.task_id} belongs to pool shard {group.pool_shard!r}, not to {shard!r}"
+        )
+    return common_pb2.GroupRecord(task=task, queue_index=group.queue_index, pool_shard=shard)
+
+
+def set_group_states(request: pool_pb2.SetGroupStatesRequest) -> SetGroupStates:
+    states: dict[str, common_pb2.GroupRecord] = {}
+    for change in request.changes:
+        if change.state not in common_pb2.GroupState.values() or not change.state:
+            raise InvalidArgument(f"group {change.task_id} has unknown state {change.state}")
+        states[check_task_id(change.task_id)] = common_pb2.GroupRecord(
+            state=change.state, batch_id=change.batch_id, step=change.step, reason=change.reason
+        )
+    return SetGroupStates(states=states, fence=request.fence)

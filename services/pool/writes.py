@@ -1,0 +1,232 @@
+"""The rules by which a shard changes.
+
+Owns what a command may do to the records already there: idempotence, fences, seals. Each
+command is checked whole before its first write, so one that is refused leaves no trace although it
+shares a transaction with others.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from forge.core.errors import (
+    FailedPrecondition,
+    ForgeError,
+    InvalidArgument,
+    NotFound,
+    StaleFence,
+)
+from forge.core.trajectory import TrajectoryName, sequence_lengths
+from forge.v1 import common_pb2
+from services.pool.commands import (
+    AppendRewards,
+    AppendTurns,
+    Command,
+    NewTurn,
+    PutGroups,
+    SealTrajectory,
+    SetGroupStates,
+)
+from services.pool.keys import group_key, queue_key, reward_key, trajectory_key, turn_key
+from services.pool.records import (
+    Records,
+    Table,
+    TrajectoryHeader,
+    TurnHead,
+    encode_header,
+    encode_turn,
+    turn_of_payload,
+)
+from services.pool.summaries import count_turns, header_of, summarize, turns_of
+
+_FENCE_KEY = b"fence"
+_FENCE = struct.Struct(">Q")
+_NAMED_TURNS = 8
+"""How many missing turns an error lists."""
+
+
+def apply(command: Command, records: Records) -> Any:
+    """Carries `command` out within the transaction of `records`; the answer, or the ForgeError
+    by which it was refused, as a value: its neighbours in the transaction go on."""
+    try:
+        match command:
+            case AppendTurns(turns=turns):
+                return tuple(_attempt_turn(records, turn) for turn in turns)
+            case AppendRewards():
+                return _append_rewards(records, command)
+            case SealTrajectory():
+                return _seal(records, command)
+            case PutGroups():
+                return _put_groups(records, command)
+            case SetGroupStates():
+                return _set_group_states(records, command)
+    except ForgeError as error:
+        return error
+
+
+def _attempt_turn(records: Records, turn: NewTurn) -> ForgeError | None:
+    try:
+        _append_turn(records, turn)
+    except ForgeError as error:
+        return error
+    return None
+
+
+def _append_turn(records: Records, turn: NewTurn) -> None:
+    trajectory = trajectory_key(turn.trajectory)
+    key = turn_key(trajectory, turn.head.turn_index)
+    stored = records.get(Table.TURNS, key)
+    if stored is not None:
+        if not _same_turn(bytes(turn_of_payload(stored)), turn.serialized):
+            raise InvalidArgument(
+                f"turn {turn.head.turn_index} of {turn.trajectory} is already stored with other "
+                "content"
+            )
+        return
+    header = header_of(records, trajectory)
+    if header is None:
+        records.put(Table.TRAJECTORIES, trajectory, encode_header(TrajectoryHeader()))
+    elif not header.is_open:
+        raise FailedPrecondition(
+            f"{turn.trajectory} is {_state_name(header.state)} and takes no turn "
+            f"{turn.head.turn_index}"
+        )
+    records.put(Table.TURNS, key, encode_turn(turn.head, turn.serialized))
+
+
+def _same_turn(stored: bytes, sent: bytes) -> bool:
+    # Another library may order the fields of the same turn differently.
+    return stored == sent or common_pb2.Turn.FromString(stored) == common_pb2.Turn.FromString(sent)
+
+
+def _append_rewards(records: Records, command: AppendRewards) -> None:
+    trajectory = trajectory_key(command.trajectory)
+    header = header_of(records, trajectory)
+    if header is None:
+        records.put(Table.TRAJECTORIES, trajectory, encode_header(TrajectoryHeader()))
+    elif header.state == common_pb2.TRAJECTORY_STATE_SEALED:
+        _check_credits(command.trajectory, command.rewards, turns=header.turns)
+    _put_rewards(records, trajectory, command.rewards)
+
+
+def _put_rewards(
+    records: Records, trajectory: bytes, rewards: Sequence[common_pb2.RewardEvent]
+) -> None:
+    for reward in rewards:
+        key = reward_key(trajectory, reward.event_id)
+        if records.get(Table.REWARDS, key) is None:
+            records.put(Table.REWARDS, key, reward.SerializeToString())
+
+
+def _check_credits(
+    name: TrajectoryName, rewards: Sequence[common_pb2.RewardEvent], *, turns: int
+) -> None:
+    for reward in rewards:
+        if reward.turn_index >= turns:
+            raise InvalidArgument(
+                f"reward {reward.event_id} credits turn_index {reward.turn_index}, but {name} has "
+                f"{turns} turns"
+            )
+
+
+def _seal(records: Records, command: SealTrajectory) -> common_pb2.TrajectorySummary:
+    trajectory = trajectory_key(command.trajectory)
+    header = header_of(records, trajectory) or TrajectoryHeader()
+    sealing = command.state == common_pb2.TRAJECTORY_STATE_SEALED
+    if sealing:
+        _check_credits(command.trajectory, command.rewards, turns=command.turns)
+    if not header.is_open:
+        _check_same_seal(command, header)
+    else:
+        # Reading every turn back is on purpose: nothing is sealed that could not be trained on.
+        heads = [head for head, _ in turns_of(records, trajectory)]
+        if sealing:
+            _check_complete(command, heads)
+        sealed = TrajectoryHeader(
+            state=command.state,
+            domain=command.domain,
+            sealed_unix_s=command.sealed_unix_s,
+            reason=command.reason,
+        )
+        records.put(Table.TRAJECTORIES, trajectory, encode_header(count_turns(sealed, heads)))
+    _put_rewards(records, trajectory, command.rewards)
+    summary = summarize(records, command.trajectory)
+    assert summary is not None
+    return summary
+
+
+def _check_same_seal(command: SealTrajectory, header: TrajectoryHeader) -> None:
+    sealed = command.state == common_pb2.TRAJECTORY_STATE_SEALED
+    if header.state != command.state or (sealed and header.turns != command.turns):
+        raise FailedPrecondition(
+            f"{command.trajectory} is {_state_name(header.state)} with {header.turns} turns and "
+            f"cannot become {_state_name(command.state)} with {command.turns}"
+        )
+
+
+def _check_complete(command: SealTrajectory, heads: Sequence[TurnHead]) -> None:
+    stored = {head.turn_index for head in heads}
+    missing = [index for index in range(command.turns) if index not in stored]
+    if missing:
+        shown = ", ".join(map(str, missing[:_NAMED_TURNS]))
+        more = ", ..." if len(missing) > _NAMED_TURNS else ""
+        raise FailedPrecondition(
+            f"{command.trajectory} lacks {len(missing)} of its {command.turns} turns: {shown}{more}"
+        )
+    if len(heads) > command.turns:
+        raise FailedPrecondition(
+            f"{command.trajectory} has {len(heads)} turns stored, more than the {command.turns} "
+            "it is to be sealed with"
+        )
+    try:
+        sequence_lengths(heads)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{command.trajectory}: {error}") from None
+
+
+def _put_groups(records: Records, command: PutGroups) -> None:
+    _check_fence(records, command.fence)
+    for group in command.groups:
+        key = group_key(group.task.task_id)
+        if records.get(Table.GROUPS, key) is not None:
+            continue
+        records.put(Table.GROUPS, key, group.SerializeToString())
+        pending = common_pb2.GroupRecord(state=common_pb2.GROUP_STATE_PENDING)
+        records.put(Table.STATES, key, pending.SerializeToString())
+        place = queue_key(group.task.purpose, group.queue_index, group.task.task_id)
+        records.put(Table.QUEUE, place, b"")
+    _raise_fence(records, command.fence)
+
+
+def _set_group_states(records: Records, command: SetGroupStates) -> None:
+    _check_fence(records, command.fence)
+    for task_id in command.states:
+        if records.get(Table.STATES, group_key(task_id)) is None:
+            raise NotFound(f"group {task_id} is not on this shard")
+    for task_id, state in command.states.items():
+        records.put(Table.STATES, group_key(task_id), state.SerializeToString())
+    _raise_fence(records, command.fence)
+
+
+def fence_of(records: Records) -> int:
+    """The newest leadership seen; 0 before the first."""
+    stored = records.get(Table.META, _FENCE_KEY)
+    return 0 if stored is None else int(_FENCE.unpack(stored)[0])
+
+
+def _check_fence(records: Records, fence: int) -> None:
+    newest = fence_of(records)
+    if fence < newest:
+        raise StaleFence(f"fence {fence} is stale: a leader with fence {newest} has written")
+
+
+def _raise_fence(records: Records, fence: int) -> None:
+    if fence > fence_of(records):
+        records.put(Table.META, _FENCE_KEY, _FENCE.pack(fence))
+
+
+def _state_name(state: int) -> str:
+    name = common_pb2.TrajectoryState.Name(common_pb2.TrajectoryState.ValueType(state))
+    return name.removeprefix("TRAJECTORY_STATE_").lower()

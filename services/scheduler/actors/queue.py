@@ -1,0 +1,173 @@
+"""The queue actor: the term's state, the clock, and those who wait.
+
+It never waits for another process, so a pool shard that hangs delays no lease and no batch of
+another shard; what must be stored goes to the ledger, what must be looked up to the inspector.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from forge.core.errors import ActorStopped, MailboxFull, Unavailable
+from forge.runtime.actor import Actor
+from services.scheduler import messages as m
+from services.scheduler import metrics
+from services.scheduler.recovery import new_group
+from services.scheduler.state import TermState
+from services.scheduler.waiting import WaitingRoom
+
+MAX_TICK_S = 1.0
+"""Between two ticks: how old the gauges may be."""
+
+
+class QueueActor(Actor):
+    """One leader's generation queue."""
+
+    mailbox_size: ClassVar[int] = 8192
+
+    def __init__(self, state: TermState, *, clock: Callable[[], float]) -> None:
+        self._state = state
+        self._clock = clock
+        self._runners = WaitingRoom[m.LeaseRollouts, tuple[m.Grant, ...]](self._grant, alike=True)
+        self._trainers = WaitingRoom[m.TakeBatch, m.BatchView](self._take, alike=False)
+        self._others: m.Connect | None = None
+        self._fates: list[tuple[str, m.Fate]] = []
+        """With the shard of each, until the ledger has taken them."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_s = 0.0
+
+    async def receive(self, message: Any) -> Any:
+        try:
+            return self._handle(message)
+        finally:
+            # Whatever happened may be what somebody waits for.
+            self._runners.serve()
+            self._trainers.serve()
+            self._hand_over_fates()
+            self._set_timer()
+
+    async def stopped(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        error = Unavailable("this scheduler does not lead any more")
+        self._runners.close(error)
+        self._trainers.close(error)
+
+    def _handle(self, message: Any) -> Any:
+        state, now_s = self._state, self._clock()
+        match message:
+            case m.LeaseRollouts():
+                return self._runners.enter(message)
+            case m.TakeBatch():
+                return self._trainers.enter(message)
+            case m.RenewRollouts(lease_ids=ids):
+                return state.renew(ids, now_s=now_s)
+            case m.LocateRollouts(trajectory_ids=ids):
+                return state.locate(ids)
+            case m.SettleRollouts(reports=reports):
+                for report in reports:
+                    state.settle(report, now_s=now_s)
+            case m.Tick():
+                self._tick(now_s)
+            case m.GetStatus():
+                return state.status()
+            case m.ListTagged(tag=tag):
+                return state.catalog.tagged(tag)
+            case m.ViewGroups(task_ids=ids):
+                return state.view(ids)
+            case m.Connect():
+                self._others = message
+            case _:
+                return self._change(message, now_s)
+        return None
+
+    def _change(self, message: Any, now_s: float) -> Any:
+        """What registrar, ledger and the keeper of shards ask for."""
+        state = self._state
+        match message:
+            case m.FindNew(tasks=tasks):
+                return state.find_new(tasks)
+            case m.AddGroups(records=records):
+                for record in records:
+                    state.add(record, new_group(record), now_s=now_s)
+            case m.RestoreGroups(groups=groups):
+                for stored in groups:
+                    state.restore(stored, now_s=now_s)
+            case m.SetAway(shards=shards):
+                state.queue.books.away = shards
+            case m.RenewBatch(batch_id=batch_id):
+                state.queue.batches.renew(batch_id, now_s=now_s)
+            case m.PrepareCommit(batch_id=batch_id, step=step, task_ids=ids):
+                return state.prepare_commit(batch_id, step=step, task_ids=ids, now_s=now_s)
+            case m.ApplyCommit(batch_id=batch_id, step=step):
+                state.queue.batches.commit(batch_id, step=step)
+            case m.PrepareRelease(batch_id=batch_id):
+                return state.prepare_release(batch_id, now_s=now_s)
+            case m.ApplyRelease(batch_id=batch_id, reason=reason):
+                state.queue.batches.release(batch_id, reason=reason)
+            case m.PrepareRewind(step=step):
+                return state.by_shard(state.queue.batches.prepare_rewind(step))
+            case m.ApplyRewind(step=step):
+                return state.queue.batches.rewind(step)
+            case _:
+                raise NotImplementedError(f"the queue handles no {type(message).__name__}")
+        return None
+
+    def _grant(self, request: m.LeaseRollouts) -> tuple[m.Grant, ...] | None:
+        grants = self._state.grant(
+            runner_id=request.runner_id, max_rollouts=request.max_rollouts, now_s=self._clock()
+        )
+        return grants or None
+
+    def _take(self, request: m.TakeBatch) -> m.BatchView | None:
+        for batch_id, task_ids in request.held.items():
+            self._state.queue.batches.adopt(batch_id, task_ids, now_s=self._clock())
+        return self._state.take(
+            trainer_id=request.trainer_id, max_groups=request.max_groups, now_s=self._clock()
+        )
+
+    def _tick(self, now_s: float) -> None:
+        self._timer = None
+        metrics.show(self._state.status())
+        expired = self._state.expire(now_s)
+        if expired and self._others is not None:
+            self._tell(self._others.inspector, m.Inspect(trajectory_ids=expired))
+
+    def _hand_over_fates(self) -> None:
+        self._fates += self._state.take_fates()
+        if not self._fates or self._others is None:
+            return
+        by_shard: defaultdict[str, list[m.Fate]] = defaultdict(list)
+        for shard, fate in self._fates:
+            by_shard[shard].append(fate)
+        if self._tell(self._others.ledger, m.StoreFates(fates=by_shard)):
+            self._fates = []
+
+    def _tell(self, other: Any, message: Any) -> bool:
+        """False when it has no room now: what is not taken is offered again."""
+        try:
+            other.tell(message)
+        except (MailboxFull, ActorStopped):
+            return False
+        return True
+
+    def _set_timer(self) -> None:
+        if self._others is None:
+            return
+        now_s = self._clock()
+        pause_s = MAX_TICK_S
+        next_s = self._state.queue.next_event_s(now_s)
+        if next_s is not None:
+            pause_s = min(pause_s, next_s - now_s)
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + pause_s
+        if self._timer is not None:
+            if loop.time() < self._timer_due_s <= due_s:
+                return
+            self._timer.cancel()
+        # Kept beside it: uvloop has timers that cannot tell when they are due.
+        self._timer_due_s = due_s
+        self._timer = loop.call_at(due_s, self._tell, self._others.own, m.Tick())

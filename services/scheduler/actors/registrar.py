@@ -1,0 +1,98 @@
+"""The registrar: the only one who accepts groups.
+
+Owns the queue indices: it takes one submission at a time, so that they are given in the order in
+which groups become durable. A group whose write had no certain outcome keeps its index and its
+shard until it is submitted again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from forge.core.errors import InvalidArgument, Unavailable
+from forge.core.sharding import choose_shard
+from forge.runtime.actor import Actor, ActorRef
+from forge.runtime.telemetry import log
+from forge.v1 import common_pb2
+from services.scheduler.messages import AddGroups, FindNew, Submit
+from services.scheduler.shards import PoolShards
+from services.scheduler.validation import digest_of
+
+ASK_S = 10.0
+
+
+class Registrar(Actor):
+    """Stores new groups, then gives them to the queue."""
+
+    def __init__(
+        self,
+        queue: ActorRef,
+        shards: PoolShards,
+        *,
+        next_index: Mapping[int, int],
+        placeable: Callable[[], Collection[str]],
+    ) -> None:
+        """`next_index` by purpose; `placeable`: the shards that may get new groups now."""
+        self._queue = queue
+        self._shards = shards
+        self._next_index = dict(next_index)
+        self._placeable = placeable
+        self._unsettled: dict[str, common_pb2.GroupRecord] = {}
+
+    async def receive(self, message: Any) -> Any:
+        match message:
+            case Submit(tasks=tasks):
+                return await self._submit(tasks)
+            case _:
+                return await super().receive(message)
+
+    async def _submit(self, tasks: Mapping[str, common_pb2.Task]) -> int:
+        fresh = await self._queue.ask(FindNew(tasks=tasks), timeout_s=ASK_S)
+        by_shard: defaultdict[str, list[common_pb2.GroupRecord]] = defaultdict(list)
+        for record in [self._record(task) for task in fresh]:
+            self._unsettled[record.task.task_id] = record
+            by_shard[record.pool_shard].append(record)
+        outcomes = await asyncio.gather(
+            *(self._store(shard, records) for shard, records in by_shard.items()),
+            return_exceptions=True,
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        if fresh:
+            log.info("groups_accepted", groups=len(fresh))
+        return len(fresh)
+
+    async def _store(self, shard: str, records: Sequence[common_pb2.GroupRecord]) -> None:
+        await self._shards.put(shard, records)
+        # What another shard refuses does not hold these back: they are durable, so they count.
+        await self._queue.ask(AddGroups(records=records), timeout_s=ASK_S)
+        for record in records:
+            del self._unsettled[record.task.task_id]
+
+    def _record(self, task: common_pb2.Task) -> common_pb2.GroupRecord:
+        placeable = self._placeable()
+        record = self._unsettled.get(task.task_id)
+        if record is not None:
+            if digest_of(record.task) != digest_of(task):
+                raise InvalidArgument(
+                    f"task_id {task.task_id!r} was submitted before with different content"
+                )
+            if record.pool_shard not in placeable:
+                raise Unavailable(
+                    f"task_id {task.task_id!r} may be stored on pool shard {record.pool_shard}, "
+                    "which is away"
+                )
+            return record
+        index = self._next_index[task.purpose]
+        record = common_pb2.GroupRecord(
+            task=task,
+            queue_index=index,
+            state=common_pb2.GROUP_STATE_PENDING,
+            pool_shard=choose_shard(task.task_id, placeable),
+        )
+        self._next_index[task.purpose] = index + 1
+        return record

@@ -1,0 +1,100 @@
+"""Wiring of a scheduler instance: the servicer, and the election it stands in all its life."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from forge.core.errors import ForgeError, Unavailable
+from forge.runtime.service import ServiceContext
+from forge.runtime.telemetry import log
+from forge.v1 import pool_pb2_grpc, scheduler_pb2_grpc
+from services.scheduler import metrics
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.service import FULL_NAME, SCOPES, SchedulerServicer
+from services.scheduler.shards import PoolShards
+from services.scheduler.term import Term
+
+ELECTION = "scheduler"
+_PAUSE_S = 1.0
+"""After a term that could not begin, so that another instance may try."""
+
+
+class SchedulerApp:
+    """One scheduler instance: leader or standby."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._office_holder: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        config = self._context.config
+        assert isinstance(config, SchedulerConfig)
+        self._config = config
+        config.queue_settings()
+        coordinator = self._context.coordinator
+        self._pools = coordinator.discover("pool")
+        self._pool = self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
+        self._servicer = SchedulerServicer(
+            config, self._context.security.keyring, coordinator.discover("scheduler")
+        )
+        self._context.server.add(
+            scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
+            self._servicer,
+            full_name=FULL_NAME,
+            scopes=SCOPES,
+        )
+        self._context.metadata["leader"] = "false"
+        metrics.show_leading(False)
+        self._candidate = asyncio.create_task(self._stand(), name="election")
+
+    async def drain(self) -> None:
+        self._candidate.cancel()
+        await asyncio.wait({self._candidate})
+
+    async def stop(self) -> None:
+        await self.drain()
+
+    async def _stand(self) -> None:
+        """Stand in one election after the other."""
+        while True:
+            leadership = await self._context.coordinator.campaign(
+                ELECTION, self._config.instance_id, ttl_s=self._config.lease_ttl_s
+            )
+            shards = PoolShards(
+                self._pools, self._pool, leadership, timeout_s=self._config.pool_timeout_s
+            )
+            term = Term(self._config, self._context.coordinator, leadership, shards)
+            try:
+                await self._serve(term)
+            except ForgeError as error:
+                log.warning("term_failed", error=str(error))
+            except Exception:
+                # An instance that no longer stands for election would look alive for ever.
+                log.exception("term_crashed")
+            finally:
+                await term.end()
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _serve(self, term: Term) -> None:
+        begin = asyncio.create_task(term.begin())
+        ended = asyncio.create_task(term.ended())
+        try:
+            await asyncio.wait({begin, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if begin.done():
+                self._servicer.office = begin.result()
+                await self._announce(leading=True)
+                await ended
+        finally:
+            self._servicer.office = None
+            for task in (begin, ended):
+                task.cancel()
+            await asyncio.wait({begin, ended})
+            await self._announce(leading=False)
+
+    async def _announce(self, *, leading: bool) -> None:
+        metrics.show_leading(leading)
+        self._context.metadata["leader"] = "true" if leading else "false"
+        # Without etcd nobody can be told; the entry is written whole when it is back.
+        with contextlib.suppress(Unavailable):
+            await self._context.announce()

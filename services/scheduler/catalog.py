@@ -1,0 +1,74 @@
+"""The tasks behind the groups: what was submitted, found again by id and by tag.
+
+Owns the messages; the queue knows groups by id alone. The payload of a group is kept for as long
+as a runner may ask for it, so that memory follows what is open and not what was ever done.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forge.core.groups import Group, Phase
+from forge.v1 import common_pb2
+from services.scheduler.validation import digest_of
+
+_STATES = {
+    Phase.BATCHED: common_pb2.GROUP_STATE_BATCHED,
+    Phase.TRAINED: common_pb2.GROUP_STATE_TRAINED,
+    Phase.TOMBSTONED: common_pb2.GROUP_STATE_TOMBSTONED,
+    Phase.EVALUATED: common_pb2.GROUP_STATE_EVALUATED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    digest: bytes
+    task: bytes
+    """A serialized Task: a fifth of the memory of a message."""
+
+
+class Catalog:
+    """Every task of the queue."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self._tags: defaultdict[str, list[str]] = defaultdict(list)
+
+    def add(self, task: common_pb2.Task) -> None:
+        self._entries[task.task_id] = _Entry(digest_of(task), task.SerializeToString())
+        self._tags[task.tag].append(task.task_id)
+
+    def digest(self, task_id: str) -> bytes | None:
+        """None for an unknown task."""
+        entry = self._entries.get(task_id)
+        return entry.digest if entry else None
+
+    def task(self, task_id: str) -> common_pb2.Task:
+        return common_pb2.Task.FromString(self._entries[task_id].task)
+
+    def drop_payload(self, task_id: str) -> None:
+        """Nobody will sample it any more."""
+        entry = self._entries[task_id]
+        task = common_pb2.Task.FromString(entry.task)
+        task.payload_json = ""
+        self._entries[task_id] = _Entry(entry.digest, task.SerializeToString())
+
+    def tagged(self, tag: str) -> Sequence[str]:
+        """Task ids in the order they were added; every task for no tag."""
+        return tuple(self._tags.get(tag, ()) if tag else self._entries)
+
+    def record(self, group: Group) -> common_pb2.GroupRecord:
+        """The group as others see it, without the payload."""
+        task = self.task(group.spec.task_id)
+        task.payload_json = ""
+        return common_pb2.GroupRecord(
+            task=task,
+            queue_index=group.spec.index,
+            state=_STATES.get(group.phase, common_pb2.GROUP_STATE_PENDING),
+            batch_id=group.batch_id,
+            step=group.step,
+            reason=group.reason,
+            pool_shard=group.spec.shard,
+        )

@@ -1,0 +1,97 @@
+"""Settings of the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge.core.admission import Admission, QueueSettings
+from forge.core.errors import ConfigError
+from forge.runtime.config import ServiceConfig, setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig(ServiceConfig):
+    """The windowed FIFO over groups: one leader serves, any number stand by."""
+
+    concurrency: int = setting(32, help="N: most groups that run at once", minimum=1)
+    window: int = setting(
+        0,
+        help="W: how many positions from the head a trainer sees; 0: ceil(0.3 N)",
+        minimum=0,
+    )
+    admission: str = setting(
+        Admission.WINDOW.value,
+        help="what holds generation back besides N running groups: running (nothing more), "
+        "window (complete groups that no trainer took count against N), ahead (only groups "
+        "less than `ahead` positions from the head start)",
+        choices=tuple(policy.value for policy in Admission),
+    )
+    ahead: int = setting(0, help="M of admission = ahead; 0: N", minimum=0)
+    batch_groups: int = setting(
+        8, help="groups in a batch unless the trainer asks for others", minimum=1, maximum=4096
+    )
+    domain_shares: dict[str, float] = setting(  # noqa: RUF009
+        {}, help="share of each domain in every batch; empty: queue order alone", minimum=0
+    )
+    rollout_lease_s: float = setting(
+        20.0, help="a runner's claim ends this long after its last renewal", minimum=1
+    )
+    rollout_timeout_s: float = setting(
+        7200.0, help="longest life of one attempt, renewed or not", minimum=1
+    )
+    takeover_hold_s: float = setting(
+        0.0,
+        help="how long a new leader hands nothing out, so that runners can renew what they hold; "
+        "0: half of rollout_lease_s",
+        minimum=0,
+    )
+    max_attempts: int = setting(
+        3, help="attempts at one rollout before its group is given up", minimum=1, maximum=100
+    )
+    retry_backoff_s: float = setting(
+        1.0, help="wait before the second attempt; doubles with each failure", minimum=0
+    )
+    max_backoff_s: float = setting(60.0, help="longest wait between attempts", minimum=0)
+    batch_lease_s: float = setting(
+        300.0, help="a trainer's claim ends this long after its last renewal", minimum=1
+    )
+    short_batch_after_s: float = setting(
+        5.0,
+        help="a queue that got no task for this long counts as at its end: what is left may go "
+        "out as a batch smaller than asked",
+        minimum=0,
+    )
+    session_ttl_s: float = setting(10_800.0, help="how long a session token is good for", minimum=1)
+    max_queued_groups: int = setting(
+        1_000_000, help="most groups accepted and not yet consumed", minimum=1
+    )
+    max_group_size: int = setting(1024, help="most rollouts of one task", minimum=1, maximum=65_536)
+    max_wait_s: float = setting(
+        30.0, help="longest time a call waits for rollouts or a batch", minimum=0, maximum=600
+    )
+    pool_timeout_s: float = setting(
+        5.0, help="how long one attempt at a call to a pool shard may take", minimum=0.1
+    )
+    lost_shards: tuple[str, ...] = setting(
+        (), help="pool shards whose disks are gone for good: a new leader does not wait for them"
+    )
+
+    def queue_settings(self) -> QueueSettings:
+        """The rules of the generation queue. Raises ConfigError."""
+        for domain, share in self.domain_shares.items():
+            if not share > 0:
+                raise ConfigError(f"domain_shares: {domain} = {share!r} must be above 0")
+        return QueueSettings(
+            concurrency=self.concurrency,
+            window=self.window,
+            admission=Admission(self.admission),
+            ahead=self.ahead,
+            domain_shares=self.domain_shares,
+            rollout_lease_s=self.rollout_lease_s,
+            rollout_timeout_s=self.rollout_timeout_s,
+            max_attempts=self.max_attempts,
+            retry_backoff_s=self.retry_backoff_s,
+            max_backoff_s=self.max_backoff_s,
+            batch_lease_s=self.batch_lease_s,
+            short_batch_after_s=self.short_batch_after_s,
+        )

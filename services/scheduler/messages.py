@@ -1,0 +1,251 @@
+"""What may be asked of the actors of one leader's term."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from forge.runtime.actor import ActorRef
+from forge.v1 import common_pb2
+from services.scheduler.recovery import StoredGroup
+
+# To the queue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connect:
+    """Who the others are; the first message."""
+
+    own: ActorRef
+    ledger: ActorRef
+    inspector: ActorRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRollouts:
+    """Answered by a future of tuple[Grant, ...]: done as soon as there is one."""
+
+    runner_id: str
+    max_rollouts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """One rollout for a runner."""
+
+    trajectory_id: str
+    rollout_index: int
+    failures: int
+    pool_shard: str
+    task: common_pb2.Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewRollouts:
+    """Answered by the ids that are lost."""
+
+    lease_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocateRollouts:
+    """Answered by trajectory ids by pool shard. NotFound names an unknown one."""
+
+    trajectory_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """How one attempt ended."""
+
+    trajectory_id: str
+    error: str = ""
+    permanent: bool = False
+    summary: common_pb2.TrajectorySummary | None = None
+    """What the pool holds of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettleRollouts:
+    reports: Sequence[Report]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeBatch:
+    """Answered by a future of BatchView: done as soon as there is a batch."""
+
+    trainer_id: str
+    max_groups: int
+    held: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Tasks by batch id: what the trainer still works on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupView:
+    """One group and the trajectories of it that count."""
+
+    record: common_pb2.GroupRecord
+    trajectory_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchView:
+    batch_id: str
+    groups: tuple[GroupView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewBatch:
+    batch_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareCommit:
+    """Answered by task ids by pool shard, to be stored as TRAINED; empty: nothing is left to do."""
+
+    batch_id: str
+    step: int
+    task_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyCommit:
+    batch_id: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareRelease:
+    """Answered by task ids by pool shard; empty when the batch is not held."""
+
+    batch_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyRelease:
+    batch_id: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareRewind:
+    """Answered by task ids by pool shard, to be stored as PENDING."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyRewind:
+    """Answered by the number of groups made visible again."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindNew:
+    """Answered by the tasks that are not known. InvalidArgument for an id known with other
+    content, ResourceExhausted when there is no room for them."""
+
+    tasks: Mapping[str, common_pb2.Task]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddGroups:
+    """Groups that are stored in the pool."""
+
+    records: Sequence[common_pb2.GroupRecord]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreGroups:
+    """Groups of an earlier term, found on a shard that joined."""
+
+    groups: Sequence[StoredGroup]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAway:
+    """Pool shards that hold groups and do not answer."""
+
+    shards: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListTagged:
+    """Answered by task ids, in the order they were submitted."""
+
+    tag: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewGroups:
+    """Answered by a GroupView each."""
+
+    task_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class GetStatus:
+    """Answered by a GetSchedulerStatusResponse."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+# To the registrar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Answered by how many were new, once they are durable."""
+
+    tasks: Mapping[str, common_pb2.Task]
+
+
+# To the ledger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitBatch:
+    batch_id: str
+    step: int
+    task_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseBatch:
+    batch_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewind:
+    """Answered by the number of groups made visible again."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    task_id: str
+    state: common_pb2.GroupState.ValueType
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFates:
+    """Groups tombstoned or evaluated, by shard, to be stored once it answers."""
+
+    fates: Mapping[str, Sequence[Fate]]
+
+
+# To the inspector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspect:
+    """Attempts whose claims have ended, by shard: ask the pool what became of them."""
+
+    trajectory_ids: Mapping[str, Sequence[str]]

@@ -1,0 +1,59 @@
+"""The queue on /metrics: H, W, N, the books and the window."""
+
+from __future__ import annotations
+
+from forge.runtime.telemetry import counter, gauge
+from forge.v1 import scheduler_pb2
+
+_LEADING = gauge("forge_scheduler_leading", "1 on the leader, 0 on a standby.")
+_HEAD = gauge("forge_scheduler_head", "H: lowest queue index that is not consumed.")
+_WINDOW = gauge("forge_scheduler_window_groups", "W: positions that a trainer sees.")
+_CONCURRENCY = gauge("forge_scheduler_concurrency_groups", "N: most groups that run at once.")
+_GROUPS = gauge(
+    "forge_scheduler_groups",
+    "The books: accepted = trained + tombstoned + pending. Of the pending: queued, running, "
+    "complete inside the window and outside it.",
+    ["state"],
+)
+_ROLLOUTS = gauge("forge_scheduler_running_rollouts", "Attempts that are with runners.")
+_EVAL_PENDING = gauge("forge_scheduler_eval_pending_groups", "Evaluation groups to finish.")
+_COMPLETED = gauge(
+    "forge_scheduler_completed_rollouts", "Training rollouts completed, by domain.", ["domain"]
+)
+_REWARD = gauge(
+    "forge_scheduler_recent_reward_ratio", "Mean outcome of the last rollouts.", ["domain"]
+)
+FAILURES = counter("forge_scheduler_failures_total", "Attempts that failed.")
+TOMBSTONES = counter("forge_scheduler_tombstones_total", "Groups given up.")
+TERMS = counter("forge_scheduler_terms_total", "Times this instance became the leader.")
+
+_STATES = (
+    "accepted",
+    "trained",
+    "tombstoned",
+    "pending",
+    "queued",
+    "running_groups",
+    "complete_in_window",
+    "complete_outside_window",
+)
+
+
+def show_leading(leading: bool) -> None:
+    _LEADING.set(leading)
+    if leading:
+        TERMS.inc()
+
+
+def show(status: scheduler_pb2.GetSchedulerStatusResponse) -> None:
+    """What GetSchedulerStatus answers, as gauges."""
+    _HEAD.set(status.head)
+    _WINDOW.set(status.window)
+    _CONCURRENCY.set(status.concurrency)
+    for state in _STATES:
+        _GROUPS.labels(state.removesuffix("_groups")).set(getattr(status, state))
+    _ROLLOUTS.set(status.running_rollouts)
+    _EVAL_PENDING.set(status.eval_pending)
+    for domain in status.domains:
+        _COMPLETED.labels(domain.domain).set(domain.completed_rollouts)
+        _REWARD.labels(domain.domain).set(domain.recent_reward)

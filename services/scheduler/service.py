@@ -1,0 +1,255 @@
+"""SchedulerService over gRPC: check, ask an actor of the term in force, encode.
+
+Owns no state but which term is in force. Only the leader has one; a standby answers UNAVAILABLE
+with the leader's address in the trailing metadata `forge-leader`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from forge.core.errors import DataLoss, Unavailable
+from forge.runtime.coordination import Discovery
+from forge.runtime.rpc.status import to_status, trailing_metadata
+from forge.runtime.security import Claims, Keyring
+from forge.v1 import scheduler_pb2, scheduler_pb2_grpc
+from services.scheduler import messages as m
+from services.scheduler import validation
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.term import Office
+
+FULL_NAME = "forge.v1.SchedulerService"
+SCOPES = {
+    "SubmitTasks": "operator",
+    "GetSchedulerStatus": "operator",
+    "ListGroups": "operator",
+    "LeaseRollouts": "runner",
+    "RenewRollouts": "runner",
+    "FinishRollouts": "runner",
+}
+LEADER_KEY = "forge-leader"
+ASK_S = 10.0
+WRITE_S = 60.0
+"""Of what waits for the pool."""
+LIST_GROUPS = 64
+MAX_ANSWER_BYTES = 4 << 20
+NO_LEADER_RETRY_S = 0.2
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """The scheduler's side of every call; scheduler.proto says what each promises."""
+
+    def __init__(self, config: SchedulerConfig, keyring: Keyring, schedulers: Discovery) -> None:
+        self._config = config
+        self._keyring = keyring
+        self._schedulers = schedulers
+        self.office: Office | None = None
+        """Of the term in force, while this instance leads."""
+
+    async def SubmitTasks(
+        self, request: scheduler_pb2.SubmitTasksRequest, context: Any
+    ) -> scheduler_pb2.SubmitTasksResponse:
+        office = await self._lead(context)
+        tasks = validation.check_tasks(request.tasks, max_group_size=self._config.max_group_size)
+        accepted = await office.registrar.ask(m.Submit(tasks=tasks), timeout_s=WRITE_S)
+        return scheduler_pb2.SubmitTasksResponse(accepted=accepted)
+
+    async def LeaseRollouts(
+        self, request: scheduler_pb2.LeaseRolloutsRequest, context: Any
+    ) -> scheduler_pb2.LeaseRolloutsResponse:
+        office = await self._lead(context)
+        ask = m.LeaseRollouts(
+            runner_id=validation.check_holder("runner_id", request.runner_id),
+            max_rollouts=validation.check_max_rollouts(request.max_rollouts),
+        )
+        wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)
+        grants = await _waited(await office.queue.ask(ask, timeout_s=ASK_S), wait_s) or ()
+        return scheduler_pb2.LeaseRolloutsResponse(leases=map(self._lease, grants))
+
+    async def RenewRollouts(
+        self, request: scheduler_pb2.RenewRolloutsRequest, context: Any
+    ) -> scheduler_pb2.RenewRolloutsResponse:
+        office = await self._lead(context)
+        ask = m.RenewRollouts(lease_ids=request.lease_ids)
+        lost = await office.queue.ask(ask, timeout_s=ASK_S)
+        return scheduler_pb2.RenewRolloutsResponse(lost=lost)
+
+    async def FinishRollouts(
+        self, request: scheduler_pb2.FinishRolloutsRequest, context: Any
+    ) -> scheduler_pb2.FinishRolloutsResponse:
+        office = await self._lead(context)
+        ids = [validation.check_outcome(each, n) for n, each in enumerate(request.outcomes)]
+        by_shard = await office.queue.ask(m.LocateRollouts(trajectory_ids=ids), timeout_s=ASK_S)
+        # The pool has the last word: a rollout that was sealed is complete, whatever went wrong
+        # afterwards, and one that was not is not, whatever its runner believes.
+        summaries = await office.shards.summaries(by_shard)
+        reports = [
+            m.Report(
+                trajectory_id=outcome.trajectory_id,
+                error=outcome.error,
+                permanent=outcome.permanent,
+                summary=summaries.get(outcome.trajectory_id),
+            )
+            for outcome in request.outcomes
+        ]
+        await office.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
+        return scheduler_pb2.FinishRolloutsResponse()
+
+    async def LeaseBatch(
+        self, request: scheduler_pb2.LeaseBatchRequest, context: Any
+    ) -> scheduler_pb2.LeaseBatchResponse:
+        office = await self._lead(context)
+        wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)
+        ask = m.TakeBatch(
+            trainer_id=validation.check_holder("trainer_id", request.trainer_id),
+            max_groups=validation.check_max_groups(request.max_groups or self._config.batch_groups),
+            held={
+                validation.check_batch_id(batch.batch_id): tuple(batch.task_ids)
+                for batch in request.held
+            },
+        )
+        batch = await _waited(await office.queue.ask(ask, timeout_s=ASK_S), wait_s)
+        if batch is None:
+            return scheduler_pb2.LeaseBatchResponse()
+        try:
+            groups = await self._with_summaries(office, batch.groups)
+        except Unavailable:
+            # Its shard has just gone: let the next call choose without it.
+            await office.queue.ask(m.ApplyRelease(batch_id=batch.batch_id), timeout_s=ASK_S)
+            raise
+        return _fitting(
+            scheduler_pb2.LeaseBatchResponse(
+                batch_id=batch.batch_id, groups=groups, lease_s=self._config.batch_lease_s
+            )
+        )
+
+    async def RenewBatch(
+        self, request: scheduler_pb2.RenewBatchRequest, context: Any
+    ) -> scheduler_pb2.RenewBatchResponse:
+        office = await self._lead(context)
+        await office.queue.ask(m.RenewBatch(batch_id=request.batch_id), timeout_s=ASK_S)
+        return scheduler_pb2.RenewBatchResponse()
+
+    async def CommitBatch(
+        self, request: scheduler_pb2.CommitBatchRequest, context: Any
+    ) -> scheduler_pb2.CommitBatchResponse:
+        office = await self._lead(context)
+        ask = m.CommitBatch(
+            batch_id=validation.check_batch_id(request.batch_id),
+            step=validation.check_step(request.step),
+            task_ids=request.task_ids,
+        )
+        await office.ledger.ask(ask, timeout_s=WRITE_S)
+        return scheduler_pb2.CommitBatchResponse()
+
+    async def ReleaseBatch(
+        self, request: scheduler_pb2.ReleaseBatchRequest, context: Any
+    ) -> scheduler_pb2.ReleaseBatchResponse:
+        office = await self._lead(context)
+        ask = m.ReleaseBatch(
+            batch_id=validation.check_batch_id(request.batch_id), reason=request.reason
+        )
+        await office.ledger.ask(ask, timeout_s=WRITE_S)
+        return scheduler_pb2.ReleaseBatchResponse()
+
+    async def Rewind(
+        self, request: scheduler_pb2.RewindRequest, context: Any
+    ) -> scheduler_pb2.RewindResponse:
+        office = await self._lead(context)
+        groups = await office.ledger.ask(m.Rewind(step=request.step), timeout_s=WRITE_S)
+        return scheduler_pb2.RewindResponse(groups=groups)
+
+    async def GetSchedulerStatus(
+        self, request: scheduler_pb2.GetSchedulerStatusRequest, context: Any
+    ) -> scheduler_pb2.GetSchedulerStatusResponse:
+        office = await self._lead(context)
+        status: scheduler_pb2.GetSchedulerStatusResponse = await office.queue.ask(
+            m.GetStatus(), timeout_s=ASK_S
+        )
+        return status
+
+    async def ListGroups(
+        self, request: scheduler_pb2.ListGroupsRequest, context: Any
+    ) -> AsyncIterator[scheduler_pb2.ListGroupsResponse]:
+        office = await self._lead(context)
+        task_ids = await office.queue.ask(m.ListTagged(tag=request.tag), timeout_s=ASK_S)
+        for start in range(0, len(task_ids), LIST_GROUPS):
+            part = m.ViewGroups(task_ids=task_ids[start : start + LIST_GROUPS])
+            views = await office.queue.ask(part, timeout_s=ASK_S)
+            for group in await self._with_summaries(office, views):
+                yield scheduler_pb2.ListGroupsResponse(group=group)
+
+    async def _lead(self, context: Any) -> Office:
+        """The office in force; a standby ends the call here."""
+        office = self.office
+        # Asked anew for every call: after a pause of the process the office may be another's.
+        if office is not None and office.leadership.alive:
+            return office
+        leader = next(
+            (i.address for i in self._schedulers.instances if i.metadata.get("leader") == "true"),
+            "",
+        )
+        error = Unavailable(
+            f"this scheduler stands by; {leader or 'none'} leads", retry_after_s=NO_LEADER_RETRY_S
+        )
+        trailers = trailing_metadata(error) + (((LEADER_KEY, leader),) if leader else ())
+        await context.abort(*to_status(error), trailers)
+        raise AssertionError("abort raises")
+
+    def _lease(self, grant: m.Grant) -> scheduler_pb2.RolloutLease:
+        claims = Claims(
+            subject=grant.trajectory_id,
+            scopes=frozenset({"session"}),
+            trajectory_id=grant.trajectory_id,
+            task_id=grant.task.task_id,
+            domain=grant.task.domain,
+            pool_shard=grant.pool_shard,
+            expires_unix_s=time.time() + self._config.session_ttl_s,
+        )
+        return scheduler_pb2.RolloutLease(
+            lease_id=grant.trajectory_id,
+            task=grant.task,
+            rollout_index=grant.rollout_index,
+            trajectory_id=grant.trajectory_id,
+            session_token=self._keyring.sign(claims),
+            lease_s=self._config.rollout_lease_s,
+            failures=grant.failures,
+        )
+
+    async def _with_summaries(
+        self, office: Office, views: Sequence[m.GroupView]
+    ) -> list[scheduler_pb2.BatchGroup]:
+        """Raises Unavailable when a shard does not answer, DataLoss when it forgot something."""
+        by_shard: dict[str, list[str]] = {}
+        for view in views:
+            by_shard.setdefault(view.record.pool_shard, []).extend(view.trajectory_ids)
+        found = await office.shards.summaries({s: ids for s, ids in by_shard.items() if ids})
+        groups = []
+        for view in views:
+            missing = [each for each in view.trajectory_ids if each not in found]
+            if missing:
+                raise DataLoss(f"pool shard {view.record.pool_shard} has lost {missing[0]}")
+            trajectories = [found[each] for each in view.trajectory_ids]
+            groups.append(scheduler_pb2.BatchGroup(group=view.record, trajectories=trajectories))
+        return groups
+
+
+async def _waited(future: asyncio.Future[Any], wait_s: float) -> Any:
+    """What the future came to within the time, else None; a caller that leaves gives it up."""
+    try:
+        await asyncio.wait({future}, timeout=wait_s)
+        return future.result() if future.done() else None
+    finally:
+        future.cancel()
+
+
+def _fitting(response: scheduler_pb2.LeaseBatchResponse) -> scheduler_pb2.LeaseBatchResponse:
+    """The answer, without rewards if it would not fit a message: the trajectories have them."""
+    if response.ByteSize() > MAX_ANSWER_BYTES:
+        for group in response.groups:
+            for trajectory in group.trajectories:
+                del trajectory.rewards[:]
+    return response

@@ -1,0 +1,144 @@
+"""The pool shards as the leader uses them: fenced writes, summaries, scans.
+
+Owns the calls and the fence on each; when to make them is for the actors and `recovery` to say.
+Every write checks leadership first and carries the fence, so that a leader that was deposed
+without noticing is refused by the shard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from forge.core.errors import DeadlineExceeded, Unavailable
+from forge.runtime.coordination import Discovery, Instance, Leadership
+from forge.runtime.rpc.remote import Remote
+from forge.runtime.rpc.status import translated
+from forge.v1 import common_pb2, pool_pb2
+
+if TYPE_CHECKING:
+    from forge.v1.pool_pb2_grpc import PoolServiceAsyncStub
+
+MAX_WRITE_BYTES = 2 << 20
+MAX_WRITE_GROUPS = 512
+MAX_SUMMARIES = 1024
+
+Change = pool_pb2.SetGroupStatesRequest.Change
+
+
+def shard_of(instance: Instance) -> str:
+    return instance.metadata.get("shard", instance.instance_id)
+
+
+class PoolShards:
+    """Every pool shard, in one leader's term."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        remote: Remote[PoolServiceAsyncStub],
+        leadership: Leadership,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._discovery = discovery
+        self._remote = remote
+        self._leadership = leadership
+        self._timeout_s = timeout_s
+
+    def live(self) -> frozenset[str]:
+        """Shards that are registered now."""
+        return frozenset(map(shard_of, self._discovery.instances))
+
+    async def changed(self) -> None:
+        """Returns when a shard has come or gone."""
+        await self._discovery.changed()
+
+    async def raise_fence(self, shard: str) -> None:
+        """From now on the shard refuses the writes of every earlier leader."""
+        await self._set_states(shard, ())
+
+    async def put(self, shard: str, groups: Iterable[common_pb2.GroupRecord]) -> None:
+        """Store new groups, in order. Raises Unavailable, StaleFence."""
+        for part in _parts(groups):
+            self._check_leadership()
+            request = pool_pb2.PutGroupsRequest(groups=part, fence=self._leadership.fence)
+            await self._call(shard, "PutGroups", request)
+
+    async def set_states(self, changes: Mapping[str, Sequence[Change]]) -> None:
+        """Store the states of groups, by shard; each part of at most `MAX_WRITE_GROUPS` changes is
+        all or none. Raises what one shard raised, once all have been tried."""
+        await _all(
+            self._set_states(shard, changed[start : start + MAX_WRITE_GROUPS])
+            for shard, changed in changes.items()
+            for start in range(0, len(changed), MAX_WRITE_GROUPS)
+        )
+
+    async def summaries(
+        self, trajectory_ids: Mapping[str, Sequence[str]]
+    ) -> dict[str, common_pb2.TrajectorySummary]:
+        """By trajectory id, from ids by shard; what a shard does not know is left out."""
+        answers = await _all(
+            self._call(
+                shard,
+                "GetSummaries",
+                pool_pb2.GetSummariesRequest(trajectory_ids=ids[start : start + MAX_SUMMARIES]),
+            )
+            for shard, ids in trajectory_ids.items()
+            for start in range(0, len(ids), MAX_SUMMARIES)
+        )
+        return {one.trajectory_id: one for answer in answers for one in answer.summaries}
+
+    async def scan(self, shard: str) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
+        """Every group of a shard, in queue order."""
+        async with translated():
+            _, stub = await self._remote.pick(where=lambda i: shard_of(i) == shard)
+            async for response in stub.ScanGroups(pool_pb2.ScanGroupsRequest()):
+                yield response
+
+    async def _set_states(self, shard: str, changes: Sequence[Change]) -> None:
+        self._check_leadership()
+        request = pool_pb2.SetGroupStatesRequest(changes=changes, fence=self._leadership.fence)
+        await self._call(shard, "SetGroupStates", request)
+
+    async def _call(self, shard: str, method: str, request: Any) -> Any:
+        try:
+            return await self._remote.call(
+                method,
+                request,
+                timeout_s=self._timeout_s,
+                retry_for_s=self._timeout_s,
+                where=lambda instance: shard_of(instance) == shard,
+            )
+        except (Unavailable, DeadlineExceeded) as error:
+            raise Unavailable(f"pool shard {shard} does not answer: {error}") from error
+
+    def _check_leadership(self) -> None:
+        if not self._leadership.alive:
+            raise Unavailable("this scheduler does not lead any more")
+
+
+def _parts(
+    groups: Iterable[common_pb2.GroupRecord],
+) -> Iterator[list[common_pb2.GroupRecord]]:
+    part: list[common_pb2.GroupRecord] = []
+    size_bytes = 0
+    for group in groups:
+        group_bytes = group.ByteSize()
+        if part and (len(part) == MAX_WRITE_GROUPS or size_bytes + group_bytes > MAX_WRITE_BYTES):
+            yield part
+            part, size_bytes = [], 0
+        part.append(group)
+        size_bytes += group_bytes
+    if part:
+        yield part
+
+
+async def _all(calls: Iterable[Any]) -> list[Any]:
+    """All answers; the first error once every call has ended, so that none is left behind."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return list(answers)

@@ -1,0 +1,229 @@
+"""All that one leader's term keeps in memory, as one thing.
+
+Owns how the generation queue, the tasks behind it and the progress fit together, and the
+translation between messages and the pure core. No waiting, no clock, no I/O: the queue actor
+brings those.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from forge.core.errors import InvalidArgument, ResourceExhausted
+from forge.core.generation import GenerationQueue
+from forge.core.groups import Group, Phase
+from forge.runtime.telemetry import log
+from forge.v1 import common_pb2, scheduler_pb2
+from services.scheduler import metrics
+from services.scheduler.catalog import Catalog
+from services.scheduler.messages import BatchView, Fate, Grant, GroupView, Report
+from services.scheduler.progress import Progress, outcome_of
+from services.scheduler.recovery import StoredGroup
+from services.scheduler.validation import MAX_PAYLOAD_BYTES, digest_of
+
+MAX_GRANT_BYTES = 3 << 20
+"""Of the tasks in one answer, which must fit one gRPC message."""
+RETRY_FULL_S = 5.0
+
+_FATES = {
+    Phase.TOMBSTONED: common_pb2.GROUP_STATE_TOMBSTONED,
+    Phase.EVALUATED: common_pb2.GROUP_STATE_EVALUATED,
+}
+
+
+class TermState:
+    """The queue of one term, with the tasks behind it."""
+
+    def __init__(self, queue: GenerationQueue, *, max_pending: int) -> None:
+        self.queue = queue
+        self.catalog = Catalog()
+        self.progress = Progress()
+        self._max_pending = max_pending
+
+    # Groups
+
+    def add(self, record: common_pb2.GroupRecord, group: Group, *, now_s: float) -> None:
+        """A group that is stored in the pool, new or of an earlier term."""
+        if group.spec.task_id in self.queue.books:
+            return
+        self.catalog.add(record.task)
+        self.queue.add(group, now_s=now_s)
+        if not group.phase.open:
+            self.catalog.drop_payload(group.spec.task_id)
+
+    def restore(self, stored: StoredGroup, *, now_s: float) -> None:
+        """A group of an earlier term, with what became of its rollouts."""
+        self.add(stored.record, stored.group, now_s=now_s)
+        counted = set(stored.group.sealed_ids())
+        for summary in stored.summaries:
+            if summary.trajectory_id in counted:
+                self._count(summary)
+
+    def find_new(self, tasks: Mapping[str, common_pb2.Task]) -> list[common_pb2.Task]:
+        """Those not known. Raises InvalidArgument for a known id with other content."""
+        fresh = []
+        for task_id, task in tasks.items():
+            known = self.catalog.digest(task_id)
+            if known is None:
+                fresh.append(task)
+            elif known != digest_of(task):
+                raise InvalidArgument(
+                    f"task_id {task_id!r} was submitted before with different content"
+                )
+        books = self.queue.books.status()
+        pending = books.pending + books.eval_pending
+        if fresh and pending + len(fresh) > self._max_pending:
+            raise ResourceExhausted(
+                f"{pending} groups are pending and max_queued_groups is {self._max_pending}: "
+                f"no room for {len(fresh)} more",
+                retry_after_s=RETRY_FULL_S,
+            )
+        return fresh
+
+    def view(self, task_ids: Iterable[str]) -> tuple[GroupView, ...]:
+        groups = map(self.queue.books.group, task_ids)
+        return tuple(
+            GroupView(record=self.catalog.record(group), trajectory_ids=group.sealed_ids())
+            for group in groups
+        )
+
+    def by_shard(self, task_ids: Iterable[str]) -> dict[str, list[str]]:
+        """Raises NotFound for an unknown task."""
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        for task_id in task_ids:
+            found[self.queue.books.group(task_id).spec.shard].append(task_id)
+        return dict(found)
+
+    def take_fates(self) -> list[tuple[str, Fate]]:
+        """What became of groups since the last call, with the shard each is on."""
+        fates = []
+        for group in self.queue.books.settled():
+            task_id = group.spec.task_id
+            self.catalog.drop_payload(task_id)
+            if group.phase is Phase.TOMBSTONED:
+                metrics.TOMBSTONES.inc()
+                log.warning("group_tombstoned", task_id=task_id, reason=group.reason)
+            fate = Fate(task_id=task_id, state=_FATES[group.phase], reason=group.reason)
+            fates.append((group.spec.shard, fate))
+        return fates
+
+    # Rollouts
+
+    def grant(self, *, runner_id: str, max_rollouts: int, now_s: float) -> tuple[Grant, ...]:
+        """The next rollouts, as many as fit one answer."""
+        grants: list[Grant] = []
+        size_bytes = 0
+        while len(grants) < max_rollouts and size_bytes < MAX_GRANT_BYTES - MAX_PAYLOAD_BYTES:
+            claims = self.queue.rollouts.lease(runner_id=runner_id, max_rollouts=1, now_s=now_s)
+            if not claims:
+                break
+            task = self.catalog.task(claims[0].task_id)
+            size_bytes += task.ByteSize()
+            grants.append(
+                Grant(
+                    trajectory_id=claims[0].trajectory_id,
+                    rollout_index=claims[0].rollout_index,
+                    failures=claims[0].failures,
+                    pool_shard=self.queue.books.group(task.task_id).spec.shard,
+                    task=task,
+                )
+            )
+        return tuple(grants)
+
+    def renew(self, lease_ids: Iterable[str], *, now_s: float) -> tuple[str, ...]:
+        """The ids that are lost."""
+        renew = self.queue.rollouts.renew
+        return tuple(lease for lease in lease_ids if not renew(lease, now_s=now_s))
+
+    def locate(self, trajectory_ids: Iterable[str]) -> dict[str, list[str]]:
+        """The ids by pool shard. Raises NotFound."""
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        for trajectory_id in trajectory_ids:
+            found[self.queue.rollouts.group_of(trajectory_id).spec.shard].append(trajectory_id)
+        return dict(found)
+
+    def settle(self, report: Report, *, now_s: float) -> None:
+        """An attempt ended, and this is what the pool holds of it."""
+        summary = report.summary
+        if summary is not None and summary.state == common_pb2.TRAJECTORY_STATE_SEALED:
+            if self.queue.rollouts.complete(report.trajectory_id):
+                self._count(summary)
+                group = self.queue.rollouts.group_of(report.trajectory_id)
+                if not group.phase.open:
+                    self.catalog.drop_payload(group.spec.task_id)
+            return
+        reason = report.error or "it ended without a sealed trajectory"
+        failed = self.queue.rollouts.fail(
+            report.trajectory_id, reason=reason, permanent=report.permanent, now_s=now_s
+        )
+        if failed:
+            metrics.FAILURES.inc()
+            log.info("rollout_failed", trajectory_id=report.trajectory_id, reason=reason)
+
+    def expire(self, now_s: float) -> dict[str, list[str]]:
+        """Take back late batches; the attempts to look up, by pool shard.
+
+        Those on a shard that is away keep their place until it answers.
+        """
+        expired = self.locate(self.queue.expire(now_s))
+        return {s: ids for s, ids in expired.items() if s not in self.queue.books.away}
+
+    def _count(self, summary: common_pb2.TrajectorySummary) -> None:
+        spec = self.queue.rollouts.group_of(summary.trajectory_id).spec
+        if not spec.evaluation:
+            self.progress.record(
+                spec.domain,
+                sealed_unix_s=summary.sealed_unix_s,
+                outcome=outcome_of(summary),
+            )
+
+    # Batches
+
+    def take(self, *, trainer_id: str, max_groups: int, now_s: float) -> BatchView | None:
+        batch = self.queue.take(trainer_id=trainer_id, max_groups=max_groups, now_s=now_s)
+        if batch is None:
+            return None
+        return BatchView(batch_id=batch.batch_id, groups=self.view(batch.task_ids))
+
+    def prepare_commit(
+        self, batch_id: str, *, step: int, task_ids: Sequence[str], now_s: float
+    ) -> dict[str, list[str]]:
+        prepared = self.queue.batches.prepare_commit(
+            batch_id, step=step, task_ids=task_ids, now_s=now_s
+        )
+        return self.by_shard(prepared)
+
+    def prepare_release(self, batch_id: str, *, now_s: float) -> dict[str, list[str]]:
+        return self.by_shard(self.queue.batches.prepare_release(batch_id, now_s=now_s))
+
+    # Sight
+
+    def status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
+        queue, books = self.queue, self.queue.books.status()
+        shares = queue.shares.shares
+        return scheduler_pb2.GetSchedulerStatusResponse(
+            head=queue.books.window.head,
+            window=queue.books.window.size,
+            concurrency=queue.settings.concurrency,
+            queued=books.queued,
+            running_groups=books.running,
+            running_rollouts=len(queue.rollouts),
+            complete_in_window=books.complete_in_window,
+            complete_outside_window=books.complete_outside_window,
+            accepted=books.accepted,
+            trained=books.trained,
+            tombstoned=books.tombstoned,
+            pending=books.pending,
+            domains=[
+                scheduler_pb2.DomainStatus(
+                    domain=domain,
+                    share=shares.get(domain, 0.0),
+                    completed_rollouts=self.progress.completed(domain),
+                    recent_reward=self.progress.recent_reward(domain),
+                )
+                for domain in self.progress.domains(shares)
+            ],
+            eval_pending=books.eval_pending,
+            retries=queue.rollouts.retries,
+        )

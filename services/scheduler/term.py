@@ -1,0 +1,212 @@
+"""One leader's term: from winning the election to losing or giving up the office.
+
+Owns the actors of the term and the coming and going of pool shards during it. Everything in
+memory dies with the term; the next one is built from the pool alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import time
+from dataclasses import dataclass, replace
+
+from forge.core.errors import ForgeError, StaleFence
+from forge.core.generation import GenerationQueue
+from forge.runtime.actor import ActorRef, ActorSystem, Restart
+from forge.runtime.coordination import Coordinator, Leadership
+from forge.runtime.telemetry import log
+from forge.v1 import common_pb2
+from services.scheduler.actors.inspector import Inspector
+from services.scheduler.actors.ledger import Ledger
+from services.scheduler.actors.queue import QueueActor
+from services.scheduler.actors.registrar import Registrar
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.messages import Connect, GetStatus, RestoreGroups, SetAway
+from services.scheduler.recovery import TermRecord, enlist, wait_for_shards
+from services.scheduler.shards import PoolShards
+from services.scheduler.state import TermState
+
+RETRY_S = 1.0
+ASK_S = 30.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Office:
+    """What calls need of the term in force."""
+
+    leadership: Leadership
+    queue: ActorRef
+    registrar: ActorRef
+    ledger: ActorRef
+    shards: PoolShards
+
+
+class Term:
+    """One term; `begin` it, serve while it holds, `end` it."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        coordinator: Coordinator,
+        leadership: Leadership,
+        shards: PoolShards,
+    ) -> None:
+        self._config = config
+        self._coordinator = coordinator
+        self._leadership = leadership
+        self._shards = shards
+        self._failed = asyncio.Event()
+        # A crash leaves state nobody can vouch for: end the term, and rebuild it from the pool.
+        self._actors = ActorSystem("scheduler-term", on_escalate=lambda *_: self._failed.set())
+        self._keeper: asyncio.Task[None] | None = None
+        self._office: Office | None = None
+        self._number = -1
+        self._enlisted: frozenset[str] = frozenset()
+        """Pool shards that have been fenced and scanned."""
+
+    async def begin(self) -> Office:
+        """Rebuild the queue and start the actors. Raises ForgeError when something gave way."""
+        started_s = time.monotonic()
+        last = await TermRecord.read(self._coordinator)
+        lost = frozenset(self._config.lost_shards)
+        await wait_for_shards(self._shards, last.shards, lost=lost)
+        enlisted = self._shards.live()
+        record = replace(
+            last, term=last.term + 1, shards=(last.shards - lost) | enlisted, claims=True
+        )
+        await record.write(self._coordinator)
+        self._number, self._enlisted = record.term, enlisted
+        state = await self._rebuild(enlisted, hold=last.claims)
+        self._office = office = await self._start_actors(state)
+        self._keeper = asyncio.create_task(self._keep_shards(office), name="shard-keeper")
+        self._keeper.add_done_callback(lambda _: self._failed.set())
+        books = state.queue.books.status()
+        log.info(
+            "term_began",
+            term=self._number,
+            fence=self._leadership.fence,
+            head=state.queue.books.window.head,
+            accepted=books.accepted,
+            pending=books.pending,
+            rebuilt_s=time.monotonic() - started_s,
+        )
+        return office
+
+    async def ended(self) -> None:
+        """Returns when leadership is lost or an actor has failed."""
+        waits = {
+            asyncio.create_task(self._leadership.lost()),
+            asyncio.create_task(self._failed.wait()),
+        }
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def end(self) -> None:
+        """Stop the actors, answering whoever waits, and leave the office to the next."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait({self._keeper})
+        await self._note_that_no_claims_are_out()
+        await self._actors.stop()
+        await self._leadership.resign()
+        gc.unfreeze()
+        log.info("term_ended", term=self._number, fence=self._leadership.fence)
+
+    async def _rebuild(self, enlisted: frozenset[str], *, hold: bool) -> TermState:
+        found = await enlist(self._shards, enlisted)
+        now_s = time.monotonic()
+        hold_s = self._config.takeover_hold_s or self._config.rollout_lease_s / 2
+        queue = GenerationQueue(
+            self._config.queue_settings(),
+            term=self._number,
+            hold_leases_until_s=now_s + hold_s if hold else 0.0,
+        )
+        state = TermState(queue, max_pending=self._config.max_queued_groups)
+        for stored in found:
+            state.restore(stored, now_s=now_s)
+        # A million groups live as long as the term: the collector need not walk them each time.
+        gc.collect()
+        gc.freeze()
+        return state
+
+    async def _start_actors(self, state: TermState) -> Office:
+        no_restart = Restart(max_restarts=0)
+        next_index: dict[int, int] = {
+            common_pb2.PURPOSE_TRAIN: state.queue.books.window.next_index,
+            common_pb2.PURPOSE_EVAL: state.queue.books.next_eval_index,
+        }
+        spawn = self._actors.spawn
+        queue = await spawn(
+            lambda: QueueActor(state, clock=time.monotonic), name="queue", restart=no_restart
+        )
+        registrar = await spawn(
+            lambda: Registrar(
+                queue,
+                self._shards,
+                next_index=next_index,
+                placeable=lambda: self._enlisted & self._shards.live(),
+            ),
+            name="registrar",
+            restart=no_restart,
+        )
+        ledger = await spawn(lambda: Ledger(queue, self._shards), name="ledger", restart=no_restart)
+        inspector = await spawn(
+            lambda: Inspector(queue, self._shards), name="inspector", restart=no_restart
+        )
+        connect = Connect(own=queue, ledger=ledger, inspector=inspector)
+        ledger.tell(connect)
+        queue.tell(connect)
+        return Office(
+            leadership=self._leadership,
+            queue=queue,
+            registrar=registrar,
+            ledger=ledger,
+            shards=self._shards,
+        )
+
+    async def _keep_shards(self, office: Office) -> None:
+        """Follow the pool: what is away is not waited for, what is new gets new groups."""
+        while True:
+            changed = asyncio.create_task(self._shards.changed())
+            try:
+                live = self._shards.live()
+                office.queue.tell(SetAway(shards=self._enlisted - live))
+                if live <= self._enlisted:
+                    await changed
+                else:
+                    await self._admit(live - self._enlisted, office)
+            except ForgeError as error:
+                log.warning("pool_shard_not_enlisted", error=str(error))
+                await asyncio.sleep(RETRY_S)
+            finally:
+                changed.cancel()
+
+    async def _admit(self, joined: frozenset[str], office: Office) -> None:
+        """Shards that were not there when the term began. Raises ForgeError."""
+        # The record first: a shard it does not name would be forgotten by the next term.
+        record = await self._read_own_record()
+        await replace(record, shards=record.shards | joined).write(self._coordinator)
+        found = await enlist(self._shards, joined)
+        await office.queue.ask(RestoreGroups(groups=found), timeout_s=ASK_S)
+        self._enlisted |= joined
+
+    async def _read_own_record(self) -> TermRecord:
+        record = await TermRecord.read(self._coordinator)
+        if record.term != self._number:
+            raise StaleFence(f"term {self._number} is over: term {record.term} has begun")
+        return record
+
+    async def _note_that_no_claims_are_out(self) -> None:
+        """Then the next leader need not wait for runners to renew."""
+        if self._office is None or not self._leadership.alive:
+            return
+        with contextlib.suppress(ForgeError):
+            status = await self._office.queue.ask(GetStatus(), timeout_s=RETRY_S)
+            if status.running_rollouts == 0:
+                record = await self._read_own_record()
+                await replace(record, claims=False).write(self._coordinator)

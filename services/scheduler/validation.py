@@ -1,0 +1,144 @@
+"""What a request must look like: everything that can be checked without looking at the queue.
+
+Each function raises InvalidArgument with a message that names the field and the value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from forge.core.errors import InvalidArgument
+from forge.core.trajectory import check_task_id, parse_trajectory_id
+from forge.v1 import common_pb2, scheduler_pb2
+
+MAX_PAYLOAD_BYTES = 1 << 20
+MAX_TAG_BYTES = 200
+MAX_ROLLOUTS = 1024
+"""Of one LeaseRollouts call."""
+MAX_GROUPS = 4096
+"""Of one batch."""
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def check_tasks(
+    tasks: Sequence[common_pb2.Task], *, max_group_size: int
+) -> dict[str, common_pb2.Task]:
+    """The tasks by id, as they are stored; the same one twice in a request counts once."""
+    checked: dict[str, common_pb2.Task] = {}
+    for number, task in enumerate(tasks):
+        try:
+            stored = _check_task(task, max_group_size)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"tasks[{number}]: {error}") from None
+        if checked.setdefault(task.task_id, stored) != stored:
+            raise InvalidArgument(
+                f"tasks[{number}]: task_id {task.task_id!r} is twice in this request, with "
+                "different content"
+            )
+    return checked
+
+
+def _check_task(task: common_pb2.Task, max_group_size: int) -> common_pb2.Task:
+    check_task_id(task.task_id)
+    for field, value in (("domain", task.domain), ("scaffold", task.scaffold)):
+        if not _NAME.fullmatch(value):
+            raise InvalidArgument(
+                f"task {task.task_id}: {field} {value[:80]!r} must be 1 to 64 of [A-Za-z0-9._-]"
+            )
+    if not 1 <= task.group_size <= max_group_size:
+        raise InvalidArgument(
+            f"task {task.task_id}: group_size {task.group_size} must be 1 to {max_group_size}"
+        )
+    if len(task.tag.encode()) > MAX_TAG_BYTES:
+        raise InvalidArgument(
+            f"task {task.task_id}: tag {task.tag[:40]!r}... has more than {MAX_TAG_BYTES} bytes"
+        )
+    if task.purpose not in common_pb2.Purpose.values():
+        raise InvalidArgument(f"task {task.task_id}: purpose {task.purpose} is unknown")
+    _check_payload(task)
+    if task.purpose:
+        return task
+    stored = common_pb2.Task()
+    stored.CopyFrom(task)
+    stored.purpose = common_pb2.PURPOSE_TRAIN
+    return stored
+
+
+def _check_payload(task: common_pb2.Task) -> None:
+    size_bytes = len(task.payload_json.encode())
+    if size_bytes > MAX_PAYLOAD_BYTES:
+        raise InvalidArgument(
+            f"task {task.task_id}: payload_json has {size_bytes} bytes; at most "
+            f"{MAX_PAYLOAD_BYTES} are allowed"
+        )
+    shown = repr(task.payload_json[:40])
+    try:
+        payload = json.loads(task.payload_json)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(
+            f"task {task.task_id}: payload_json {shown} is not JSON: {error}"
+        ) from None
+    if not isinstance(payload, dict):
+        raise InvalidArgument(f"task {task.task_id}: payload_json {shown} is not a JSON object")
+
+
+def digest_of(task: common_pb2.Task) -> bytes:
+    """Equal for equal tasks: tells a repeated submission from a clash of ids."""
+    return blake2b(task.SerializeToString(deterministic=True), digest_size=16).digest()
+
+
+def check_wait_s(wait_s: float, *, max_wait_s: float) -> float:
+    """The wait, capped."""
+    if not (math.isfinite(wait_s) and wait_s >= 0):
+        raise InvalidArgument(f"wait_s {wait_s} must be a number of seconds from 0 up")
+    return min(wait_s, max_wait_s)
+
+
+def check_max_rollouts(max_rollouts: int) -> int:
+    if not 1 <= max_rollouts <= MAX_ROLLOUTS:
+        raise InvalidArgument(f"max_rollouts {max_rollouts} must be 1 to {MAX_ROLLOUTS}")
+    return max_rollouts
+
+
+def check_max_groups(max_groups: int) -> int:
+    if not 1 <= max_groups <= MAX_GROUPS:
+        raise InvalidArgument(f"max_groups {max_groups} must be 0 to {MAX_GROUPS}")
+    return max_groups
+
+
+def check_holder(field: str, value: str) -> str:
+    """`runner_id` or `trainer_id`."""
+    if not 1 <= len(value) <= 200:
+        raise InvalidArgument(f"{field} {value[:40]!r} must have 1 to 200 characters")
+    return value
+
+
+def check_step(step: int) -> int:
+    if step < 1:
+        raise InvalidArgument(f"step {step} must be at least 1: steps are counted from 1")
+    return step
+
+
+def check_outcome(outcome: scheduler_pb2.FinishRolloutsRequest.Outcome, number: int) -> str:
+    """The trajectory id of an outcome; a claim has the same name as its trajectory."""
+    try:
+        parse_trajectory_id(outcome.trajectory_id)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"outcomes[{number}]: {error}") from None
+    if outcome.lease_id not in ("", outcome.trajectory_id):
+        raise InvalidArgument(
+            f"outcomes[{number}]: lease_id {outcome.lease_id[:240]!r} is not the claim on "
+            f"trajectory_id {outcome.trajectory_id!r}"
+        )
+    return outcome.trajectory_id
+
+
+def check_batch_id(batch_id: str) -> str:
+    if not 1 <= len(batch_id) <= 200:
+        raise InvalidArgument(f"batch_id {batch_id[:40]!r} must have 1 to 200 characters")
+    return batch_id

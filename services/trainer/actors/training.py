@@ -1,0 +1,231 @@
+"""Training, step by step: what is done in which order, and what a failure in between means.
+
+    resume    restore the newest checkpoint (step k), Rewind(k), publish
+    advance   take a batch, step, commit, publish, now and then a checkpoint
+    finish    at max_steps: last weights published, last checkpoint written
+
+Owns that order, nothing of how. The invariant it keeps: the learner is ahead of the scheduler's
+books only between a step and its commit, and a checkpoint of step k is written only after step k
+was committed. Whatever goes wrong in between, the way on is always the same: resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
+from forge.rl.learner import StepResult
+from forge.runtime.actor import Actor, ActorRef
+from forge.runtime.telemetry import log
+from forge.v1 import trainer_pb2 as pb
+from services.trainer import metrics
+from services.trainer.actors.learner import Restore, Save, Step, TakeSnapshot
+from services.trainer.batches import BatchSource, PreparedBatch
+from services.trainer.checkpoints import Checkpoint
+from services.trainer.config import TrainerConfig
+from services.trainer.record import TrainingRecord
+from services.trainer.weights import Publisher
+
+UNBOUNDED_S = 7 * 24 * 3600.0
+"""A deadline for work whose length is the model's: a step, a checkpoint."""
+_BATCH_WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advance:
+    """Do the next thing; answered by whether there is more to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCheckpoint:
+    """Save a checkpoint now; answered by (step, path)."""
+
+
+class Training(Actor):
+    """One training run, from resume to finish."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        learner: ActorRef,
+        source: BatchSource,
+        record: TrainingRecord,
+        make_publisher: Callable[[int], Publisher],
+    ) -> None:
+        """`make_publisher` takes the highest weight version known to be used."""
+        self._config = config
+        self._learner = learner
+        self._source = source
+        self._record = record
+        self._make_publisher = make_publisher
+        self._publisher: Publisher | None = None
+        self._consistent = False
+        """The learner holds what the books say; otherwise the next thing to do is resume."""
+        self._published_step = -1
+        self._idle_since_s = 0.0
+
+    async def stopped(self) -> None:
+        await self._source.drop()
+
+    async def receive(self, message: Any) -> Any:
+        match message:
+            case Advance():
+                return await self._advance()
+            case SaveCheckpoint():
+                return await self._save()
+        return await super().receive(message)
+
+    async def _advance(self) -> bool:
+        if not self._consistent:
+            await self._resume()
+        elif self._config.max_steps and self._record.step >= self._config.max_steps:
+            await self._finish()
+            return False
+        else:
+            self._record.phase = pb.TRAINER_PHASE_WAITING
+            batch = await self._source.take(wait_s=_BATCH_WAIT_S)
+            if batch is not None:
+                await self._train(batch)
+        return True
+
+    async def _resume(self) -> None:
+        self._record.phase = pb.TRAINER_PHASE_LOADING
+        checkpoint: Checkpoint | None = await self._ask(Restore())
+        self._record.rewind(checkpoint.history if checkpoint else [])
+        self._record.checkpoint_step = checkpoint.step if checkpoint else 0
+        await self._source.rewind(self._record.step)
+        if self._publisher is None:
+            self._publisher = self._make_publisher(checkpoint.weight_version if checkpoint else 0)
+        await self._publish(self._record.step)
+        self._consistent = True
+        self._idle_since_s = self._now_s()
+
+    async def _train(self, batch: PreparedBatch) -> None:
+        self._record.phase = pb.TRAINER_PHASE_TRAINING
+        step = self._record.step + 1
+        wait_s = self._now_s() - self._idle_since_s
+        if step != self._config.max_steps:
+            self._source.prepare()
+        self._consistent = False
+        result: StepResult = await self._ask(
+            Step(plan=batch.plan, weight_version=self._record.weight_version)
+        )
+        if result.skipped:
+            await self._give_up(batch, result, step)
+        elif await self._committed(batch, step):
+            publish_s = await self._publish_if_possible(step)
+            times = metrics.StepTimes(step_s=result.compute_s, wait_s=wait_s, publish_s=publish_s)
+            self._tell(batch, result, step, times)
+            self._consistent = True
+            await self._save_if_due(step)
+        self._idle_since_s = self._now_s()
+
+    async def _give_up(self, batch: PreparedBatch, result: StepResult, step: int) -> None:
+        """The weights are as before; the batch is told to everybody and not tried again."""
+        log.error(
+            "batch_skipped",
+            step=step,
+            batch_id=batch.claim.batch_id,
+            task_ids=batch.claim.task_ids,
+            reason=result.skipped,
+        )
+        await self._source.tombstone(batch.claim, f"step {step} skipped: {result.skipped}")
+        metrics.show_skipped(batch.samples)
+        self._consistent = True
+
+    async def _committed(self, batch: PreparedBatch, step: int) -> bool:
+        try:
+            await self._source.commit(batch.claim, step=step)
+        except (NotFound, FailedPrecondition) as error:
+            # Its groups are somebody else's by now: the step must not have happened.
+            log.error("step_discarded", step=step, batch_id=batch.claim.batch_id, error=str(error))
+            return False
+        return True
+
+    def _tell(
+        self, batch: PreparedBatch, result: StepResult, step: int, times: metrics.StepTimes
+    ) -> None:
+        done = metrics.step_metrics(
+            step=step,
+            weight_version=self._record.weight_version,
+            batch=batch.samples,
+            plan=batch.plan,
+            result=result,
+            times=times,
+            earlier=self._record.steps,
+        )
+        self._record.append(done)
+        metrics.show(done, batch.samples)
+        log.info(
+            "step_done",
+            step=step,
+            batch_id=batch.claim.batch_id,
+            loss=round(done.loss, 5),
+            mean_reward=round(done.mean_reward, 4),
+            weight_version=done.weight_version,
+            step_s=round(times.step_s, 3),
+            wait_s=round(times.wait_s, 3),
+            plan_s=round(batch.plan.plan_s, 4),
+            flat_groups=batch.samples.flat_groups,
+        )
+
+    async def _publish(self, step: int) -> None:
+        """Raises `Unavailable` when etcd does not answer, `Superseded`."""
+        assert self._publisher is not None, "resume comes first"
+        snapshot = await self._ask(TakeSnapshot(step=step))
+        self._record.weight_version = await self._publisher.publish(snapshot)
+        self._published_step = step
+
+    async def _publish_if_possible(self, step: int) -> float:
+        """An outage of etcd only delays publication: training goes on meanwhile."""
+        began_s = self._now_s()
+        try:
+            await self._publish(step)
+        except Unavailable as error:
+            log.warning("publication_waits", step=step, error=str(error))
+        return self._now_s() - began_s
+
+    async def _save(self) -> tuple[int, str]:
+        if not self._consistent:
+            raise Unavailable("training is being resumed: there is nothing consistent to save yet")
+        step = self._record.step
+        path = await self._ask(
+            Save(
+                step=step,
+                weight_version=self._record.weight_version,
+                history=self._record.history(),
+            )
+        )
+        self._record.checkpoint_step = step
+        return step, str(path)
+
+    async def _save_if_due(self, step: int) -> None:
+        if step - self._record.checkpoint_step < self._config.checkpoint_every_steps:
+            return
+        try:
+            await self._save()
+        except ResourceExhausted as error:
+            # Training on costs nothing; the next step tries again.
+            log.error("checkpoint_failed", step=step, error=str(error))
+
+    async def _finish(self) -> None:
+        if self._record.phase == pb.TRAINER_PHASE_FINISHED:
+            return
+        if self._published_step != self._record.step:
+            await self._publish(self._record.step)
+        if self._record.checkpoint_step != self._record.step:
+            await self._save()
+        await self._source.release()
+        self._record.phase = pb.TRAINER_PHASE_FINISHED
+        log.info("finished", step=self._record.step, weight_version=self._record.weight_version)
+
+    async def _ask(self, message: Any) -> Any:
+        return await self._learner.ask(message, timeout_s=UNBOUNDED_S)
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,139 @@
+"""Wiring of the trainer: learner, training, weights, servicers."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import suppress
+from functools import partial
+
+from transformers import AutoConfig
+
+from forge.core.errors import ActorStopped, ForgeError, Unavailable
+from forge.rl.learner import plan_batch
+from forge.rl.policy import attention_channels
+from forge.runtime.actor import ActorRef
+from forge.runtime.service import ServiceContext
+from forge.runtime.telemetry import log
+from forge.v1 import inference_pb2_grpc, pool_pb2_grpc, scheduler_pb2_grpc, trainer_pb2_grpc
+from services.trainer.actors.learner import LearnerActor
+from services.trainer.actors.training import UNBOUNDED_S, Advance, SaveCheckpoint, Training
+from services.trainer.batches import BatchSource, SourceSettings
+from services.trainer.config import TrainerConfig
+from services.trainer.record import TrainingRecord
+from services.trainer.service import FULL_NAME, SCOPES, WEIGHTS_FULL_NAME, TrainerServicer
+from services.trainer.weights import Publisher, Superseded, WeightServicer
+
+_RETRY_S = 1.0
+
+
+class TrainerApp:
+    """One trainer process."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._config: TrainerConfig = context.config
+        self._weights = WeightServicer()
+        self._record = TrainingRecord(
+            max_steps=self._config.max_steps, metrics_file=self._config.metrics_file
+        )
+        self._address = ""
+        self._training: ActorRef | None = None
+        self._driver: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._context.metadata["incarnation"] = secrets.token_hex(8)
+        actors = self._context.actors
+        learner = await actors.spawn(lambda: LearnerActor(self._config), name="learner")
+        source = partial(self._source, await asyncio.to_thread(self._attention_channels))
+        self._training = await actors.spawn(
+            lambda: Training(
+                self._config,
+                learner=learner,
+                source=source(),
+                record=self._record,
+                make_publisher=self._make_publisher,
+            ),
+            name="training",
+        )
+        server = self._context.server
+        server.add(
+            trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
+            TrainerServicer(self._record, self._training),
+            full_name=FULL_NAME,
+            scopes=SCOPES,
+        )
+        server.add(
+            inference_pb2_grpc.add_WeightServiceServicer_to_server,
+            self._weights,
+            full_name=WEIGHTS_FULL_NAME,
+        )
+        self._driver = asyncio.create_task(self._drive(self._training))
+
+    async def drain(self) -> None:
+        """Lose no step that was taken: what is in hand ends, then a checkpoint."""
+        if self._driver is not None:
+            self._driver.cancel()
+        self._record.close()
+        if self._training is not None:
+            await self._training.ask(SaveCheckpoint(), timeout_s=self._config.drain_s)
+
+    async def stop(self) -> None:
+        if self._driver is not None:
+            self._driver.cancel()
+            await asyncio.wait({self._driver})
+
+    async def _drive(self, training: ActorRef) -> None:
+        """Keep training going until it is finished."""
+        self._address = await self._own_address()
+        more = True
+        while more:
+            try:
+                more = await training.ask(Advance(), timeout_s=UNBOUNDED_S)
+            except ActorStopped:
+                return
+            except Superseded as error:
+                log.error("superseded", error=str(error))
+                self._context.stop()
+                return
+            except ForgeError as error:
+                log.warning("training_waits", error=str(error))
+                await asyncio.sleep(_RETRY_S)
+            except Exception:
+                # The actor's supervisor has it: it restarts, or ends the process.
+                await asyncio.sleep(_RETRY_S)
+
+    async def _own_address(self) -> str:
+        """Where others reach this process; known once it is registered."""
+        incarnation = self._context.metadata["incarnation"]
+        discovery = self._context.coordinator.discover("trainer")
+        while True:
+            with suppress(Unavailable):
+                # An entry of the same id may be that of a process just killed.
+                (own, *_) = await discovery.wait(
+                    timeout_s=self._config.lease_ttl_s,
+                    where=lambda found: found.metadata.get("incarnation") == incarnation,
+                )
+                return own.address
+
+    def _make_publisher(self, floor: int) -> Publisher:
+        publisher = Publisher(self._context.coordinator, source=self._address, floor=floor)
+        self._weights.publisher = publisher
+        return publisher
+
+    def _source(self, channels: int) -> BatchSource:
+        config = self._config
+        return BatchSource(
+            self._context.remote("scheduler", scheduler_pb2_grpc.SchedulerServiceStub),
+            self._context.remote("pool", pool_pb2_grpc.PoolServiceStub),
+            plan=partial(plan_batch, token_budget=config.token_budget, channels=channels),
+            rules=config.credit_rules(),
+            settings=SourceSettings(
+                trainer_id=config.instance_id,
+                max_groups=config.batch_groups,
+                patience_s=config.patience_s,
+            ),
+        )
+
+    def _attention_channels(self) -> int:
+        return attention_channels(AutoConfig.from_pretrained(self._config.model_path))

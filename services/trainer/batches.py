@@ -1,0 +1,281 @@
+"""Batches from the scheduler, fetched, credited and planned while the last one is trained on.
+
+Owns claims on batches: taking, renewing, committing and giving back. One batch is prepared ahead
+of the one in training; each is leased under a name of its own, since the scheduler answers a
+trainer that holds a batch with that same batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forge.client.scheduler import leads
+from forge.core.errors import DataLoss, ForgeError, NotFound
+from forge.core.packing import Sample
+from forge.rl.learner import BatchPlan
+from forge.runtime.rpc.chunks import Joiner
+from forge.runtime.rpc.remote import Remote
+from forge.runtime.rpc.status import translated
+from forge.runtime.telemetry import log
+from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
+from services.trainer.samples import BatchSamples, CreditRules, build_samples
+
+Planner = Callable[[Sequence[Sample]], BatchPlan]
+
+_CALL_S = 30.0
+_FETCH_S = 600.0
+_LEASE_WAIT_S = 5.0
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSettings:
+    """How batches are asked for."""
+
+    trainer_id: str
+    max_groups: int
+    """0: the scheduler's setting."""
+    patience_s: float
+    """How long an unreachable scheduler or pool is waited for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A batch that is this trainer's to train on, kept alive until it is committed or given up."""
+
+    batch_id: str
+    task_ids: tuple[str, ...]
+    renewal: asyncio.Task[None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedBatch:
+    """A claimed batch, ready for the learner."""
+
+    claim: Claim
+    samples: BatchSamples
+    plan: BatchPlan
+
+
+class BatchSource:
+    """Prepares one batch ahead, for as long as it is open."""
+
+    def __init__(
+        self,
+        scheduler: Remote[scheduler_pb2_grpc.SchedulerServiceStub],
+        pool: Remote[pool_pb2_grpc.PoolServiceStub],
+        *,
+        plan: Planner,
+        rules: CreditRules,
+        settings: SourceSettings,
+    ) -> None:
+        self._scheduler = scheduler
+        self._pool = pool
+        self._plan = plan
+        self._rules = rules
+        self._settings = settings
+        self._names = itertools.cycle(f"{settings.trainer_id}#{slot}" for slot in range(2))
+        self._renewals: set[asyncio.Task[None]] = set()
+        self._taken: dict[str, Claim] = {}
+        """What the learner works on, by batch id: not to be granted again by a new scheduler."""
+        self._next: asyncio.Task[PreparedBatch] | None = None
+
+    async def take(self, *, wait_s: float) -> PreparedBatch | None:
+        """The next batch, or None if it is not ready within `wait_s`.
+
+        Raises what preparing it met: `Unavailable` once the patience is over.
+        """
+        preparing = self.prepare()
+        await asyncio.wait({preparing}, timeout=wait_s)
+        if not preparing.done():
+            return None
+        self._next = None
+        batch = preparing.result()
+        self._taken[batch.claim.batch_id] = batch.claim
+        return batch
+
+    def prepare(self) -> asyncio.Task[PreparedBatch]:
+        """Begin with the batch that `take` is to give next, unless that has begun."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._prepare(next(self._names)))
+        return self._next
+
+    async def commit(self, claim: Claim, *, step: int) -> None:
+        """The batch was trained on by `step`.
+
+        Raises `NotFound` or `FailedPrecondition` when it cannot be counted: discard the step.
+        """
+        request = scheduler_pb2.CommitBatchRequest(
+            batch_id=claim.batch_id, step=step, task_ids=claim.task_ids
+        )
+        await self._call("CommitBatch", request)
+        self._done(claim)
+
+    async def tombstone(self, claim: Claim, reason: str) -> None:
+        """The batch is never to be trained on."""
+        request = scheduler_pb2.ReleaseBatchRequest(batch_id=claim.batch_id, reason=reason)
+        await self._call("ReleaseBatch", request)
+        self._done(claim)
+
+    async def rewind(self, step: int) -> None:
+        """What was trained after `step` is visible again; nothing is held any more."""
+        await self.drop()
+        answer = await self._call("Rewind", scheduler_pb2.RewindRequest(step=step))
+        log.info("rewound", step=step, groups=answer.groups)
+
+    async def release(self) -> None:
+        """Give back what was prepared and not taken."""
+        ready = self._next
+        await self.drop()
+        if ready is not None and not ready.cancelled() and ready.exception() is None:
+            batch_id = ready.result().claim.batch_id
+            request = scheduler_pb2.ReleaseBatchRequest(batch_id=batch_id)
+            await self._scheduler.call("ReleaseBatch", request, timeout_s=_CALL_S, where=leads)
+
+    async def drop(self) -> None:
+        """Stop preparing and renewing; claims run out by themselves."""
+        pending: set[asyncio.Task[Any]] = {*self._renewals}
+        if self._next is not None:
+            pending.add(self._next)
+        self._next = None
+        self._taken.clear()
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending)
+
+    async def _prepare(self, name: str) -> PreparedBatch:
+        while True:
+            lease = await self._lease(name)
+            claim = Claim(
+                batch_id=lease.batch_id,
+                task_ids=tuple(group.group.task.task_id for group in lease.groups),
+                renewal=self._renewing(lease),
+            )
+            try:
+                return await self._prepared(claim, lease.groups)
+            except DataLoss as error:
+                # Nobody can ever read it again: going on without it is the only way on.
+                log.error("batch_unreadable", batch_id=claim.batch_id, error=str(error))
+                await self.tombstone(claim, f"data loss: {error}")
+            except BaseException:
+                claim.renewal.cancel()
+                raise
+
+    async def _prepared(
+        self, claim: Claim, groups: Sequence[scheduler_pb2.BatchGroup]
+    ) -> PreparedBatch:
+        trajectories = await self._fetch(groups)
+        samples = await asyncio.to_thread(build_samples, trajectories, self._rules)
+        plan = await asyncio.to_thread(self._plan, samples.samples)
+        return PreparedBatch(claim=claim, samples=samples, plan=plan)
+
+    async def _lease(self, name: str) -> scheduler_pb2.LeaseBatchResponse:
+        while True:
+            request = scheduler_pb2.LeaseBatchRequest(
+                trainer_id=name,
+                max_groups=self._settings.max_groups,
+                wait_s=_LEASE_WAIT_S,
+                held=[
+                    scheduler_pb2.HeldBatch(batch_id=claim.batch_id, task_ids=claim.task_ids)
+                    for claim in self._taken.values()
+                ],
+            )
+            answer: scheduler_pb2.LeaseBatchResponse = await self._call("LeaseBatch", request)
+            if answer.batch_id:
+                return answer
+
+    def _done(self, claim: Claim) -> None:
+        self._taken.pop(claim.batch_id, None)
+        claim.renewal.cancel()
+
+    def _renewing(self, lease: scheduler_pb2.LeaseBatchResponse) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._renew(lease.batch_id, lease.lease_s / 3))
+        self._renewals.add(task)
+        task.add_done_callback(self._renewals.discard)
+        return task
+
+    async def _renew(self, batch_id: str, every_s: float) -> None:
+        request = scheduler_pb2.RenewBatchRequest(batch_id=batch_id)
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                await self._scheduler.call(
+                    "RenewBatch", request, timeout_s=_CALL_S, retry_for_s=every_s, where=leads
+                )
+            except NotFound:
+                # A scheduler that changed hands forgot the claim; the commit names the groups.
+                log.warning("batch_claim_lost", batch_id=batch_id)
+                return
+            except ForgeError as error:
+                log.warning("batch_not_renewed", batch_id=batch_id, error=str(error))
+
+    async def _fetch(
+        self, groups: Sequence[scheduler_pb2.BatchGroup]
+    ) -> list[list[common_pb2.Trajectory]]:
+        wanted: dict[str, list[str]] = {}
+        for group in groups:
+            wanted.setdefault(group.group.pool_shard, []).extend(_sealed(group))
+        shards = await asyncio.gather(
+            *(self._fetch_shard(shard, ids) for shard, ids in wanted.items())
+        )
+        found = {key: value for shard in shards for key, value in shard.items()}
+        return [[found[trajectory_id] for trajectory_id in _sealed(group)] for group in groups]
+
+    async def _fetch_shard(
+        self, shard: str, trajectory_ids: Sequence[str]
+    ) -> dict[str, common_pb2.Trajectory]:
+        """All of them, in as many streams as it takes: what has arrived is not asked for again."""
+        found: dict[str, common_pb2.Trajectory] = {}
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + self._settings.patience_s
+        backoff_s = _FIRST_BACKOFF_S
+        while missing := [each for each in trajectory_ids if each not in found]:
+            try:
+                await self._stream(shard, missing, found)
+            except NotFound as error:
+                raise DataLoss(str(error)) from error
+            except ForgeError as error:
+                if not error.retryable or loop.time() > give_up_s:
+                    raise
+                log.warning("fetch_retried", shard=shard, error=str(error))
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+        return found
+
+    async def _stream(
+        self, shard: str, trajectory_ids: Sequence[str], found: dict[str, common_pb2.Trajectory]
+    ) -> None:
+        _, stub = await self._pool.pick(
+            where=lambda instance: instance.metadata.get("shard") == shard, timeout_s=_CALL_S
+        )
+        request = pool_pb2.FetchTrajectoriesRequest(trajectory_ids=trajectory_ids)
+        joiner = Joiner()
+        stream: Any = stub.FetchTrajectories(request, timeout=_FETCH_S)
+        async with translated():
+            async for response in stream:
+                whole = joiner.add(response.trajectory)
+                if whole is not None:
+                    found[response.trajectory_id] = common_pb2.Trajectory.FromString(whole)
+
+    async def _call(self, method: str, request: Any) -> Any:
+        return await self._scheduler.call(
+            method,
+            request,
+            timeout_s=_CALL_S,
+            retry_for_s=self._settings.patience_s,
+            where=leads,
+        )
+
+
+def _sealed(group: scheduler_pb2.BatchGroup) -> list[str]:
+    return [
+        summary.trajectory_id
+        for summary in group.trajectories
+        if summary.state == common_pb2.TRAJECTORY_STATE_SEALED
+    ]

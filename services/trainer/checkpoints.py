@@ -1,0 +1,133 @@
+"""Checkpoints on disk: whole or not there.
+
+Owns names, atomicity, validity and retention. A checkpoint is written under a temporary name,
+fsynced file by file, and renamed: a crash at any point leaves the older ones as they were. It is
+also a model directory, so that it can be served or trained from like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.core.errors import DataLoss, ResourceExhausted
+from forge.runtime.telemetry import log
+
+KEPT = 2
+_PREFIX = "step-"
+_UNFINISHED = ".unfinished"
+_STATE = "state.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """One that is complete on disk."""
+
+    path: Path
+    step: int
+    weight_version: int
+    """Newest version published when it was taken."""
+    history: list[dict[str, Any]]
+    """Metrics of every step up to it."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        for leftover in directory.glob(f"*{_UNFINISHED}"):
+            shutil.rmtree(leftover)
+
+    def save(
+        self,
+        write: Callable[[Path], None],
+        *,
+        step: int,
+        weight_version: int,
+        history: list[dict[str, Any]],
+    ) -> Path:
+        """Have `write` fill a directory, and keep it as the checkpoint of `step`.
+
+        The same step again returns what is there. Raises `ResourceExhausted` when the disk is
+        full; nothing is left of the attempt then.
+        """
+        path = self._directory / f"{_PREFIX}{step:08d}"
+        if path.exists():
+            return path
+        unfinished = path.with_name(path.name + _UNFINISHED)
+        try:
+            unfinished.mkdir()
+            write(unfinished)
+            files = {file.name: file.stat().st_size for file in unfinished.iterdir()}
+            state = {
+                "format": _FORMAT,
+                "step": step,
+                "weight_version": weight_version,
+                "files": files,
+                "history": history,
+            }
+            (unfinished / _STATE).write_text(json.dumps(state))
+            for file in unfinished.iterdir():
+                _fsync(file)
+            _fsync(unfinished)
+            unfinished.rename(path)
+            _fsync(self._directory)
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise ResourceExhausted(f"checkpoint {path}: {error.strerror}") from error
+        self._prune()
+        return path
+
+    def newest_first(self) -> Iterator[Checkpoint]:
+        """Every valid checkpoint; one that is damaged is told about and passed over."""
+        for path in sorted(self._directory.glob(f"{_PREFIX}*[0-9]"), reverse=True):
+            try:
+                yield _read(path)
+            except DataLoss as error:
+                log.error("checkpoint_damaged", path=str(path), error=str(error))
+
+    def set_aside(self, checkpoint: Checkpoint) -> None:
+        """Keep one that cannot be loaded for whoever looks into it, and out of the way."""
+        checkpoint.path.rename(checkpoint.path.with_name(checkpoint.path.name + ".damaged"))
+
+    def _prune(self) -> None:
+        for path in sorted(self._directory.glob(f"{_PREFIX}*[0-9]"))[:-KEPT]:
+            # Gone from view at once: a half-removed directory must not look like a checkpoint.
+            doomed = path.with_name(path.name + _UNFINISHED)
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _read(path: Path) -> Checkpoint:
+    try:
+        state = json.loads((path / _STATE).read_text())
+        if state["format"] != _FORMAT:
+            raise DataLoss(f"format {state['format']}; this trainer reads {_FORMAT}")
+        for name, size in state["files"].items():
+            found = (path / name).stat().st_size
+            if found != size:
+                raise DataLoss(f"{name} has {found} bytes, not {size}")
+        return Checkpoint(
+            path=path,
+            step=state["step"],
+            weight_version=state["weight_version"],
+            history=state["history"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataLoss(f"{type(error).__name__}: {error}") from error
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

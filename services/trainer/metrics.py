@@ -1,0 +1,136 @@
+"""The metrics of a step: put together, and shown to Prometheus.
+
+Owns their definitions (docs/training.md has them in words), the yield J among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from forge.rl.learner import BatchPlan, StepResult
+from forge.runtime.telemetry import counter, gauge, histogram
+from forge.v1 import trainer_pb2 as pb
+from services.trainer.samples import BatchSamples
+
+_YIELD_STEPS = 5
+"""Steps whose mean reward stands for the beginning, and for now, in the yield."""
+
+_STEPS = counter("forge_trainer_steps_total", "Optimizer steps taken.")
+_SKIPPED = counter("forge_trainer_batches_skipped_total", "Batches that gave no usable gradient.")
+_TOKENS = counter("forge_trainer_trained_tokens_total", "Sampled tokens trained on.")
+_FLAT = counter("forge_trainer_flat_groups_total", "Groups whose rollouts all earned the same.")
+_EXCLUDED = counter("forge_trainer_excluded_trajectories_total", "Trajectories that do not add up.")
+_STEP_S = histogram(
+    "forge_trainer_step_seconds", "Computing one step.", buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300)
+)
+_GAUGES = {
+    name: gauge(f"forge_trainer_{name}", help)
+    for name, help in (
+        ("step", "Newest optimizer step."),
+        ("loss", "Loss of the newest step."),
+        ("mean_reward", "Mean outcome reward of the newest batch."),
+        ("entropy", "Mean entropy over trained tokens, nats."),
+        ("clip_fraction", "Share of tokens whose ratio was capped."),
+        ("grad_norm", "Gradient norm before clipping."),
+        ("staleness_mean", "Mean weight versions between sampling and training."),
+        ("staleness_max", "Most weight versions between sampling and training."),
+        ("logprob_gap_mean", "Mean |log pi - log pi_behavior|."),
+        ("logprob_gap_p99", "99th percentile of |log pi - log pi_behavior|."),
+        ("merge_ratio", "Tokens of all samples over tokens of the merged trees."),
+        ("yield_j", "Effective agent training yield so far."),
+    )
+}
+_REWARD = gauge("forge_trainer_reward", "Mean outcome reward of the newest batch.", ["domain"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Where the time of one step went."""
+
+    step_s: float
+    """Forward, backward, update."""
+    wait_s: float
+    """From the end of the previous step until the batch was there."""
+    publish_s: float
+
+
+def step_metrics(
+    *,
+    step: int,
+    weight_version: int,
+    batch: BatchSamples,
+    plan: BatchPlan,
+    result: StepResult,
+    times: StepTimes,
+    earlier: Sequence[pb.StepMetrics],
+) -> pb.StepMetrics:
+    """All about one step that updated the weights."""
+    stats = result.stats
+    metrics = pb.StepMetrics(
+        step=step,
+        weight_version=weight_version,
+        loss=result.loss,
+        mean_reward=batch.mean_outcome,
+        reward_by_domain={domain: fmean(values) for domain, values in batch.outcomes.items()},
+        clip_fraction=stats.clip_fraction,
+        entropy=stats.entropy,
+        grad_norm=result.grad_norm,
+        staleness_mean=stats.staleness_mean,
+        staleness_max=stats.staleness_max,
+        logprob_gap_mean=stats.logprob_gap_mean,
+        logprob_gap_p99=stats.logprob_gap_p99,
+        merge_ratio=plan.sample_tokens / max(1, plan.tree_tokens),
+        tree_tokens=plan.tree_tokens,
+        sample_tokens=plan.sample_tokens,
+        trained_tokens=plan.trained_tokens,
+        step_s=times.step_s,
+        wait_s=times.wait_s,
+        publish_s=times.publish_s,
+        groups=batch.groups,
+        trajectories=batch.trajectories,
+        trained_tokens_per_s=plan.trained_tokens / max(1e-9, times.step_s),
+    )
+    metrics.yield_j = training_yield([*earlier, metrics])
+    return metrics
+
+
+def training_yield(steps: Sequence[pb.StepMetrics]) -> float:
+    """J so far: sampled tokens per second times mean outcome gained per trajectory.
+
+    Throughput counts the sampled tokens that were trained on, over all the time the steps took,
+    waiting included. The gain is the mean reward of the last few steps less that of the first few,
+    per trajectory consumed: 0 until there are two steps, negative when training makes it worse.
+    """
+    few = min(_YIELD_STEPS, len(steps) // 2)
+    if not few:
+        return 0.0
+    seconds = sum(step.step_s + step.wait_s + step.publish_s for step in steps)
+    trajectories = sum(step.trajectories for step in steps)
+    if not seconds or not trajectories:
+        return 0.0
+    throughput = sum(step.trained_tokens for step in steps) / seconds
+    gain = fmean(step.mean_reward for step in steps[-few:]) - fmean(
+        step.mean_reward for step in steps[:few]
+    )
+    return throughput * gain / trajectories
+
+
+def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
+    """To Prometheus."""
+    _STEPS.inc()
+    _TOKENS.inc(metrics.trained_tokens)
+    _FLAT.inc(batch.flat_groups)
+    _EXCLUDED.inc(batch.excluded)
+    _STEP_S.observe(metrics.step_s)
+    for name, shown in _GAUGES.items():
+        shown.set(getattr(metrics, name))
+    for domain, reward in metrics.reward_by_domain.items():
+        _REWARD.labels(domain).set(reward)
+
+
+def show_skipped(batch: BatchSamples) -> None:
+    """To Prometheus: a batch that changed nothing."""
+    _SKIPPED.inc()
+    _EXCLUDED.inc(batch.excluded)

@@ -1,0 +1,165 @@
+"""From recorded trajectories to trainable samples.
+
+Owns what is trained on and with which advantage: one sample per turn, loss on its sampled tokens
+alone, so that each sampled token is trained exactly once. No I/O, no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from forge.core.advantages import Baseline, group_advantages
+from forge.core.errors import InvalidArgument
+from forge.core.packing import Sample
+from forge.core.rewards import (
+    RewardComponent,
+    RewardKind,
+    RewardWeights,
+    returns_to_go,
+    turn_rewards,
+)
+from forge.core.trajectory import TokenTree, TurnTokens, float32_bytes
+from forge.runtime.telemetry import log
+from forge.v1 import common_pb2 as pb
+
+_KINDS: Mapping[int, RewardKind] = {
+    pb.REWARD_KIND_OUTCOME: "outcome",
+    pb.REWARD_KIND_PROCESS: "process",
+    pb.REWARD_KIND_SPEED: "speed",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreditRules:
+    """How rewards become advantages."""
+
+    weights: RewardWeights
+    baseline: Baseline
+    normalize_std: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSamples:
+    """The samples of a batch, and what is told about them."""
+
+    samples: tuple[Sample, ...]
+    outcomes: Mapping[str, Sequence[float]]
+    """Outcome reward of each trajectory, by domain."""
+    sampled_tokens: int
+    groups: int
+    trajectories: int
+    flat_groups: int
+    """Groups whose rollouts all earned the same: zero advantage."""
+    excluded: int
+    """Trajectories that were left out because they do not add up."""
+
+    @property
+    def mean_outcome(self) -> float:
+        """Over trajectories; 0 when there are none."""
+        values = [value for outcomes in self.outcomes.values() for value in outcomes]
+        return fmean(values) if values else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rollout:
+    trajectory: pb.Trajectory
+    tree: TokenTree
+    returns: list[float]
+    """Return-to-go of each turn."""
+
+
+def build_samples(groups: Sequence[Sequence[pb.Trajectory]], rules: CreditRules) -> BatchSamples:
+    """Samples of all sealed trajectories of a batch, group by group."""
+    samples: list[Sample] = []
+    outcomes: dict[str, list[float]] = {}
+    rollouts_seen = flat = sampled_tokens = excluded = 0
+    for group in groups:
+        rollouts = [rollout for one in group if (rollout := _rollout(one, rules.weights))]
+        excluded += len(group) - len(rollouts)
+        credit = group_advantages(
+            [rollout.returns for rollout in rollouts],
+            baseline=rules.baseline,
+            normalize_std=rules.normalize_std,
+        )
+        flat += credit.flat
+        for rollout, advantages_T in zip(rollouts, credit.advantages, strict=True):
+            samples.extend(_turn_samples(rollout, advantages_T))
+            outcomes.setdefault(rollout.trajectory.domain, []).append(_outcome(rollout))
+            sampled_tokens += sum(turn.sampled_tokens for turn in rollout.tree.turns)
+        rollouts_seen += len(rollouts)
+    return BatchSamples(
+        samples=tuple(samples),
+        outcomes=outcomes,
+        sampled_tokens=sampled_tokens,
+        groups=len(groups),
+        trajectories=rollouts_seen,
+        flat_groups=flat,
+        excluded=excluded,
+    )
+
+
+def _rollout(trajectory: pb.Trajectory, weights: RewardWeights) -> _Rollout | None:
+    """None for a trajectory that cannot be trained on; one such must not stop the batch."""
+    try:
+        tree = TokenTree([_turn_tokens(turn) for turn in trajectory.turns])
+        rewards_T = turn_rewards(
+            [_component(event) for event in trajectory.rewards],
+            turns=len(trajectory.turns),
+            weights=weights,
+        )
+    except InvalidArgument as error:
+        log.error("trajectory_excluded", trajectory_id=trajectory.trajectory_id, error=str(error))
+        return None
+    returns = returns_to_go(rewards_T, gamma=weights.gamma)
+    return _Rollout(trajectory=trajectory, tree=tree, returns=returns)
+
+
+def _turn_samples(rollout: _Rollout, advantages_T: Sequence[float]) -> list[Sample]:
+    samples = []
+    for index, (turn, record) in enumerate(
+        zip(rollout.tree.turns, rollout.trajectory.turns, strict=True)
+    ):
+        # Nobody saw the answer of an aborted turn, so no reward is about it; a greedy one has
+        # no distribution to compare with.
+        aborted = record.finish_reason == pb.FINISH_REASON_ABORTED
+        length = rollout.tree.lengths[index]
+        start = length - turn.sampled_tokens
+        if not turn.sampled_tokens or start == 0 or aborted or record.temperature <= 0:
+            continue
+        samples.append(
+            Sample(
+                ids=rollout.tree.sequence(index),
+                trained=((start, length),),
+                behavior_logprobs=turn.logprobs,
+                weight_versions=turn.weight_versions,
+                advantages=float32_bytes([advantages_T[index]]) * turn.sampled_tokens,
+                temperature=record.temperature,
+            )
+        )
+    return samples
+
+
+def _outcome(rollout: _Rollout) -> float:
+    return sum(
+        event.value for event in rollout.trajectory.rewards if event.kind == pb.REWARD_KIND_OUTCOME
+    )
+
+
+def _component(event: pb.RewardEvent) -> RewardComponent:
+    if event.kind not in _KINDS:
+        raise InvalidArgument(f"reward {event.event_id!r} has kind {event.kind}")
+    return RewardComponent(kind=_KINDS[event.kind], value=event.value, turn_index=event.turn_index)
+
+
+def _turn_tokens(turn: pb.Turn) -> TurnTokens:
+    return TurnTokens(
+        turn_index=turn.turn_index,
+        parent_turn=turn.parent_turn,
+        prefix_tokens=turn.prefix_tokens,
+        prompt_ids=turn.prompt_ids,
+        sampled_ids=turn.sampled.ids,
+        logprobs=turn.sampled.logprobs,
+        weight_versions=turn.sampled.weight_versions,
+    )

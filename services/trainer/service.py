@@ -1,0 +1,47 @@
+"""TrainerService over gRPC: reads the record, asks the training actor.
+
+Owns no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from forge.runtime.actor import ActorRef
+from forge.v1 import trainer_pb2 as pb
+from forge.v1 import trainer_pb2_grpc as rpc
+from services.trainer.actors.training import UNBOUNDED_S, SaveCheckpoint
+from services.trainer.record import TrainingRecord
+
+FULL_NAME = "forge.v1.TrainerService"
+WEIGHTS_FULL_NAME = "forge.v1.WeightService"
+SCOPES = "operator"
+
+
+class TrainerServicer(rpc.TrainerServiceServicer):
+    """What operators see of training."""
+
+    def __init__(self, record: TrainingRecord, training: ActorRef) -> None:
+        self._record = record
+        self._training = training
+
+    async def GetTrainerStatus(
+        self, request: pb.GetTrainerStatusRequest, context: Any
+    ) -> pb.GetTrainerStatusResponse:
+        return self._record.status()
+
+    async def WatchSteps(
+        self, request: pb.WatchStepsRequest, context: Any
+    ) -> AsyncIterator[pb.WatchStepsResponse]:
+        async with aclosing(self._record.watch(request.after_step)) as steps:
+            async for metrics in steps:
+                yield pb.WatchStepsResponse(metrics=metrics)
+
+    async def SaveCheckpoint(
+        self, request: pb.SaveCheckpointRequest, context: Any
+    ) -> pb.SaveCheckpointResponse:
+        timeout_s = context.time_remaining() or UNBOUNDED_S
+        step, path = await self._training.ask(SaveCheckpoint(), timeout_s=timeout_s)
+        return pb.SaveCheckpointResponse(step=step, path=path)

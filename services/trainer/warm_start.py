@@ -1,0 +1,166 @@
+"""Makes the tiny policy's starting weights: `python -m services.trainer.warm_start --out DIR`.
+
+A short supervised warm start. A flawless teacher shows how things are done, then an imperfect one
+shows them as it does them: with guesses, wrong look-ups and forgotten summaries. What comes out
+can solve every task and does so unreliably, which is where reinforcement learning begins. The
+same seed gives the same weights on the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from services.trainer.tiny.lessons import Lesson, batches, conversations, lessons, padded
+from services.trainer.tiny.policy import new_policy
+from services.trainer.tiny.tokenizer import build_tokenizer, chat_template
+
+VOCABULARY_ROUNDS = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """How long the policy is taught what."""
+
+    flawless_steps: int = 900
+    imperfect_steps: int = 250
+    batch_tokens: int = 768
+    learning_rate: float = 2e-3
+    warmup_steps: int = 20
+    cooldown_share: float = 0.5
+    """Share of the steps, at the end, over which the learning rate falls to a twentieth."""
+
+    @property
+    def steps(self) -> int:
+        return self.flawless_steps + self.imperfect_steps
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step, counted from 0."""
+        rise = min(1.0, (step + 1) / self.warmup_steps)
+        fall = min(1.0, (self.steps - step) / (self.steps * self.cooldown_share))
+        return self.learning_rate * rise * max(0.05, fall)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer over what the four domains say; the same for every seed."""
+    template = PreTrainedTokenizerFast(tokenizer_object=build_tokenizer([]).backend_tokenizer)
+    template.chat_template = chat_template()
+    said = conversations("vocabulary", VOCABULARY_ROUNDS, flawless=False)
+    return build_tokenizer(
+        template.apply_chat_template(messages, tools=tools, tokenize=False)
+        for messages, tools in said
+    )
+
+
+def teach(
+    policy: Qwen3ForCausalLM, schedule: Sequence[list[Lesson]], course: Course, progress: Progress
+) -> None:
+    """Supervised steps over the schedule; the loss is over the teacher's tokens alone."""
+    bar = progress.add_task("warm start", total=len(schedule), loss=float("nan"))
+    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    policy.train()
+    for step, batch in enumerate(schedule):
+        for group in optimizer.param_groups:
+            group["lr"] = course.rate(step)
+        ids_BT, taught_BT = padded(batch, policy.config.pad_token_id)
+        hidden_BTH = policy.model(input_ids=ids_BT[:, :-1]).last_hidden_state
+        taught = taught_BT[:, 1:]
+        loss = F.cross_entropy(policy.lm_head(hidden_BTH[taught]), ids_BT[:, 1:][taught])
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        progress.update(bar, advance=1, loss=loss.item())
+
+
+def make_schedule(
+    tokenizer: PreTrainedTokenizerFast, course: Course, *, seed: int
+) -> list[list[Lesson]]:
+    """Batches in the order they are taught."""
+    rng = Random(seed)
+
+    def phase(name: str, steps: int, *, flawless: bool) -> list[list[Lesson]]:
+        chosen: list[list[Lesson]] = []
+        part = 0
+        while len(chosen) < steps:
+            rows = lessons(tokenizer, f"{seed}/{name}/{part}", 200, flawless=flawless)
+            chosen += batches(rows, course.batch_tokens, rng)
+            part += 1
+        return chosen[:steps]
+
+    return [
+        *phase("flawless", course.flawless_steps, flawless=True),
+        *phase("imperfect", course.imperfect_steps, flawless=False),
+    ]
+
+
+def save(policy: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Write a complete transformers directory, all or nothing."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    policy.eval()
+    policy.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    ).save_pretrained(temporary)
+    if out.exists():
+        shutil.rmtree(out)
+    temporary.rename(out)
+
+
+def warm_start(out: Path, *, seed: int, course: Course, console: Console) -> None:
+    """Make the starting weights of `seed` and save them under `out`."""
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]:.3f}"),
+        TimeElapsedColumn(),
+    )
+    console.print(f"Making the tiny model's starting weights (seed {seed}) ...", highlight=False)
+    policy = new_policy(tokenizer, seed=seed)
+    schedule = make_schedule(tokenizer, course, seed=seed)
+    with Progress(*columns, console=console, transient=True) as progress:
+        teach(policy, schedule, course, progress)
+    save(policy, tokenizer, out)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse, make, save. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m services.trainer.warm_start", description=(__doc__ or "").split("\n\n")[1]
+    )
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--seed", type=int, default=0, help="seeds weights and demonstrations")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="threads torch computes with"
+    )
+    options = parser.parse_args(argv)
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(options.threads)
+    try:
+        warm_start(options.out, seed=options.seed, course=Course(), console=Console())
+    except OSError as error:
+        print(f"warm start: cannot write {options.out}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""Fixtures every suite may use: a real etcd, a coordinator connected to it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import uvloop
+
+from forge.cli.models import ensure_model
+from forge.runtime.coordination import Coordinator
+from tests.support.etcd import EtcdServer
+
+_clusters = itertools.count()
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Tests run on the loop the services run on."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session")
+def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    """One etcd for all tests that leave it in peace; each uses a cluster name of its own."""
+    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def etcd(shared_etcd: EtcdServer) -> EtcdServer:
+    """A running etcd; not to be killed or frozen: use `own_etcd` for that."""
+    return shared_etcd
+
+
+@pytest.fixture
+def own_etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    """An etcd of the test's own, to kill, freeze and restart."""
+    server = EtcdServer(tmp_path / "etcd")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def cluster() -> str:
+    """A cluster name no other test uses."""
+    return f"test-{next(_clusters)}"
+
+
+@pytest_asyncio.fixture
+async def coordinator(etcd: EtcdServer, cluster: str) -> AsyncIterator[Coordinator]:
+    """Connected to `etcd`, in a cluster of its own."""
+    connected = await Coordinator.connect(etcd.endpoint, cluster=cluster)
+    yield connected
+    await connected.close()
+
+
+@pytest.fixture(scope="session")
+def forge_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with the tiny model's starting weights, made once: a warm start takes its time."""
+    root = tmp_path_factory.mktemp("forge")
+    ensure_model("tiny", seed=0, root=root)
+    return root

@@ -1,0 +1,168 @@
+"""Engines under contract: how each is started on a tiny model, and how a test talks to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+
+from forge.runtime.actor import ActorSystem
+from services.inference.engines.base import (
+    DecodeEngine,
+    NamedTensor,
+    PrefillEngine,
+    Prompt,
+    Sampling,
+    Tokens,
+)
+from services.inference.engines.embedded.engine import (
+    EmbeddedDecode,
+    EmbeddedOptions,
+    EmbeddedPrefill,
+)
+from services.inference.engines.embedded.tensors import NAMES, to_bytes
+
+# Engines and references compute at the same time; more threads than cores only wait for each other.
+torch.set_num_threads(1)
+
+VOCABULARY = 211
+CONTEXT_TOKENS = 512
+BLOCK_TOKENS = 8
+
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT_TOKENS,
+    # No token ends an answer unless a test says so.
+    "eos_token_id": None,
+    "bos_token_id": None,
+    # Large enough that the likeliest token is not a matter of rounding.
+    "initializer_range": 0.2,
+}
+CONFIGS = {
+    "qwen3": Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True),
+    "llama": LlamaConfig(**_SHAPE, tie_word_embeddings=False),
+}
+
+
+def reference(family: str, *, seed: int = 0) -> PreTrainedModel:
+    """The model as transformers runs it, with random weights."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32)
+    return model.eval().requires_grad_(False)
+
+
+def published(model: PreTrainedModel) -> dict[str, NamedTensor]:
+    """Its weights as a trainer sends them: tied ones once."""
+    seen: set[int] = set()
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() in seen:
+            continue
+        seen.add(tensor.data_ptr())
+        tensors[name] = NamedTensor(
+            name=name,
+            dtype=NAMES[tensor.dtype],
+            shape=tuple(tensor.shape),
+            data=to_bytes(tensor),
+        )
+    return tensors
+
+
+def prompt_ids(tokens: int, *, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, tokens).tolist()
+
+
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, max_tokens=16, stop_ids=frozenset(), seed=0)
+SAMPLED = replace(GREEDY, temperature=1.0)
+_request_numbers = count()
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """All that one request gave."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: Any = None
+    cached_tokens: int = 0
+    fetched_tokens: int = 0
+
+    def add(self, tokens: Tokens) -> None:
+        self.ids += tokens.ids
+        self.logprobs += tokens.logprobs
+        self.versions += tokens.versions
+
+
+@dataclass(kw_only=True)
+class Pair:
+    """A prefill and a decode engine, joined as the service joins them."""
+
+    prefill: PrefillEngine
+    decode: DecodeEngine
+
+    async def load(self, tensors: Mapping[str, NamedTensor], *, version: int) -> None:
+        await self.prefill.load(tensors, version=version)
+        await self.decode.load(tensors, version=version)
+
+    async def sample(
+        self, ids: list[int], sampling: Sampling = GREEDY, *, on_piece: Any = None
+    ) -> Answer:
+        prompt = Prompt(
+            request_id=f"request-{next(_request_numbers)}",
+            ids=np.asarray(ids, dtype="<i4").tobytes(),
+            sampling=sampling,
+        )
+        answer = Answer()
+        prefilled = await self.prefill.prefill(prompt, hold_s=60)
+        answer.add(prefilled.first)
+        answer.cached_tokens = prefilled.cached_tokens
+
+        async def fetch_kv(from_token: int) -> Any:
+            span = await self.prefill.fetch_kv(prompt.request_id, from_token=from_token)
+            self.prefill.release(prompt.request_id)
+            answer.fetched_tokens = span.tokens
+            return span
+
+        pieces = self.decode.decode(prompt, prefilled.first, fetch_kv, stream=bool(on_piece))
+        async for piece in pieces:
+            answer.add(piece.tokens)
+            answer.finish = piece.finish
+            if on_piece is not None and await on_piece(answer) is False:
+                await pieces.aclose()
+                break
+        return answer
+
+
+@asynccontextmanager
+async def embedded(model_path: Path, **options: Any) -> AsyncIterator[Pair]:
+    """The embedded engine, without weights."""
+    chosen = EmbeddedOptions(
+        model_path=str(model_path),
+        **{"dtype": "float32", "block_tokens": BLOCK_TOKENS, **options},
+    )
+    system = ActorSystem("contract")
+    decode_system = ActorSystem("contract-decode")
+    try:
+        yield Pair(
+            prefill=await EmbeddedPrefill.start(system, chosen),
+            decode=await EmbeddedDecode.start(decode_system, chosen),
+        )
+    finally:
+        await system.stop()
+        await decode_system.stop()
+
+
+ENGINES = {"embedded": embedded}

@@ -1,0 +1,390 @@
+"""What every engine must do. A new engine joins by one entry in `engines.ENGINES`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+
+from forge.core.errors import NotFound, ResourceExhausted, Unavailable
+from services.inference.engines.base import BrokenWeights, Finish, NamedTensor, UnfitWeights
+from tests.contract import engines
+from tests.contract.engines import GREEDY, SAMPLED, Pair, prompt_ids, published, reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+
+
+class Start(Protocol):
+    def __call__(self, **options: Any) -> AbstractAsyncContextManager[Pair]: ...
+
+
+@pytest.fixture(params=engines.ENGINES)
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
+    """Starts an engine on the Qwen3-type model, without weights."""
+    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    factory = engines.ENGINES[request.param]
+    return lambda **options: factory(tmp_path, **options)
+
+
+@pytest.fixture
+async def pair(start: Start) -> AsyncIterator[Pair]:
+    async with start() as started:
+        await started.load(published(reference("qwen3")), version=1)
+        yield started
+
+
+def greedy_of(model: Any, ids: list[int], tokens: int) -> list[int]:
+    """What transformers' own generate continues with."""
+    out = model.generate(
+        torch.tensor([ids]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+    )
+    return out[0, len(ids) :].tolist()
+
+
+def is_greedy(model: Any, ids: list[int], sampled: list[int]) -> bool:
+    """Whether each token is the likeliest after all before it, by one full forward."""
+    logits = model(torch.tensor([ids + sampled])).logits[0, len(ids) - 1 : -1]
+    return logits.argmax(-1).tolist() == sampled
+
+
+def logprobs_of(model: Any, ids: list[int], sampled: list[int]) -> torch.Tensor:
+    """Log-probs of `sampled` after `ids`, by one full forward."""
+    logits = model(torch.tensor([ids + sampled])).logits[0, len(ids) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(sampled)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", engines.CONFIGS)
+@pytest.mark.parametrize("engine", engines.ENGINES)
+async def test_greedy_is_what_transformers_generates(
+    engine: str, family: str, tmp_path: Path
+) -> None:
+    """Greedy answers equal `generate` token by token, for each family of models."""
+    model = reference(family)
+    engines.CONFIGS[family].save_pretrained(tmp_path)
+    async with engines.ENGINES[engine](tmp_path) as pair:
+        await pair.load(published(model), version=1)
+        for tokens in (1, 7, 8, 9, 100):
+            ids = prompt_ids(tokens, seed=tokens)
+            answer = await pair.sample(ids)
+            assert answer.ids == greedy_of(model, ids, 16)
+            assert answer.finish is Finish.LENGTH
+
+
+async def test_logprobs_are_those_of_a_full_forward(pair: Pair) -> None:
+    """Log-probs equal a full forward's to 1e-4, first token and later ones, at temperature 1."""
+    model = reference("qwen3")
+    for tokens in (3, 40, 150):
+        ids = prompt_ids(tokens, seed=tokens)
+        answer = await pair.sample(ids, replace(SAMPLED, max_tokens=32, seed=tokens))
+        expected = logprobs_of(model, ids, answer.ids)
+        assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
+
+
+async def test_logprobs_are_of_the_distribution_sampled_from(pair: Pair) -> None:
+    """With temperature and top-k, log-probs are renormalised over what could be drawn."""
+    model = reference("qwen3")
+    ids = prompt_ids(20)
+    answer = await pair.sample(ids, replace(SAMPLED, temperature=0.7, top_k=5, seed=3))
+    logits = model(torch.tensor([ids + answer.ids])).logits[0, len(ids) - 1 : -1] / 0.7
+    kept = logits.topk(5, dim=-1)
+    expected = kept.values.log_softmax(-1)
+    for step, (token, logprob) in enumerate(zip(answer.ids, answer.logprobs, strict=True)):
+        place = kept.indices[step].tolist().index(token)
+        assert logprob == pytest.approx(expected[step, place].item(), abs=1e-4)
+
+
+async def test_prefix_cache_changes_no_result(pair: Pair) -> None:
+    """The same prompt again, a longer one and a sibling are answered alike from the cache."""
+    model = reference("qwen3")
+    ids = prompt_ids(60)
+    first = await pair.sample(ids)
+    again = await pair.sample(ids)
+    longer = ids + first.ids + prompt_ids(9, seed=5)
+    follow_up = await pair.sample(longer)
+    sibling = ids[:41] + prompt_ids(30, seed=6)
+    forked = await pair.sample(sibling)
+    assert first.ids == again.ids == greedy_of(model, ids, 16)
+    assert follow_up.ids == greedy_of(model, longer, 16)
+    assert forked.ids == greedy_of(model, sibling, 16)
+    assert first.cached_tokens == 0
+    assert again.cached_tokens == 56
+    assert follow_up.cached_tokens == 56
+    assert forked.cached_tokens == 40
+
+
+async def test_decode_fetches_only_what_it_lacks(pair: Pair) -> None:
+    """A second turn moves no keys and values of the first turn, prompt or answer."""
+    ids = prompt_ids(60)
+    first = await pair.sample(ids)
+    assert first.fetched_tokens == 60
+    second = await pair.sample(ids + first.ids + prompt_ids(4, seed=9))
+    # 60 prompt tokens and 15 of 16 sampled ones were computed: 9 blocks of 8.
+    assert second.fetched_tokens == 80 - 72
+
+
+async def test_a_group_that_arrives_together_shares_its_prompt(pair: Pair) -> None:
+    """Requests of one batch compute and move their common prompt once, and answer as alone."""
+    model = reference("qwen3")
+    common = prompt_ids(64, seed=1)
+    prompts = [common + prompt_ids(5 + n, seed=100 + n) for n in range(8)]
+    answers = await asyncio.gather(*(pair.sample(ids) for ids in prompts))
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert answer.ids == greedy_of(model, ids, 16)
+    assert sorted(answer.cached_tokens for answer in answers) == [0] + 7 * [64]
+    assert sum(answer.fetched_tokens >= 64 for answer in answers) == 1
+
+
+async def test_batch_mates_change_no_greedy_result(pair: Pair) -> None:
+    """Alone or among others of all lengths, a request gets the same tokens."""
+    prompts = [prompt_ids(tokens, seed=tokens) for tokens in (2, 5, 30, 31, 120, 250, 260, 400)]
+    alone = [(await pair.sample(ids)).ids for ids in prompts]
+    together = await asyncio.gather(*(pair.sample(ids) for ids in prompts))
+    assert [answer.ids for answer in together] == alone
+
+
+async def test_a_seed_fixes_the_answer(pair: Pair) -> None:
+    """Same seed, same tokens, whatever runs beside; other seeds, other tokens."""
+    ids = prompt_ids(20)
+    seeded = replace(SAMPLED, seed=7)
+    alone = await pair.sample(ids, seeded)
+    others = [pair.sample(prompt_ids(40, seed=n), replace(SAMPLED, seed=n)) for n in range(6)]
+    beside, *_ = await asyncio.gather(pair.sample(ids, seeded), *others)
+    assert beside.ids == alone.ids
+    other_seeds = [await pair.sample(ids, replace(SAMPLED, seed=n)) for n in range(3)]
+    assert len({tuple(answer.ids) for answer in other_seeds}) == 3
+
+
+async def test_a_continued_request_draws_what_it_would_have_drawn(pair: Pair) -> None:
+    """Prefilling prompt and answer so far elsewhere and going on gives the uninterrupted answer."""
+    ids = prompt_ids(20)
+    whole = await pair.sample(ids, replace(SAMPLED, seed=7, max_tokens=12))
+    rest = await pair.sample(ids + whole.ids[:5], replace(SAMPLED, seed=7, max_tokens=7))
+    assert whole.ids[5:] == rest.ids
+
+
+async def test_a_stop_token_ends_the_answer_and_is_kept(pair: Pair) -> None:
+    """The stop token is the last one sampled."""
+    ids = prompt_ids(20)
+    free = await pair.sample(ids)
+    stop = free.ids[5]
+    stopped = await pair.sample(ids, replace(GREEDY, stop_ids=frozenset({stop})))
+    assert stopped.ids == free.ids[: free.ids.index(stop) + 1]
+    assert stopped.finish is Finish.STOP
+
+
+async def test_the_context_ends_the_answer(pair: Pair) -> None:
+    """An answer that would leave the context is cut at its last position."""
+    ids = prompt_ids(engines.CONTEXT_TOKENS - 5)
+    answer = await pair.sample(ids, replace(GREEDY, max_tokens=100))
+    assert len(answer.ids) == 5
+    assert answer.finish is Finish.LENGTH
+
+
+async def test_a_swap_mid_answer_changes_the_version_from_that_token_on(pair: Pair) -> None:
+    """Every token carries the version that sampled it, and is that version's choice."""
+    old, new = reference("qwen3"), reference("qwen3", seed=1)
+    ids = prompt_ids(20)
+    swapped = asyncio.Event()
+
+    async def swap_once(answer: engines.Answer) -> None:
+        if not swapped.is_set():
+            swapped.set()
+            await pair.load(published(new), version=2)
+
+    answer = await pair.sample(ids, replace(GREEDY, max_tokens=400), on_piece=swap_once)
+    assert answer.versions == sorted(answer.versions)
+    assert set(answer.versions) == {1, 2}
+    before = answer.versions.count(1)
+    assert is_greedy(old, ids, answer.ids[:before])
+    assert not is_greedy(old, ids, answer.ids)
+
+
+async def test_weights_empty_the_prefix_cache(pair: Pair) -> None:
+    """After a swap nothing is answered from what older weights computed."""
+    new = reference("qwen3", seed=1)
+    ids = prompt_ids(60)
+    await pair.sample(ids)
+    await pair.load(published(new), version=2)
+    answer = await pair.sample(ids)
+    assert answer.cached_tokens == 0
+    assert answer.fetched_tokens == 60
+    assert answer.ids == greedy_of(new, ids, 16)
+
+
+async def test_keys_of_other_weights_are_never_cached(pair: Pair) -> None:
+    """A decode engine with newer weights than the prefill engine goes on, but keeps nothing."""
+    ids = prompt_ids(60)
+    await pair.decode.load(published(reference("qwen3", seed=1)), version=2)
+    first = await pair.sample(ids)
+    second = await pair.sample(ids)
+    assert first.versions == [1] + 15 * [2]
+    assert second.fetched_tokens == 60
+
+
+async def test_unfit_weights_change_nothing(pair: Pair) -> None:
+    """Weights that lack a tensor, have a strange one or another shape are refused whole."""
+    ids = prompt_ids(20)
+    before = await pair.sample(ids)
+    fit = published(reference("qwen3", seed=1))
+    name, tensor = next(iter(fit.items()))
+    short = {key: value for key, value in fit.items() if key != name}
+    odd = fit | {"odd": NamedTensor(name="odd", dtype="float32", shape=(1,), data=b"\0" * 4)}
+    bent = fit | {name: replace(tensor, shape=(tensor.shape[1], tensor.shape[0]))}
+    cut = fit | {name: replace(tensor, data=tensor.data[:-4])}
+    for unfit in (short, odd, bent, cut):
+        with pytest.raises(UnfitWeights):
+            await pair.load(unfit, version=2)
+    after = await pair.sample(ids)
+    assert after.ids == before.ids
+    assert set(after.versions) == {1}
+
+
+async def test_an_abort_frees_the_slot(start: Start) -> None:
+    """A caller that goes away frees its place: with one slot, the next request runs."""
+    async with start(max_running=1) as pair:
+        await pair.load(published(reference("qwen3")), version=1)
+
+        async def leave(answer: engines.Answer) -> bool:
+            return False
+
+        await pair.sample(prompt_ids(20), replace(GREEDY, max_tokens=480), on_piece=leave)
+        answer = await pair.sample(prompt_ids(30))
+        assert len(answer.ids) == 16
+        assert pair.decode.status().running == 0
+
+
+async def test_more_requests_than_slots_all_finish(start: Start) -> None:
+    """Requests wait for a slot and are answered as if alone."""
+    model = reference("qwen3")
+    async with start(max_running=3) as pair:
+        await pair.load(published(model), version=1)
+        prompts = [prompt_ids(10 + n, seed=n) for n in range(10)]
+        answers = await asyncio.gather(*(pair.sample(ids) for ids in prompts))
+    assert [answer.ids for answer in answers] == [greedy_of(model, ids, 16) for ids in prompts]
+
+
+async def test_the_prefix_cache_is_bounded(start: Start) -> None:
+    """The least recently used prefix is forgotten once the cache is full."""
+    token_bytes = 3 * 2 * 2 * 16 * 4
+    async with start(cache_bytes=96 * token_bytes) as pair:
+        await pair.load(published(reference("qwen3")), version=1)
+        old, recent, newest = (prompt_ids(48, seed=n) for n in range(3))
+        for ids in (old, recent, newest):
+            await pair.sample(ids, replace(GREEDY, max_tokens=1))
+        assert (await pair.sample(newest)).cached_tokens == 40
+        assert (await pair.sample(old)).cached_tokens == 0
+
+
+async def test_the_youngest_gives_way_when_memory_is_full(start: Start) -> None:
+    """Under memory pressure old requests finish and the youngest is told to come again."""
+    token_bytes = 3 * 2 * 2 * 16 * 4
+    async with start(kv_bytes=(256 + 512) * token_bytes) as pair:
+        await pair.load(published(reference("qwen3")), version=1)
+        long = replace(GREEDY, max_tokens=400)
+        outcomes = await asyncio.gather(
+            *(pair.sample(prompt_ids(20, seed=n), long) for n in range(3)),
+            return_exceptions=True,
+        )
+    assert any(isinstance(outcome, ResourceExhausted) for outcome in outcomes)
+    assert any(isinstance(outcome, engines.Answer) for outcome in outcomes)
+
+
+async def test_a_released_prompt_is_gone(pair: Pair) -> None:
+    """Fetching a prompt that was released or never read is NotFound."""
+    pair.prefill.release("unheard-of")
+    with pytest.raises(NotFound):
+        await pair.prefill.fetch_kv("unheard-of", from_token=0)
+
+
+async def test_without_weights_nothing_is_served(start: Start) -> None:
+    """Before the first weights a request is Unavailable."""
+    async with start() as pair:
+        with pytest.raises(Unavailable):
+            await pair.sample(prompt_ids(5))
+        assert pair.prefill.status().version == 0
+
+
+async def test_broken_weights_fail_the_request_and_poison_nothing(pair: Pair) -> None:
+    """Weights that compute no numbers give an error; the next good ones answer as ever."""
+    ids = prompt_ids(20)
+    good = published(reference("qwen3"))
+    expected = await pair.sample(ids)
+    nothing = {name: replace(t, data=b"\xff" * len(t.data)) for name, t in good.items()}
+
+    async def break_decode(answer: engines.Answer) -> None:
+        await pair.decode.load(nothing, version=2)
+
+    with pytest.raises(BrokenWeights):
+        await pair.sample(ids, replace(GREEDY, max_tokens=400), on_piece=break_decode)
+    await pair.prefill.load(nothing, version=2)
+    with pytest.raises(BrokenWeights):
+        await pair.sample(ids)
+    await pair.load(good, version=3)
+    assert (await pair.sample(ids)).ids == expected.ids
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_groups_of_every_shape_answer_as_alone(start: Start, seed: int) -> None:
+    """Nested and wide groups that come and go, some aborted: nobody reads another's context."""
+    model = reference("qwen3")
+    rng = random.Random(seed)
+    root = prompt_ids(rng.randint(60, 90), seed=seed)
+    trees = [root, root + prompt_ids(70, seed=seed + 10), prompt_ids(130, seed=seed + 20)]
+    sizes = [3, 20, 5]
+    requests = [
+        (
+            trunk + prompt_ids(rng.randint(0, 20), seed=rng.randint(0, 3)),
+            replace(GREEDY, max_tokens=rng.randint(1, 40)),
+        )
+        for trunk, size in zip(trees, sizes, strict=True)
+        for _ in range(size)
+    ]
+    rng.shuffle(requests)
+
+    async def maybe_leave(answer: engines.Answer) -> bool:
+        return rng.random() < 0.8
+
+    async with start(max_running=24) as pair:
+        await pair.load(published(model), version=1)
+        on_pieces = [maybe_leave if rng.random() < 0.2 else None for _ in requests]
+        for _ in range(2):
+            answers = await asyncio.gather(
+                *(
+                    pair.sample(ids, sampling, on_piece=on_piece)
+                    for (ids, sampling), on_piece in zip(requests, on_pieces, strict=True)
+                )
+            )
+            for (ids, sampling), answer in zip(requests, answers, strict=True):
+                assert is_greedy(model, ids, answer.ids)
+                assert answer.finish is None or len(answer.ids) == sampling.max_tokens
+
+
+async def test_equal_prompts_are_read_once_and_drawn_from_by_each(pair: Pair) -> None:
+    """Rollouts of one prompt that arrive together differ by their seeds alone, and cost one."""
+    ids = prompt_ids(50)
+    seeded = [replace(SAMPLED, seed=seed) for seed in range(6)]
+    answers = await asyncio.gather(*(pair.sample(ids, sampling) for sampling in seeded))
+    alone = [await pair.sample(ids, sampling) for sampling in seeded]
+    assert [answer.ids for answer in answers] == [answer.ids for answer in alone]
+    assert sorted(answer.cached_tokens for answer in answers) == [0] + 5 * [50]
+    expected = logprobs_of(reference("qwen3"), ids, answers[5].ids)
+    assert torch.allclose(torch.tensor(answers[5].logprobs), expected, atol=1e-4)
+
+
+async def test_prompts_longer_than_a_pass_are_read_in_steps(start: Start) -> None:
+    """Chunked or not, shared or not, the answer is the same."""
+    model = reference("qwen3")
+    async with start(pass_tokens=37) as pair:
+        await pair.load(published(model), version=1)
+        common = prompt_ids(64, seed=1)
+        prompts = [common + prompt_ids(5 + 9 * n, seed=100 + n) for n in range(8)]
+        answers = await asyncio.gather(*(pair.sample(ids) for ids in prompts))
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert is_greedy(model, ids, answer.ids)

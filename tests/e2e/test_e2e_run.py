@@ -1,0 +1,59 @@
+"""`forge run` from start to end, with every process real."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.forge_run import ForgeRun, still_alive, wait_for_death
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_run_trains_and_prints_the_table(tmp_path: Path, forge_root: Path) -> None:
+    """A run ends with exit code 0, a table per domain, and weights that went through the stream."""
+    run = ForgeRun(tmp_path / "run", root=forge_root, steps=3)
+    run.start()
+    run.wait_for_step(1)
+    pids = run.stack_pids()
+    assert run.finish() == 0, run.explain()
+    output = run.output()
+    for domain in ("reasoning", "qa", "code", "general", "all"):
+        assert re.search(rf"{domain} .*\d\.\d\d\d .*\d\.\d\d\d .*[+-]\d\.\d\d\d", output), output
+    version = re.search(r"weight version (\d+)", output)
+    assert version and int(version[1]) >= 4, output
+    assert run.state()["phase"] == "done"
+    assert still_alive(pids) == []
+    steps = run.metrics()
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(step["merge_ratio"] > 1 for step in steps)
+
+
+def test_interrupted_run_leaves_no_process_and_resumes(tmp_path: Path, forge_root: Path) -> None:
+    """Ctrl-C stops every process; the same command goes on from the step it was at."""
+    run = ForgeRun(tmp_path / "run", root=forge_root, steps=3)
+    run.start()
+    run.wait_for_step(1)
+    pids = run.stack_pids()
+    assert run.interrupt() == 130, run.explain()
+    assert still_alive(pids) == []
+    assert run.state()["phase"] == "train"
+
+    run.start()
+    assert run.finish() == 0, run.explain()
+    assert "Resuming" in run.output()
+    assert run.state()["phase"] == "done"
+    assert sorted({step["step"] for step in run.metrics()}) == [1, 2, 3]
+
+
+def test_nothing_survives_a_killed_run(tmp_path: Path, forge_root: Path) -> None:
+    """kill -9 of `forge run` itself takes every process it started with it."""
+    run = ForgeRun(tmp_path / "run", root=forge_root, steps=3)
+    run.start()
+    run.wait_until(lambda: "pool is ready" in run.output(), "the pool")
+    pids = run.stack_pids()
+    run.process.kill()
+    run.process.wait(timeout=30)
+    wait_for_death(pids)

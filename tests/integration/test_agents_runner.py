@@ -1,0 +1,260 @@
+"""The runner as a process, between a real scheduler, pool and gateway; the model is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from examples.custom_domain import Dice
+from forge.client.operator import Operator
+from forge.runtime.coordination import Coordinator
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.security import Security
+from forge.v1 import common_pb2, scheduler_pb2
+from tests.support.etcd import EtcdServer
+from tests.support.gateway_stack import GatewayStack
+
+START_S = 60.0
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ENDED = (common_pb2.GROUP_STATE_EVALUATED, common_pb2.GROUP_STATE_TOMBSTONED)
+SCHEDULER = ("--retry-backoff-s=0.05", "--rollout-lease-s=3")
+REWARDED = "--reward-functions=manners=tests.support.agent_tasks:polite"
+
+
+@dataclass(kw_only=True)
+class Cluster:
+    """A gateway stack with a scheduler, and runners on demand."""
+
+    stack: GatewayStack
+    operator: Operator
+    coordinator: Coordinator
+    runners: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+
+    def start_runner(self, name: str, *settings: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-m", "forge.agents", *self._shared(name), *settings]
+        self.runners[name] = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+        return self.runners[name]
+
+    def start_scheduler(self) -> None:
+        argv = [sys.executable, "-m", "services.scheduler", *self._shared("scheduler")]
+        self.stack.processes["scheduler"] = subprocess.Popen([*argv, *SCHEDULER])
+
+    async def running(self, rollouts: int) -> None:
+        """Wait until that many rollouts are leased."""
+        async with asyncio.timeout(START_S):
+            status = await self.operator.scheduler_status()
+            while status.running_rollouts < rollouts:
+                await asyncio.sleep(0.05)
+                status = await self.operator.scheduler_status()
+
+    async def ended(self, *tasks: common_pb2.Task) -> dict[str, scheduler_pb2.BatchGroup]:
+        """Submit evaluation tasks and wait until each is evaluated or given up."""
+        await self.operator.submit(tasks)
+        while True:
+            groups = {g.group.task.task_id: g async for g in self.operator.groups("test")}
+            done = {name: g for name, g in groups.items() if g.group.state in ENDED}
+            if len(done) == len(tasks):
+                return done
+            await asyncio.sleep(0.1)
+
+    def _shared(self, name: str) -> list[str]:
+        return [
+            *("--etcd", self.stack.etcd.endpoint, "--cluster", self.stack.cluster),
+            *("--instance-id", name, "--lease-ttl-s", "2"),
+            *("--key-file", str(self.stack.folder / "pool" / "key")),
+            *("--log-file", str(self.stack.log_of(name))),
+        ]
+
+    def stop(self) -> None:
+        for runner in self.runners.values():
+            runner.kill()
+            runner.communicate()
+
+
+@pytest.fixture
+def stack(tmp_path: Path, etcd: EtcdServer, cluster: str) -> Iterator[GatewayStack]:
+    made = GatewayStack(folder=tmp_path, etcd=etcd, cluster=cluster)
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest_asyncio.fixture
+async def system(stack: GatewayStack, coordinator: Coordinator) -> AsyncIterator[Cluster]:
+    channels = Channels(Security(stack.pool.keyring, subject="test"))
+    made = Cluster(
+        stack=stack,
+        coordinator=coordinator,
+        operator=Operator(coordinator, channels, retry_for_s=START_S),
+    )
+    made.start_scheduler()
+    await stack.gateway(coordinator)
+    yield made
+    made.stop()
+    await channels.close()
+
+
+def task(
+    name: str, *, scaffold: str = "blackbox", domain: str = "manners", size: int = 2, **payload: Any
+) -> common_pb2.Task:
+    payload = {"prompt": "Please SAY[[thanks]]", "wanted": "thanks"} | payload
+    return common_pb2.Task(
+        task_id=name,
+        domain=domain,
+        scaffold=scaffold,
+        payload_json=json.dumps(payload),
+        group_size=size,
+        purpose=common_pb2.PURPOSE_EVAL,
+        tag="test",
+    )
+
+
+def outcomes(group: scheduler_pb2.BatchGroup) -> list[float]:
+    return [
+        reward.value
+        for trajectory in group.trajectories
+        for reward in trajectory.rewards
+        if reward.kind == common_pb2.REWARD_KIND_OUTCOME
+    ]
+
+
+async def started(runner: subprocess.Popen[str], programs: int) -> list[psutil.Process]:
+    """The programs of a runner, once there are so many."""
+    async with asyncio.timeout(START_S):
+        while len(found := psutil.Process(runner.pid).children()) < programs:
+            await asyncio.sleep(0.05)
+        return found
+
+
+async def test_every_scaffold_brings_a_group_to_its_end(system: Cluster) -> None:
+    """Black box and white box: leased, sampled, scored, sealed, found again by tag."""
+    system.start_runner("runner-0", REWARDED)
+    groups = await system.ended(
+        task("black"),
+        task("white", scaffold="whitebox"),
+        task("rude", wanted="thank you"),
+    )
+    assert outcomes(groups["black"]) == outcomes(groups["white"]) == [1.0, 1.0]
+    assert outcomes(groups["rude"]) == [0.0, 0.0]
+    assert all(t.turns == 1 for group in groups.values() for t in group.trajectories)
+    (result,) = await system.operator.results("test")
+    assert (result.domain, result.rollouts, result.failed) == ("manners", 6, 0)
+    assert result.mean_outcome == pytest.approx(4 / 6)
+
+
+async def test_any_program_is_an_agent(system: Cluster) -> None:
+    """`--command` runs a program that knows the OpenAI SDK and its environment, no more."""
+    command = f"--command={sys.executable} {EXAMPLES / 'black_box.py'} {{prompt}}"
+    system.start_runner("runner-0", REWARDED, command)
+    groups = await system.ended(task("program", size=1))
+    assert outcomes(groups["program"]) == [1.0]
+
+
+async def test_a_program_that_manages_its_context_is_recorded(system: Cluster) -> None:
+    """The white-box example folds twice and answers: five turns, each on record."""
+    command = f"--command={sys.executable} {EXAMPLES / 'white_box.py'}"
+    system.start_runner("runner-0", REWARDED, command)
+    groups = await system.ended(task("program", size=1))
+    assert outcomes(groups["program"]) == [1.0]
+    (trajectory,) = groups["program"].trajectories
+    assert trajectory.turns == 5
+
+
+async def test_a_domain_of_ones_own_needs_one_setting(system: Cluster) -> None:
+    """The example's domain and its reward function, each named on the command line."""
+    system.start_runner(
+        "runner-0",
+        "--domains=dice=examples.custom_domain:Dice",
+        "--reward-functions=short=examples.custom_domain:brevity",
+    )
+    payload = Dice().generate(Random(0))
+    groups = await system.ended(
+        task("dice", domain="dice", size=1, **payload),
+        task("short", domain="short", size=1, prompt="SAY[[four words in all]]"),
+    )
+    assert outcomes(groups["dice"]) == [0.0]
+    assert outcomes(groups["short"]) == [0.25]
+
+
+async def test_a_hopeless_task_is_given_up_at_once(system: Cluster) -> None:
+    """A task that no runner like this one can attempt is tombstoned with the reason."""
+    system.start_runner("runner-0", REWARDED)
+    groups = await system.ended(
+        task("scaffold", scaffold="telepathy"),
+        task("domain", domain="alchemy"),
+        task("payload", prompt=None),
+    )
+    reasons = {name: group.group.reason for name, group in groups.items()}
+    assert "unknown scaffold 'telepathy'" in reasons["scaffold"]
+    assert "no domain 'alchemy'" in reasons["domain"]
+    assert "payload 'prompt'" in reasons["payload"]
+
+
+async def test_an_agent_that_hangs_is_tried_again_then_given_up(system: Cluster) -> None:
+    """The time limit frees the runner; after the last attempt the task says why."""
+    system.start_runner("runner-0", REWARDED, "--rollout-timeout-s=1", "--command=sleep 600")
+    groups = await system.ended(task("sleeper", size=1))
+    assert groups["sleeper"].group.state == common_pb2.GROUP_STATE_TOMBSTONED
+    assert "no end within 1 s" in groups["sleeper"].group.reason
+
+
+async def test_work_of_a_killed_runner_is_done_by_another(system: Cluster) -> None:
+    """kill -9 of a runner in the middle of its rollouts loses no task, and ends its programs."""
+    first = system.start_runner("runner-0", REWARDED, "--command=sleep 600")
+    tasks = [task(f"t{number}", size=1) for number in range(4)]
+    ending = asyncio.create_task(system.ended(*tasks))
+    await system.running(4)
+    programs = await started(first, 4)
+    first.kill()
+    system.start_runner("runner-1", REWARDED)
+    groups = await ending
+    assert [outcomes(group) for group in groups.values()] == [[1.0]] * 4
+    assert psutil.wait_procs(programs, timeout=START_S)[1] == []
+
+
+async def test_sigterm_lets_rollouts_end(system: Cluster) -> None:
+    """A runner that is told to stop finishes what it has, reports it and exits with 0."""
+    runner = system.start_runner("runner-0", REWARDED)
+    slow = task("slow", size=1, prompt="PACE[[0.2]] SAY[[thanks]]")
+    ending = asyncio.create_task(system.ended(slow))
+    await system.running(1)
+    runner.terminate()
+    groups = await ending
+    _, errors = await asyncio.to_thread(runner.communicate, timeout=START_S)
+    assert (runner.returncode, errors) == (0, "")
+    assert outcomes(groups["slow"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("--reward-functions=manners=tests.support.agent_tasks:rude", "agent_tasks has no rude"),
+        ("--command=no-such-program", "there is no program 'no-such-program'"),
+        ("--concurrency=0", "concurrency = '0' is not allowed"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(stack: GatewayStack, setting: str, said: str) -> None:
+    """A runner that cannot work says why and exits with 2, before it takes any task."""
+    argv = [sys.executable, "-m", "forge.agents", "--etcd", stack.etcd.endpoint]
+    key_file = str(stack.folder / "pool" / "key")
+    ended = subprocess.run(
+        [*argv, "--cluster", stack.cluster, "--key-file", key_file, setting],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+    )
+    (*_, last) = ended.stderr.splitlines()
+    assert ended.returncode == 2
+    assert last.startswith("forge runner: ")
+    assert said in last

@@ -1,0 +1,442 @@
+"""Agents against real processes: gateway, pool, etcd and a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+from openai import (
+    APIStatusError,
+    AuthenticationError,
+    BadRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+)
+
+from forge.client.session import Answer, reward_event
+from forge.core.errors import FailedPrecondition, InvalidArgument, Unauthenticated
+from forge.core.trajectory import float32_array, int32_array
+from forge.runtime.coordination import Coordinator, Instance
+from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from tests.support.etcd import EtcdServer
+from tests.support.gateway_stack import GatewayStack, check_exact, recorded, token_tree
+
+CLUSTER = "gateway-agents"
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look somewhere.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at":"shelf"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def stack(
+    shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayStack]:
+    """A pool, an engine and one gateway that all tests of this file share."""
+    made = GatewayStack(
+        folder=tmp_path_factory.mktemp("gateway"), etcd=shared_etcd, cluster=CLUSTER
+    )
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest_asyncio.fixture
+async def own_coordinator(shared_etcd: EtcdServer) -> AsyncIterator[Coordinator]:
+    connected = await Coordinator.connect(shared_etcd.endpoint, cluster=CLUSTER)
+    yield connected
+    await connected.close()
+
+
+@pytest_asyncio.fixture
+async def gateway(stack: GatewayStack, own_coordinator: Coordinator) -> Instance:
+    return await stack.gateway(own_coordinator)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def test_openai_tool_conversation_is_recorded_exactly(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """An unmodified agent's tool loop ends in one linear trajectory with the ids sampled."""
+    trajectory_id = "tools:0:0"
+    client = stack.openai(gateway, stack.token(trajectory_id))
+    model = (await client.models.list()).data[0].id
+    messages: list[Any] = [user(f"Look. SAY[[I will look.\n{CALL}]]")]
+    first = await client.chat.completions.create(
+        model=model, messages=messages, tools=[LOOK], temperature=0.5, max_tokens=500
+    )
+    choice = first.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I will look."
+    assert choice.message.tool_calls is not None
+    call = choice.message.tool_calls[0]
+    assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"at": "shelf"})
+    assert first.usage is not None
+    assert first.usage.prompt_tokens_details is not None
+    assert first.usage.prompt_tokens_details.cached_tokens > 0
+    messages += [
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "a book SAY[[A book.]]"},
+    ]
+    second = await client.chat.completions.create(model=model, messages=messages, tools=[LOOK])
+    assert second.choices[0].message.content == "A book."
+    assert second.choices[0].finish_reason == "stop"
+    async with stack.agent(gateway, stack.token(trajectory_id)) as agent:
+        assert await agent.close(reward_event("solved", 1.0), min_turns=2) == 2
+
+    trajectory = await recorded(stack, own_coordinator, trajectory_id)
+    check_exact(stack, trajectory)
+    one, two = trajectory.turns
+    assert (two.parent_turn, two.prefix_tokens) == (0, token_tree(trajectory).lengths[0])
+    assert one.temperature == 0.5
+    assert list(int32_array(two.sampled.weight_versions)) == [7] * 8
+    assert float32_array(two.sampled.logprobs)[0] == -0.5
+    assert (one.timings.queue_s, one.timings.prefill_s, one.timings.decode_s) == (0.25, 0.5, 0.75)
+    assert two.timings.agent_s > 0
+    assert trajectory.state == common_pb2.TRAJECTORY_STATE_SEALED
+    assert [(r.name, r.value) for r in trajectory.rewards] == [("solved", 1.0)]
+
+
+async def test_streaming_gives_the_same_answer_in_pieces(
+    stack: GatewayStack, gateway: Instance
+) -> None:
+    """SSE deltas add up to the text and tool call that an unstreamed call returns."""
+    client = stack.openai(gateway, stack.token("stream:0:0"))
+    stream = await client.chat.completions.create(
+        model="policy",
+        messages=[user(f"SAY[[Grüße, ich schaue.\n{CALL}]]")],
+        tools=[LOOK],  # type: ignore[list-item]
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == "Grüße, ich schaue."
+    assert len([delta for delta in deltas if delta.content]) > 5
+    (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert call.function is not None
+    assert call.function.name == "look"
+    assert chunks[-2].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens > 10
+
+
+async def test_stop_strings_end_the_answer_and_the_record(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """Text ends before the stop string; the record ends with the token that completed it."""
+    trajectory_id = "stop:0:0"
+    token = stack.token(trajectory_id)
+    client = stack.openai(gateway, token)
+    answer = await client.chat.completions.create(
+        model="policy", messages=[user("SAY[[one STOP two]]")], stop=["STOP"], logprobs=True
+    )
+    assert answer.choices[0].message.content == "one "
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.content is not None
+    sampled = "".join(token.token for token in answer.choices[0].logprobs.content)
+    assert sampled == "one STOP"
+    async with stack.agent(gateway, token) as agent:
+        await agent.close()
+    trajectory = await recorded(stack, own_coordinator, trajectory_id)
+    assert len(trajectory.turns[0].sampled.ids) == 4 * len("one STOP")
+    assert trajectory.turns[0].finish_reason == common_pb2.FINISH_REASON_STOP
+
+
+async def test_parallel_choices_share_their_prompt(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """n answers are n turns, and only one of them stores the prompt."""
+    trajectory_id = "choices:0:0"
+    token = stack.token(trajectory_id)
+    client = stack.openai(gateway, token)
+    answer = await client.chat.completions.create(
+        model="policy", messages=[user("SAY[[same]]")], n=3
+    )
+    assert [choice.message.content for choice in answer.choices] == ["same"] * 3
+    async with stack.agent(gateway, token) as agent:
+        assert await agent.close() == 3
+    trajectory = await recorded(stack, own_coordinator, trajectory_id)
+    check_exact(stack, trajectory)
+    assert [bool(turn.prompt_ids) for turn in trajectory.turns] == [True, False, False]
+
+
+async def test_white_box_agent_folds_and_generates(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """Over gRPC: chat, a fold as an action of its own, ids in and out, annotate, close."""
+    trajectory_id = "whitebox:1:0"
+    async with stack.agent(gateway, stack.token(trajectory_id)) as agent:
+        assert agent.info is not None
+        assert (agent.info.trajectory_id, agent.info.turns) == (trajectory_id, 0)
+        history = [user("Count. SAY[[1 2 3]]")]
+        answer = await agent.chat(history)
+        assert answer.text == "1 2 3"
+        history += [answer.message, user("Sum up. SAY[[counted to 3]]")]
+        pieces = [piece async for piece in agent.stream(history, context_action="fold")]
+        folded = pieces[-1]
+        assert isinstance(folded, Answer)
+        assert "".join(piece for piece in pieces[:-1] if isinstance(piece, str)) == folded.text
+        after = await agent.chat([user(f"{folded.text}. Go on. SAY[[4 5]]")])
+        assert (after.text, after.turn_index) == ("4 5", 2)
+        prompt = stack.sampled(trajectory_id)[0]["prompt_ids"]
+        sampled = await agent.generate(prompt, max_tokens=3)
+        assert (len(sampled.ids), sampled.finish_reason) == (3, "length")
+        await agent.annotate(reward_event("tidy", 0.5, kind="process", turn_index=1))
+        assert await agent.close(reward_event("done", 1.0)) == 4
+        # Again: nothing changes.
+        assert await agent.close(reward_event("done", 1.0)) == 4
+        with pytest.raises(FailedPrecondition, match="closed"):
+            await agent.chat(history)
+
+    trajectory = await recorded(stack, own_coordinator, trajectory_id)
+    check_exact(stack, trajectory)
+    assert [turn.context_action for turn in trajectory.turns] == ["", "fold", "", ""]
+    assert trajectory.turns[3].prefix_tokens == len(prompt)
+    assert {reward.name for reward in trajectory.rewards} == {"tidy", "done"}
+
+
+async def test_malformed_tool_call_is_text_and_a_process_signal(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """The agent sees what the model wrote, and the trajectory is told what was wrong with it."""
+    trajectory_id = "malformed:0:0"
+    token = stack.token(trajectory_id)
+    broken = '<tool_call>{"name": "look", "arguments"}</tool_call>'
+    answer = await stack.openai(gateway, token).chat.completions.create(
+        model="policy",
+        messages=[user(f"SAY[[{broken}]]")],
+        tools=[LOOK],  # type: ignore[list-item]
+    )
+    assert answer.choices[0].message.content == broken
+    assert not answer.choices[0].message.tool_calls
+    async with stack.agent(gateway, token) as agent:
+        await agent.close(reward_event("solved", 0.0))
+    trajectory = await recorded(stack, own_coordinator, trajectory_id)
+    assert "not JSON" in trajectory.turns[0].parse_error
+    signal = next(r for r in trajectory.rewards if r.name == "malformed_tool_call")
+    assert (signal.event_id, signal.value, signal.turn_index) == ("parse-0", -1.0, 0)
+    assert signal.kind == common_pb2.REWARD_KIND_PROCESS
+
+
+async def test_disconnect_aborts_and_records_what_was_sampled(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """An agent that hangs up in mid-answer leaves a turn with the tokens sampled until then."""
+    trajectory_id = "hangup:0:0"
+    token = stack.token(trajectory_id)
+    stream = await stack.openai(gateway, token).chat.completions.create(
+        model="policy", messages=[user(f"PACE[[0.02]] SAY[[{'x' * 200}]]")], stream=True
+    )
+    seen = 0
+    async for chunk in stream:
+        seen += bool(chunk.choices and chunk.choices[0].delta.content)
+        if seen == 3:
+            break
+    await stream.close()
+    async with stack.agent(gateway, token) as agent:
+        assert await agent.close() == 1
+    (turn,) = (await recorded(stack, own_coordinator, trajectory_id)).turns
+    assert turn.finish_reason == common_pb2.FINISH_REASON_ABORTED
+    assert 3 <= len(turn.sampled.ids) // 4 < 150
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"\xff\xfe{", 400, "not valid"),
+        (b"[]", 400, "not valid"),
+        (b'{"model": "policy", "messages": []}', 400, "must not be empty"),
+        (b'{"model": "policy", "messages": [{"role": "king"}]}', 400, "king"),
+        (b'{"model": "policy", "messages": [{"role": 7}]}', 400, "$.messages[0].role"),
+        (b'{"model": "policy", "messages": ' + b"[" * 100_000, 400, "not valid"),
+        (b'{"model": "policy", "messages": [{"role":"user"}], "n": 0.5}', 400, "$.n"),
+        (b'{"model": "policy", "messages": [{"role":"user"}], "top_p": 7}', 400, "top_p = 7"),
+        (
+            b'{"model": "policy", "messages": [{"role":"user","content":[{"type":"image_url"}]}]}',
+            400,
+            "text only",
+        ),
+        (b'{"model": "policy", "messages": [{"role":"user"}], "tools": [{}]}', 400, "tools[0]"),
+        (
+            b'{"model":"policy","messages":[{"role":"user"}],"tool_choice":"required"}',
+            400,
+            "no tools",
+        ),
+    ],
+)
+async def test_garbage_is_refused_with_the_facts(
+    stack: GatewayStack, gateway: Instance, body: bytes, status: int, says: str
+) -> None:
+    """Each kind of bad request gets an OpenAI error object that says what is wrong."""
+    headers = {"Authorization": f"Bearer {stack.token('garbage:0:0')}"}
+    url = f"http://{gateway.metadata['http']}/v1/chat/completions"
+    async with aiohttp.ClientSession() as http, http.post(url, data=body, headers=headers) as got:
+        error = (await got.json())["error"]
+    assert (got.status, error["type"]) == (status, "invalid_request_error")
+    assert says in error["message"]
+
+
+async def test_wrong_model_and_wrong_tokens_have_their_own_errors(
+    stack: GatewayStack, gateway: Instance
+) -> None:
+    """Unknown model, no token, a forged, an expired and a foreign one: the SDK's own exceptions."""
+    ask: dict[str, Any] = {"messages": [user("hi")], "model": "policy"}
+    client = stack.openai(gateway, stack.token("errors:0:0"))
+    with pytest.raises(NotFoundError, match="'model' is"):
+        await client.chat.completions.create(**(ask | {"model": "gpt-7"}))
+    with pytest.raises(AuthenticationError, match="not one of this cluster"):
+        await stack.openai(gateway, "sk-123").chat.completions.create(**ask)
+    expired = stack.token("errors:0:0", expires_unix_s=1.0)
+    with pytest.raises(AuthenticationError, match="expired"):
+        await stack.openai(gateway, expired).chat.completions.create(**ask)
+    foreign = stack.token("errors:0:0", scopes=frozenset({"operator"}))
+    with pytest.raises(PermissionDeniedError):
+        await stack.openai(gateway, foreign).chat.completions.create(**ask)
+    with pytest.raises(Unauthenticated):
+        await stack.agent(gateway, expired).open()
+
+
+async def test_context_too_long_names_the_numbers(stack: GatewayStack, gateway: Instance) -> None:
+    """A prompt beyond the context is refused on both surfaces, with limit and length."""
+    token = stack.token("long:0:0")
+    words = user("a b c d e " * 2000)
+    with pytest.raises(BadRequestError, match="4096") as caught:
+        await stack.openai(gateway, token).chat.completions.create(
+            model="policy",
+            messages=[words],  # type: ignore[list-item]
+        )
+    assert caught.value.code == "context_length_exceeded"
+    async with stack.agent(gateway, token) as agent:
+        with pytest.raises(InvalidArgument, match="4096"):
+            await agent.chat([words])
+
+
+async def test_session_in_the_path_and_close_over_http(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """A program that takes only a base URL is a session too, and may close itself."""
+    trajectory_id = "path:0:0"
+    base = f"http://{gateway.metadata['http']}/s/{stack.token(trajectory_id)}/v1"
+    ask = {"model": "policy", "messages": [user("SAY[[yes]]")]}
+    async with aiohttp.ClientSession() as http:
+        async with http.post(f"{base}/chat/completions", json=ask) as got:
+            assert (await got.json())["choices"][0]["message"]["content"] == "yes"
+        close = {"rewards": [{"name": "done", "value": 1.0}]}
+        async with http.post(f"{base}/forge/close", json=close) as got:
+            assert await got.json() == {"turns": 1, "sampled_tokens": 4}
+        async with http.post(f"{base}/chat/completions", json=ask) as got:
+            assert (got.status, got.headers["x-should-retry"]) == (409, "false")
+        async with http.get(f"{base}/nowhere") as got:
+            assert (await got.json())["error"]["type"] == "not_found_error"
+    trajectory = await recorded(stack, own_coordinator, trajectory_id)
+    assert trajectory.state == common_pb2.TRAJECTORY_STATE_SEALED
+
+
+async def test_required_tool_call_is_forced(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """tool_choice puts the beginning of the call into the model's mouth, as prompt not sample."""
+    trajectory_id = "forced:0:0"
+    token = stack.token(trajectory_id)
+    answer = await stack.openai(gateway, token).chat.completions.create(
+        model="policy",
+        messages=[user('SAY[[{"at": "attic"}}\n</tool_call>]]')],
+        tools=[LOOK],  # type: ignore[list-item]
+        tool_choice={"type": "function", "function": {"name": "look"}},
+    )
+    assert answer.choices[0].message.tool_calls is not None
+    assert answer.choices[0].message.tool_calls[0].function.arguments == '{"at": "attic"}'  # type: ignore[union-attr]
+    async with stack.agent(gateway, token) as agent:
+        await agent.close()
+    check_exact(stack, await recorded(stack, own_coordinator, trajectory_id))
+
+
+async def test_many_sessions_at_once(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """Sessions that talk at the same time do not mix."""
+
+    async def converse(number: int) -> str:
+        token = stack.token(f"crowd:{number}:0")
+        client = stack.openai(gateway, token)
+        history: list[Any] = [user(f"SAY[[hello {number}]]")]
+        for _ in range(3):
+            answer = await client.chat.completions.create(model="policy", messages=history)
+            history += [{"role": "assistant", "content": answer.choices[0].message.content}]
+            history += [user("and again?")]
+        async with stack.agent(gateway, token) as agent:
+            await agent.close(min_turns=3)
+        return str(history[1]["content"])
+
+    said = await asyncio.gather(*(converse(number) for number in range(16)))
+    assert list(said) == [f"hello {number}" for number in range(16)]
+    for number in range(16):
+        trajectory = await recorded(stack, own_coordinator, f"crowd:{number}:0")
+        check_exact(stack, trajectory)
+        assert [turn.parent_turn for turn in trajectory.turns] == [-1, 0, 1]
+
+
+async def test_unretryable_conflict_is_not_retried_by_the_sdk(
+    stack: GatewayStack, gateway: Instance
+) -> None:
+    """The SDK would repeat any 409; it is told not to."""
+    token = stack.token("conflict:0:0")
+    async with stack.agent(gateway, token) as agent:
+        await agent.close(abandon_reason="never begun")
+    client = stack.openai(gateway, token, max_retries=5)
+    with pytest.raises(APIStatusError) as caught:
+        await client.chat.completions.create(model="policy", messages=[user("hi")])  # type: ignore[list-item]
+    assert caught.value.status_code == 409
+    assert "x-stainless-retry-count" in caught.value.request.headers
+    assert caught.value.request.headers["x-stainless-retry-count"] == "0"
+
+
+async def test_one_line_when_the_model_is_missing(stack: GatewayStack, tmp_path: Path) -> None:
+    """A gateway without a model directory says so and exits with 2."""
+    stack.start_gateway("gateway-broken", "--model-path", str(tmp_path))
+    process = stack.processes.pop("gateway-broken")
+    assert await asyncio.to_thread(process.wait, 30) == 2
+
+
+async def test_grpc_garbage_is_refused_with_the_facts(
+    stack: GatewayStack, gateway: Instance
+) -> None:
+    """Ids that are none, roles and tools that are none: INVALID_ARGUMENT, and the session lives."""
+    token = stack.token("garbage:1:0")
+    async with stack.agent(gateway, token) as agent:
+        for ids in ([], [-1], [1_000_000]):
+            with pytest.raises(InvalidArgument, match="prompt_ids"):
+                await agent.generate(ids)
+        with pytest.raises(InvalidArgument, match="king"):
+            await agent.chat([{"role": "king", "content": "hi"}])
+        with pytest.raises(InvalidArgument, match="empty"):
+            await agent.chat([])
+        with pytest.raises(InvalidArgument, match="event_id"):
+            await agent.annotate(common_pb2.RewardEvent(name="nameless"))
+        async with grpc.aio.insecure_channel(gateway.address) as channel:
+            chat = gateway_pb2_grpc.GatewayServiceStub(channel).Chat(
+                gateway_pb2.ChatRequest(
+                    messages=[gateway_pb2.ChatMessage(role="user", content="hi")], tools_json="{"
+                ),
+                metadata=(("authorization", f"Bearer {token}"),),
+            )
+            with pytest.raises(grpc.aio.AioRpcError, match="tools_json"):
+                await chat.read()
+        assert (await agent.chat([user("SAY[[still here]]")])).text == "still here"

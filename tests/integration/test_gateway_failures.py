@@ -1,0 +1,229 @@
+"""What is lost when processes around a session die: nothing that was acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from openai import APIError, APIStatusError, RateLimitError
+
+from forge.runtime.coordination import Coordinator
+from forge.v1 import common_pb2, pool_pb2
+from tests.support.etcd import EtcdServer
+from tests.support.gateway_stack import SHARD, GatewayStack, check_exact, recorded, token_tree
+
+
+@pytest.fixture
+def stack(shared_etcd: EtcdServer, cluster: str, tmp_path: Path) -> Iterator[GatewayStack]:
+    """A pool, an engine and a gateway to be killed."""
+    made = GatewayStack(folder=tmp_path, etcd=shared_etcd, cluster=f"gateway-{cluster}")
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest_asyncio.fixture
+async def coordinator(stack: GatewayStack) -> AsyncIterator[Coordinator]:
+    connected = await Coordinator.connect(stack.etcd.endpoint, cluster=stack.cluster)
+    yield connected
+    await connected.close()
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+async def ask(client: Any, history: list[Any], **settings: Any) -> str:
+    """One turn; the answer is appended to the history."""
+    answer = await client.chat.completions.create(model="policy", messages=history, **settings)
+    content = str(answer.choices[0].message.content)
+    history.append({"role": "assistant", "content": content})
+    return content
+
+
+async def durable(stack: GatewayStack, coordinator: Coordinator, trajectory_id: str) -> int:
+    """Turns of a trajectory that are on disk."""
+    client = await stack.pool_client(coordinator)
+    request = pool_pb2.GetSummariesRequest(trajectory_ids=[trajectory_id])
+    summaries = (await client.stub.GetSummaries(request)).summaries
+    await client.close()
+    return summaries[0].turns if summaries else 0
+
+
+async def until_durable(
+    stack: GatewayStack, coordinator: Coordinator, trajectory_id: str, turns: int
+) -> None:
+    async with asyncio.timeout(20):
+        while await durable(stack, coordinator, trajectory_id) < turns:
+            await asyncio.sleep(0.02)
+
+
+async def test_killed_gateway_is_replaced_by_another(
+    stack: GatewayStack, coordinator: Coordinator
+) -> None:
+    """After kill -9 a second gateway goes on with the same session, its prefix still exact."""
+    trajectory_id = "handover:0:0"
+    token = stack.token(trajectory_id)
+    first = await stack.gateway(coordinator)
+    stack.start_gateway("gateway-1")
+    history = [user("SAY[[one]]")]
+    assert await ask(stack.openai(first, token), history) == "one"
+    history.append(user("SAY[[two]]"))
+    assert await ask(stack.openai(first, token), history) == "two"
+    await until_durable(stack, coordinator, trajectory_id, 2)
+    stack.kill("gateway-0")
+    second = await stack.gateway(coordinator, "gateway-1")
+    history.append(user("SAY[[three]]"))
+    assert await ask(stack.openai(second, token), history) == "three"
+    async with stack.agent(second, token) as agent:
+        assert agent.info is not None
+        assert agent.info.turns == 3
+        await agent.close(min_turns=3)
+    trajectory = await recorded(stack, coordinator, trajectory_id)
+    check_exact(stack, trajectory)
+    assert [turn.parent_turn for turn in trajectory.turns] == [-1, 0, 1]
+    lengths = token_tree(trajectory).lengths
+    assert [turn.prefix_tokens for turn in trajectory.turns] == [0, lengths[0], lengths[1]]
+
+
+async def test_answer_survives_the_death_of_its_router(
+    stack: GatewayStack, coordinator: Coordinator
+) -> None:
+    """An answer nobody has seen a part of is sampled anew elsewhere, and recorded once."""
+    trajectory_id = "router:0:0"
+    token = stack.token(trajectory_id)
+    client = stack.openai(await stack.gateway(coordinator), token)
+    asking = asyncio.create_task(ask(client, [user("FAIL[[engine-0]] SAY[[survived]]")]))
+    await asyncio.to_thread(stack.processes["engine-0"].wait, 30)
+    stack.start_engine("engine-1")
+    assert await asking == "survived"
+    async with stack.agent(await stack.gateway(coordinator), token) as agent:
+        assert await agent.close() == 1
+
+
+async def test_half_streamed_answer_ends_with_an_error_and_is_recorded(
+    stack: GatewayStack, coordinator: Coordinator
+) -> None:
+    """What the agent has seen cannot be taken back: it gets an error, the record what it saw."""
+    trajectory_id = "halfway:0:0"
+    token = stack.token(trajectory_id)
+    gateway = await stack.gateway(coordinator)
+    stream = await stack.openai(gateway, token).chat.completions.create(
+        model="policy", messages=[user("FAIL[[engine-0]] SAY[[abcdef]]")], stream=True
+    )
+    seen = ""
+    with pytest.raises(APIError):
+        async for chunk in stream:
+            seen += chunk.choices[0].delta.content or ""
+    assert seen == "abc"
+    async with stack.agent(gateway, token) as agent:
+        assert await agent.close() == 1
+    (turn,) = (await recorded(stack, coordinator, trajectory_id)).turns
+    assert turn.finish_reason == common_pb2.FINISH_REASON_ABORTED
+    assert len(turn.sampled.ids) == 4 * 3
+
+
+async def test_turns_wait_for_a_killed_pool(stack: GatewayStack, coordinator: Coordinator) -> None:
+    """Answers go on while the pool is away; closing waits for it, and has every turn."""
+    trajectory_id = "away:0:0"
+    token = stack.token(trajectory_id)
+    gateway = await stack.gateway(coordinator)
+    client = stack.openai(gateway, token)
+    history = [user("SAY[[before]]")]
+    await ask(client, history)
+    stack.pool.kill()
+    for number in range(3):
+        history.append(user(f"SAY[[meanwhile {number}]]"))
+        assert await ask(client, history) == f"meanwhile {number}"
+    async with stack.agent(gateway, token) as agent:
+        closing = asyncio.create_task(agent.close(min_turns=4))
+        stack.pool.start()
+        assert await closing == 4
+    check_exact(stack, await recorded(stack, coordinator, trajectory_id))
+
+
+async def test_stopping_gateway_finishes_its_calls(
+    stack: GatewayStack, coordinator: Coordinator
+) -> None:
+    """SIGTERM lets the call in flight end, makes its turn durable, and exits with 0."""
+    trajectory_id = "drain:0:0"
+    gateway = await stack.gateway(coordinator)
+    stream = await stack.openai(gateway, stack.token(trajectory_id)).chat.completions.create(
+        model="policy", messages=[user("PACE[[0.02]] SAY[[to the very end]]")], stream=True
+    )
+    process = stack.processes["gateway-0"]
+    said = ""
+    async for chunk in stream:
+        if not said:
+            process.send_signal(signal.SIGTERM)
+        said += chunk.choices[0].delta.content or ""
+    assert said == "to the very end"
+    assert await asyncio.to_thread(process.wait, 30) == 0
+    assert await durable(stack, coordinator, trajectory_id) == 1
+
+
+async def test_overload_is_refused_with_a_hint(
+    stack: GatewayStack, coordinator: Coordinator
+) -> None:
+    """Beyond max_calls a call gets 429 and Retry-After, and the SDK's own retry succeeds."""
+    stack.start_gateway("gateway-small", "--max-calls", "1")
+    gateway = await stack.gateway(coordinator, "gateway-small")
+    slow = await stack.openai(gateway, stack.token("busy:0:0")).chat.completions.create(
+        model="policy", messages=[user(f"PACE[[0.02]] SAY[[{'z' * 40}]]")], stream=True
+    )
+    token = stack.token("busy:1:0")
+    with pytest.raises(RateLimitError) as caught:
+        await ask(stack.openai(gateway, token), [user("SAY[[now]]")])
+    assert int(caught.value.response.headers["Retry-After"]) >= 1
+    patient = stack.openai(gateway, token, max_retries=10)
+    asking = asyncio.create_task(ask(patient, [user("SAY[[later]]")]))
+    async for _ in slow:
+        pass
+    assert await asking == "later"
+
+
+async def test_oversized_body_is_refused(stack: GatewayStack, coordinator: Coordinator) -> None:
+    """A body beyond max_body_mib is cut off with an error object, before it costs memory."""
+    stack.start_gateway("gateway-small", "--max-body-mib", "0.01")
+    gateway = await stack.gateway(coordinator, "gateway-small")
+    with pytest.raises(APIStatusError, match="too large") as caught:
+        await ask(stack.openai(gateway, stack.token("big:0:0")), [user("x" * 20_000)])
+    assert caught.value.status_code == 413
+
+
+async def test_evicted_sessions_come_back_from_the_pool(
+    stack: GatewayStack, coordinator: Coordinator
+) -> None:
+    """With room for one session in memory, two sessions take turns and stay exact."""
+    stack.start_gateway("gateway-small", "--max-sessions", "1")
+    gateway = await stack.gateway(coordinator, "gateway-small")
+    tokens = [stack.token(f"evicted:{number}:0") for number in range(2)]
+    histories: list[list[Any]] = [[], []]
+    for round_ in range(3):
+        for number, token in enumerate(tokens):
+            histories[number].append(user(f"SAY[[{number} in round {round_}]]"))
+            said = await ask(stack.openai(gateway, token, max_retries=8), histories[number])
+            assert said == f"{number} in round {round_}"
+    for number, token in enumerate(tokens):
+        async with stack.agent(gateway, token) as agent:
+            await agent.close(min_turns=3)
+        trajectory = await recorded(stack, coordinator, f"evicted:{number}:0")
+        check_exact(stack, trajectory)
+        assert [turn.parent_turn for turn in trajectory.turns] == [-1, 0, 1]
+
+
+async def test_unknown_pool_shard_is_unavailable(
+    stack: GatewayStack, coordinator: Coordinator
+) -> None:
+    """A session whose shard is not there is refused in time, not left hanging."""
+    stack.start_gateway("gateway-hasty", "--pool-timeout-s", "0.5")
+    gateway = await stack.gateway(coordinator, "gateway-hasty")
+    token = stack.token("lost:0:0", pool_shard=f"not-{SHARD}")
+    with pytest.raises(APIStatusError) as caught:
+        await ask(stack.openai(gateway, token), [user("hi")])
+    assert caught.value.status_code == 503

@@ -1,0 +1,223 @@
+"""Real router, prefill and decode processes with a real etcd: sampling, weights, deaths."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from forge.runtime.coordination import Coordinator
+from forge.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from tests.contract import engines
+from tests.contract.engines import prompt_ids, published, reference
+from tests.contract.test_contract_engines import greedy_of, is_greedy
+from tests.support.etcd import EtcdServer
+from tests.support.inference_cluster import InferenceCluster, Sample
+
+LONG = 450
+
+
+@pytest_asyncio.fixture(scope="module")
+async def running(
+    shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[InferenceCluster]:
+    """A router and a publisher; processes that one test leaves serve the next."""
+    folder = tmp_path_factory.mktemp("inference")
+    engines.CONFIGS["qwen3"].save_pretrained(folder / "model")
+    coordinator = await Coordinator.connect(shared_etcd.endpoint, cluster="inference")
+    inference = InferenceCluster(folder, folder / "model", coordinator, shared_etcd, "inference")
+    await inference.publisher.start()
+    inference.start("router")
+    yield inference
+    await inference.stop()
+    await coordinator.close()
+
+
+@pytest_asyncio.fixture
+async def inference(running: InferenceCluster) -> InferenceCluster:
+    """With the first reference weights published; workers are the test's to ask for."""
+    await running.publisher.publish(published(reference("qwen3")))
+    return running
+
+
+async def serving(inference: InferenceCluster, *, decodes: int = 1) -> None:
+    """One prefill and `decodes` decode workers, all with the newest weights."""
+    version = str(inference.publisher.version)
+    for role, count in (("prefill", 1), ("decode", decodes)):
+        for name in await inference.workers(role, count):
+            await inference.registered(role, name, weight_version=version)
+
+
+async def test_samples_through_router_prefill_and_decode(inference: InferenceCluster) -> None:
+    """Greedy answers are transformers'; a group computes its prompt once; bad input is named."""
+    model = reference("qwen3")
+    await serving(inference)
+    common = prompt_ids(64, seed=1)
+    prompts = [common + prompt_ids(3 + n, seed=10 + n) for n in range(6)]
+    samples = await asyncio.gather(*(inference.sample(ids) for ids in prompts))
+    for ids, sample in zip(prompts, samples, strict=True):
+        assert sample.ids == greedy_of(model, ids, 16)
+        assert sample.finish_reason == FINISH_REASON_LENGTH
+        assert sample.versions == [inference.publisher.version] * 16
+        assert sample.responses == 1
+    assert sorted(sample.cached_tokens for sample in samples)[1:] == [64] * 5
+
+    streamed = await inference.sample(prompts[0], stream=True, max_tokens=300)
+    assert is_greedy(model, prompts[0], streamed.ids)
+    assert streamed.responses > 2
+    assert streamed.last is not None
+    assert streamed.last.timings.decode_s > 0
+
+    stop = samples[0].ids[4]
+    stopped = await inference.sample(prompts[0], stop_token_ids=[stop])
+    assert stopped.ids == samples[0].ids[: samples[0].ids.index(stop) + 1]
+    assert stopped.finish_reason == FINISH_REASON_STOP
+    assert len((await inference.sample(prompts[0], max_tokens=1)).ids) == 1
+
+    too_long = prompt_ids(engines.CONTEXT_TOKENS)
+    for ids, options, words in (
+        ([], {}, ["prompt_ids", "empty"]),
+        (too_long, {}, ["512", "511"]),
+        ([engines.VOCABULARY], {}, [str(engines.VOCABULARY)]),
+        ([1], {"max_tokens": 0}, ["max_tokens", "0"]),
+        ([1], {"top_p": 1.5}, ["top_p", "1.5"]),
+        ([1], {"temperature": -1.0}, ["temperature", "-1"]),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await inference.sample(ids, **options)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert all(word in (refused.value.details() or "") for word in words)
+
+    status = await inference.status()
+    assert status.context_tokens == engines.CONTEXT_TOKENS
+    assert status.weight_version == inference.publisher.version
+    assert status.sampled_tokens >= sum(len(s.ids) for s in [*samples, streamed, stopped]) + 1
+    assert {worker.role for worker in status.workers} == {"prefill", "decode"}
+
+
+async def test_the_next_turn_finds_its_history(inference: InferenceCluster) -> None:
+    """A follow-up reuses the prompt's prefix on the prefill instance that has it."""
+    await serving(inference)
+    ids = prompt_ids(80)
+    first = await inference.sample(ids)
+    second = await inference.sample(ids + first.ids + prompt_ids(4, seed=3))
+    assert second.cached_tokens == 80
+    assert second.ids == greedy_of(reference("qwen3"), ids + first.ids + prompt_ids(4, seed=3), 16)
+
+
+async def test_a_killed_decode_worker_is_replaced_in_mid_answer(
+    inference: InferenceCluster,
+) -> None:
+    """kill -9 of the instance that samples: another goes on, and the caller sees no error."""
+    await serving(inference, decodes=2)
+    ids = prompt_ids(40)
+    sample = Sample()
+    killed = ""
+    async for response in await inference.call(ids, stream=True, max_tokens=LONG):
+        sample.add(response)
+        if not killed and len(sample.ids) > 20:
+            (killed,) = await inference.sampling()
+            inference.kill(killed)
+    assert killed
+    assert len(sample.ids) == LONG
+    assert is_greedy(reference("qwen3"), ids, sample.ids)
+
+
+async def test_unstreamed_requests_outlive_every_worker(inference: InferenceCluster) -> None:
+    """All workers die with requests in flight; fresh ones finish them."""
+    await serving(inference)
+    prompts = [prompt_ids(30 + n, seed=n) for n in range(4)]
+    calls = [asyncio.create_task(inference.sample(ids, max_tokens=LONG)) for ids in prompts]
+    await inference.sampling()
+    await inference.workers("decode", 0)
+    await inference.workers("prefill", 0)
+    await serving(inference)
+    samples = await asyncio.gather(*calls)
+    for ids, sample in zip(prompts, samples, strict=True):
+        assert len(sample.ids) == LONG
+        assert is_greedy(reference("qwen3"), ids, sample.ids)
+
+
+async def test_weights_swap_in_mid_answer(inference: InferenceCluster) -> None:
+    """A version published while a request samples shows in its later tokens, and in discovery."""
+    await serving(inference)
+    new = reference("qwen3", seed=1)
+    old_version = inference.publisher.version
+    ids = prompt_ids(40)
+    sample = Sample()
+    async for response in await inference.call(ids, stream=True, max_tokens=LONG):
+        if sample.responses == 0:
+            await inference.publisher.publish(published(new))
+        sample.add(response)
+    assert sample.versions == sorted(sample.versions)
+    assert set(sample.versions) == {old_version, old_version + 1}
+    before = sample.versions.count(old_version)
+    assert is_greedy(reference("qwen3"), ids, sample.ids[:before])
+    await serving(inference)
+    after = await inference.sample(ids)
+    assert after.cached_tokens == 0
+    assert after.ids == greedy_of(new, ids, 16)
+
+
+async def test_a_worker_gets_its_weights_from_another_one(inference: InferenceCluster) -> None:
+    """Late workers are fed by those that have the version, bit for bit, not by the trainer."""
+    await serving(inference)
+    fetches = inference.publisher.fetches
+    before, _ = await inference.workers("decode", 2)
+    assert inference.publisher.fetches == fetches
+    inference.kill(before)
+    ids = prompt_ids(20)
+    assert (await inference.sample(ids)).ids == greedy_of(reference("qwen3"), ids, 16)
+
+
+async def test_damaged_weights_are_never_served(inference: InferenceCluster) -> None:
+    """With a wrong digest the old version stays in service, until good ones come."""
+    await serving(inference)
+    new = reference("qwen3", seed=1)
+    good_version = inference.publisher.version
+    await inference.publisher.publish(published(new), digest="0" * 64)
+    await inference.publisher.fetched(6)
+    ids = prompt_ids(20)
+    assert set((await inference.sample(ids)).versions) == {good_version}
+    await inference.publisher.publish(published(new))
+    await serving(inference)
+    assert (await inference.sample(ids)).ids == greedy_of(new, ids, 16)
+
+
+async def test_cancelling_frees_the_slot(inference: InferenceCluster) -> None:
+    """A caller that goes away is worked for no longer."""
+    await serving(inference)
+    call = await inference.call(prompt_ids(10), stream=True, max_tokens=LONG)
+    async for _ in call:
+        break
+    sampled = (await inference.status()).sampled_tokens
+    call.cancel()
+    await inference.idle()
+    assert (await inference.status()).sampled_tokens < sampled + LONG - 50
+
+
+async def test_a_drained_worker_finishes_what_it_has(inference: InferenceCluster) -> None:
+    """SIGTERM: the running request ends there, and the exit code is 0."""
+    await serving(inference)
+    ids = prompt_ids(10)
+    running = asyncio.create_task(inference.sample(ids, max_tokens=LONG))
+    (draining,) = await inference.sampling()
+    inference.terminate(draining)
+    assert is_greedy(reference("qwen3"), ids, (await running).ids)
+    assert await asyncio.to_thread(inference.exit_code, draining) == 0
+
+
+async def test_without_workers_the_caller_is_told(inference: InferenceCluster) -> None:
+    """UNAVAILABLE once the wait limit has passed."""
+    await inference.workers("prefill", 0)
+    router = inference.start("router", "--worker-wait-s", "0.5")
+    instance = await inference.registered("router", router)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        call = inference.stub(instance).Sample(inference.request([1]), timeout=30)
+        async for _ in call:
+            pass
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,279 @@
+"""A real pool instance, found through a real etcd, spoken to over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from forge.core.errors import (
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    StaleFence,
+    Unauthenticated,
+    Unavailable,
+)
+from forge.runtime.coordination import Coordinator
+from forge.runtime.rpc.chunks import split
+from forge.runtime.rpc.status import translated
+from forge.runtime.security import Claims
+from forge.v1 import pool_pb2, pool_pb2_grpc
+from tests.support.etcd import EtcdServer
+from tests.support.pool_process import CALL_S, PoolClient, PoolProcess
+from tests.support.pool_records import damage, make_group, make_reward, make_turn
+
+Start = Callable[..., Awaitable[PoolClient]]
+
+
+@pytest_asyncio.fixture
+async def pool(tmp_path: Path, etcd: EtcdServer, cluster: str) -> AsyncIterator[PoolProcess]:
+    """A pool process, not started yet."""
+    process = PoolProcess(tmp_path / "pool", etcd=etcd, cluster=cluster)
+    yield process
+    process.kill()
+
+
+@pytest_asyncio.fixture
+async def start(pool: PoolProcess, coordinator: Coordinator) -> AsyncIterator[Start]:
+    """Starts the pool with further settings and connects to it."""
+    clients: list[PoolClient] = []
+
+    async def start_(*settings: str) -> PoolClient:
+        pool.start(*settings)
+        clients.append(await PoolClient.connect(pool, coordinator))
+        return clients[-1]
+
+    yield start_
+    for client in clients:
+        await client.close()
+
+
+def code(name: str) -> int:
+    return grpc.StatusCode[name].value[0]
+
+
+async def test_a_group_goes_its_whole_way(start, coordinator):
+    """Registered under its shard; groups in, turns in, sealed, listed, fetched, counted."""
+    client = await start()
+    (instance,) = coordinator.discover("pool").instances
+    assert instance.metadata["shard"] == "s0"
+    await client.stub.PutGroups(pool_pb2.PutGroupsRequest(groups=[make_group()], fence=1))
+    turns = [make_turn(index=index, prefix=5 * index) for index in range(4)]
+    answers = await client.append(turns)
+    assert [(a.sequence, a.status_code) for a in answers] == [(index, 0) for index in range(4)]
+    summary = await client.seal("task:0:0", 4, [make_reward()])
+    (listed,) = await client.groups()
+    assert listed.group.task == make_group().task
+    assert listed.trajectories == [summary]
+    (trajectory,) = await client.fetch("task:0:0")
+    assert list(trajectory.turns) == turns
+    assert trajectory.rewards == [make_reward()]
+    request = pool_pb2.GetSummariesRequest(trajectory_ids=["task:9:9", "task:0:0"])
+    assert (await client.stub.GetSummaries(request)).summaries == [summary]
+    stats = await client.stub.GetPoolStats(pool_pb2.GetPoolStatsRequest())
+    assert (stats.groups, stats.trajectories, stats.turns) == (1, 1, 4)
+
+
+async def test_a_trajectory_of_200k_tokens_passes(start):
+    """Turns of any size go through in chunks, in one turn or in many, and come back equal."""
+    client = await start("--map-bytes", str(1 << 20))
+    huge = make_turn("huge:0:0", prompt=range(100_000), sampled=range(100_000))
+    many = [
+        make_turn("many:0:0", index, prefix=4000 * index, prompt=range(3000), sampled=range(1000))
+        for index in range(50)
+    ]
+    answers = await client.append([huge, *many])
+    assert all(answer.status_code == 0 for answer in answers)
+    assert (await client.seal("many:0:0", 50)).sampled_tokens == 50_000
+    first, second = await client.fetch("huge:0:0", "many:0:0")
+    assert list(first.turns) == [huge]
+    assert list(second.turns) == many
+
+
+async def test_each_turn_is_answered_by_itself(start):
+    """Good turns are stored although others on the stream are refused; answers keep the order."""
+    client = await start("--max-turn-bytes", str(1 << 20))
+    await client.append([make_turn("shut:0:0")])
+    await client.seal("shut:0:0", 1)
+    nameless = make_turn("t:0:0", 1)
+    nameless.trajectory_id = "nameless"
+    sent = [
+        (make_turn("t:0:0", 0), "OK", ""),
+        (make_turn("t:0:0", 0, sampled=(9,)), "INVALID_ARGUMENT", "already stored"),
+        (nameless, "INVALID_ARGUMENT", "trajectory_id 'nameless'"),
+        (
+            make_turn("t:0:0", 1, messages_json="x" * (3 << 20)),
+            "INVALID_ARGUMENT",
+            "max_turn_bytes",
+        ),
+        (make_turn("shut:0:0", 1), "FAILED_PRECONDITION", "takes no turn 1"),
+        (make_turn("t:0:0", 1), "OK", ""),
+    ]
+    answers = await client.append(turn for turn, _, _ in sent)
+    for sequence, (answer, (_, status, complaint)) in enumerate(zip(answers, sent, strict=True)):
+        assert (answer.sequence, answer.status_code) == (sequence, code(status))
+        assert complaint in answer.error
+    assert (await client.seal("t:0:0", 2)).turns == 2
+
+
+async def test_mixed_chunks_end_the_stream(start):
+    """Chunks of two turns in a jumble cannot be told apart: INVALID_ARGUMENT, nothing stored."""
+    client = await start()
+    chunks = list(split(make_turn("t:0:0", messages_json="x" * (2 << 20)).SerializeToString()))
+    requests = [
+        pool_pb2.AppendTurnsRequest(sequence=sequence, turn=chunk)
+        for sequence, chunk in enumerate(chunks)
+    ]
+    with pytest.raises(InvalidArgument, match="sequence 1 came before the last one of 0"):
+        async with translated():
+            await client.exchange(requests)
+    stats = await client.stub.GetPoolStats(pool_pb2.GetPoolStatsRequest())
+    assert stats.turns == 0
+
+
+async def test_bad_calls_get_their_status(start):
+    """A reward that is no number, a seal too early, an unknown id, a stale fence: each is named."""
+    client = await start()
+    bad = pool_pb2.AppendRewardsRequest(
+        trajectory_id="t:0:0", rewards=[make_reward(value=math.nan)]
+    )
+    with pytest.raises(InvalidArgument, match="value nan"):
+        async with translated():
+            await client.stub.AppendRewards(bad)
+    with pytest.raises(FailedPrecondition, match="lacks 2 of its 2 turns: 0, 1"):
+        async with translated():
+            await client.seal("t:0:0", 2)
+    with pytest.raises(NotFound, match="t:7:0"):
+        async with translated():
+            await client.fetch("t:7:0")
+    await client.stub.PutGroups(pool_pb2.PutGroupsRequest(fence=9))
+    with pytest.raises(StaleFence, match="fence 8"):
+        async with translated():
+            await client.stub.SetGroupStates(pool_pb2.SetGroupStatesRequest(fence=8))
+
+
+async def test_a_scan_lists_thousands_of_groups_in_order(start):
+    """Many pages make one listing, in queue order whatever the order of arrival."""
+    client = await start()
+    groups = [make_group(f"t{index}", index) for index in range(3000)]
+    for begin in range(2000, -1, -1000):
+        request = pool_pb2.PutGroupsRequest(groups=groups[begin : begin + 1000], fence=1)
+        await client.stub.PutGroups(request)
+    listed = [response.group.queue_index for response in await client.groups()]
+    assert listed == list(range(3000))
+
+
+@pytest.mark.parametrize(
+    ("scopes", "read_error", "write_error"),
+    [
+        (None, Unauthenticated, Unauthenticated),
+        ("session", PermissionDenied, PermissionDenied),
+        ("runner", PermissionDenied, PermissionDenied),
+        ("operator", None, PermissionDenied),
+    ],
+)
+async def test_only_services_write_and_only_operators_look(
+    start, pool, scopes, read_error, write_error
+):
+    """Without the scope needed nobody reads a trajectory or writes a record."""
+    client = await start()
+    metadata = ()
+    if scopes is not None:
+        token = pool.keyring.sign(Claims(subject="somebody", scopes=frozenset({scopes})))
+        metadata = (("authorization", f"Bearer {token}"),)
+    async with grpc.aio.insecure_channel(client.address) as channel:
+        stub = pool_pb2_grpc.PoolServiceStub(channel)
+        read = stub.GetSummaries(pool_pb2.GetSummariesRequest(), metadata=metadata)
+        write = stub.PutGroups(pool_pb2.PutGroupsRequest(fence=1), metadata=metadata)
+        for call, error in ((read, read_error), (write, write_error)):
+            if error is None:
+                await call
+            else:
+                with pytest.raises(error):
+                    async with translated():
+                        await call
+
+
+async def test_a_draining_pool_answers_what_it_took_and_says_so(start, pool):
+    """SIGTERM ends an open stream with UNAVAILABLE after its last answer, and the process with 0;
+    the next one has every acknowledged turn."""
+    client = await start()
+    first_answered = asyncio.Event()
+    acknowledged = []
+
+    async def requests():
+        for chunk in split(make_turn("t:0:0").SerializeToString()):
+            yield pool_pb2.AppendTurnsRequest(sequence=0, turn=chunk)
+        await first_answered.wait()
+        pool.terminate()
+        await asyncio.Event().wait()
+
+    with pytest.raises(Unavailable, match="draining"):
+        async with translated():
+            async for answer in client.stub.AppendTurns(requests(), timeout=CALL_S):
+                acknowledged.append(answer.sequence)
+                first_answered.set()
+    assert await asyncio.to_thread(pool.wait) == (0, "")
+    assert acknowledged == [0]
+    client = await start()
+    assert len((await client.fetch("t:0:0"))[0].turns) == 1
+
+
+async def test_a_shard_at_its_ceiling_asks_for_patience(start, pool):
+    """A full shard answers each turn RESOURCE_EXHAUSTED, goes on reading, and takes the same turns
+    once it may grow."""
+    client = await start("--map-bytes", str(1 << 20), "--map-max-bytes", str(1 << 20))
+    await client.append([make_turn("t:0:0")])
+    (refused,) = await client.append([make_turn("t:1:0", messages_json="x" * (2 << 20))])
+    assert refused.status_code == code("RESOURCE_EXHAUSTED")
+    assert "map_max_bytes 1048576" in refused.error
+    assert len(await client.fetch("t:0:0")) == 1
+    pool.kill()
+    client = await start()
+    (taken,) = await client.append([make_turn("t:1:0", messages_json="x" * (2 << 20))])
+    assert taken.status_code == 0
+
+
+async def test_a_damaged_record_is_data_loss_to_its_reader_alone(start, pool):
+    """A flipped byte is DATA_LOSS for the one trajectory that has it; the shard serves on."""
+    client = await start()
+    await client.append([make_turn("t:0:0", messages_json="NEEDLE"), make_turn("t:1:0")])
+    pool.kill()
+    damage(pool.data_dir, b"NEEDLE")
+    client = await start()
+    with pytest.raises(DataLoss, match="checksum"):
+        async with translated():
+            await client.fetch("t:0:0")
+    assert len(await client.fetch("t:1:0")) == 1
+
+
+async def test_two_instances_cannot_share_a_directory(start, pool, tmp_path, etcd, cluster):
+    """The second one says so in one line, ends with 2, and does the first no harm."""
+    client = await start()
+    second = PoolProcess(tmp_path / "pool", etcd=etcd, cluster=cluster)
+    second.start()
+    exit_code, stderr = await asyncio.to_thread(second.wait)
+    assert exit_code == 2
+    assert stderr.count("\n") == 1
+    assert "in use by another pool instance" in stderr
+    (answer,) = await client.append([make_turn()])
+    assert answer.status_code == 0
+
+
+async def test_a_shard_cannot_be_renamed_by_a_setting(start, pool, tmp_path, etcd, cluster):
+    """Starting over a directory of another shard is refused in one line naming both."""
+    await start()
+    pool.kill()
+    other = PoolProcess(tmp_path / "pool", etcd=etcd, cluster=cluster, shard="s1")
+    other.start()
+    exit_code, stderr = await asyncio.to_thread(other.wait)
+    assert (exit_code, stderr.count("\n")) == (2, 1)
+    assert "'s1'" in stderr and "'s0'" in stderr

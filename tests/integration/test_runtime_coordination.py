@@ -1,0 +1,195 @@
+"""Coordination over a real etcd in good health."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from forge.core.errors import ConfigError, StaleFence, Unavailable
+from forge.runtime.coordination import Coordinator
+from forge.runtime.security import Keyring, Security
+from tests.support.etcd import Certificates, EtcdServer, free_port
+
+
+async def test_registered_instance_is_discovered_with_address_and_metadata(
+    etcd: EtcdServer, cluster: str, coordinator: Coordinator
+) -> None:
+    """What one process registers, another one finds, with all it said about itself."""
+    registration = await coordinator.register(
+        "pool", "pool-0", "127.0.0.1:7001", metadata={"shard": "a"}
+    )
+    other = await Coordinator.connect(etcd.endpoint, cluster=cluster)
+    (found,) = await other.discover("pool").wait(timeout_s=5)
+    assert (found.kind, found.instance_id, found.address) == ("pool", "pool-0", "127.0.0.1:7001")
+    assert found.metadata == {"shard": "a"}
+    assert registration.alive
+    await registration.close()
+    await other.close()
+
+
+async def test_updated_metadata_reaches_discovery(coordinator: Coordinator) -> None:
+    """An update replaces the metadata that others see, under a later revision."""
+    registration = await coordinator.register("decode", "d", "h:1", metadata={"version": "1"})
+    discovery = coordinator.discover("decode")
+    (before,) = await discovery.wait(timeout_s=5)
+    await registration.update({"version": "2"})
+    (after,) = await discovery.wait(timeout_s=5, where=lambda one: one.metadata["version"] == "2")
+    assert after.revision > before.revision
+    await registration.close()
+
+
+async def test_closed_registration_leaves_discovery_at_once(coordinator: Coordinator) -> None:
+    """Who leaves is not waited for until its lease runs out."""
+    registration = await coordinator.register("pool", "p", "h:1", ttl_s=300)
+    discovery = coordinator.discover("pool")
+    await discovery.wait(timeout_s=5)
+    await registration.close()
+    while discovery.instances:
+        await asyncio.wait_for(discovery.changed(), 5)
+    assert not registration.alive
+
+
+async def test_wait_names_what_is_missing_when_time_is_up(coordinator: Coordinator) -> None:
+    """A kind that does not come up is one clear line."""
+    with pytest.raises(Unavailable, match="0 of 2 fitting trainer instances"):
+        await coordinator.discover("trainer").wait(count=2, timeout_s=0.2)
+
+
+async def test_clusters_on_one_etcd_do_not_see_each_other(
+    etcd: EtcdServer, coordinator: Coordinator
+) -> None:
+    """The cluster's name is part of every key."""
+    stranger = await Coordinator.connect(etcd.endpoint, cluster="stranger")
+    theirs = await stranger.register("pool", "p", "h:1")
+    mine = await coordinator.register("pool", "q", "h:2")
+    (found,) = await coordinator.discover("pool").wait(timeout_s=5)
+    assert found.instance_id == "q"
+    await theirs.close()
+    await mine.close()
+    await stranger.close()
+
+
+async def test_compare_and_swap_refuses_a_revision_that_has_passed(
+    coordinator: Coordinator,
+) -> None:
+    """Of two publications from one revision, exactly one takes."""
+    key = "weights/default/latest"
+    first = await coordinator.compare_and_swap(key, b"1", expected_revision=0)
+    with pytest.raises(StaleFence, match="weights/default/latest"):
+        await coordinator.compare_and_swap(key, b"other", expected_revision=0)
+    second = await coordinator.compare_and_swap(key, b"2", expected_revision=first)
+    with pytest.raises(StaleFence):
+        await coordinator.compare_and_swap(key, b"3", expected_revision=first)
+    latest = await coordinator.get(key)
+    assert latest is not None
+    assert (latest.value, latest.mod_revision) == (b"2", second)
+    assert second > first
+
+
+async def test_follow_shows_absence_then_every_latest_value(coordinator: Coordinator) -> None:
+    """Follow begins with what is there, even nothing, and ends with what came last."""
+    async with aclosing(coordinator.follow("config/x")) as values:
+        assert await anext(values) is None
+        revision = await coordinator.compare_and_swap("config/x", b"a", expected_revision=0)
+        first = await anext(values)
+        assert first is not None
+        assert (first.value, first.mod_revision) == (b"a", revision)
+        await coordinator.compare_and_swap("config/x", b"b", expected_revision=revision)
+        second = await anext(values)
+        assert second is not None
+        assert second.value == b"b"
+
+
+async def test_one_leader_at_a_time_with_growing_fence(
+    etcd: EtcdServer, cluster: str, coordinator: Coordinator
+) -> None:
+    """The second candidate waits for the first to go, and gets a higher fence."""
+    first = await coordinator.campaign("scheduler", "a")
+    rival = await Coordinator.connect(etcd.endpoint, cluster=cluster)
+    waiting = asyncio.create_task(rival.campaign("scheduler", "b"))
+    assert first.alive
+    done, _ = await asyncio.wait({waiting}, timeout=0.5)
+    assert not done
+    await first.resign()
+    assert not first.alive
+    await first.lost()
+    second = await asyncio.wait_for(waiting, 5)
+    assert second.alive
+    assert second.fence > first.fence
+    await second.resign()
+    await rival.close()
+
+
+async def test_of_many_candidates_each_is_elected_in_its_turn(coordinator: Coordinator) -> None:
+    """However many campaign at once, there is never more than one leader, and none is forgotten."""
+    leaders = 0
+    fences: list[int] = []
+
+    async def lead_once(index: int) -> None:
+        nonlocal leaders
+        leadership = await coordinator.campaign("scheduler", f"candidate-{index}")
+        leaders += 1
+        assert leaders == 1
+        fences.append(leadership.fence)
+        await asyncio.sleep(0)
+        leaders -= 1
+        await leadership.resign()
+
+    await asyncio.wait_for(asyncio.gather(*(lead_once(index) for index in range(6))), 60)
+    assert fences == sorted(set(fences))
+    assert len(fences) == 6
+
+
+async def test_unreachable_etcd_is_one_line_that_says_what_to_do() -> None:
+    """The error names the endpoints and the setting to change."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    with pytest.raises(Unavailable, match=f"no etcd answers at {endpoint}") as caught:
+        await Coordinator.connect(endpoint, cluster="c", timeout_s=0.5)
+    assert "--etcd" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+async def test_etcd_over_mutual_tls(tmp_path: Path) -> None:
+    """https:// endpoints are reached with the host's own certificates, and only with them."""
+    tls = Certificates.issue(tmp_path)
+    server = EtcdServer(tmp_path / "etcd", tls=tls)
+    await asyncio.to_thread(server.start)
+    try:
+        endpoint = f"https://{server.endpoint}"
+        security = Security(
+            Keyring.from_bytes(b"k" * 32), tls_cert=tls.cert, tls_key=tls.key, tls_ca=tls.ca
+        )
+        credentials = security.etcd_credentials(endpoint)
+        coordinator = await Coordinator.connect(endpoint, cluster="c", credentials=credentials)
+        assert await coordinator.compare_and_swap("config/x", b"1", expected_revision=0)
+        await coordinator.close()
+        with pytest.raises(ConfigError, match="is TLS, so tls_ca must be set"):
+            await Coordinator.connect(endpoint, cluster="c")
+        with pytest.raises(Unavailable):
+            await Coordinator.connect(server.endpoint, cluster="c", timeout_s=0.5)
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+async def test_several_endpoints_serve_as_long_as_one_of_them_answers(etcd: EtcdServer) -> None:
+    """A cluster is named by all its members, of which some may be down; names are resolved."""
+    dead = f"127.0.0.1:{free_port()}"
+    living = etcd.endpoint.replace("127.0.0.1", "localhost")
+    coordinator = await Coordinator.connect(f"{dead}, {living}", cluster="several")
+    assert await coordinator.compare_and_swap("config/x", b"1", expected_revision=0)
+    await coordinator.close()
+
+
+async def test_entry_that_nobody_can_read_does_not_hide_the_others(
+    etcd: EtcdServer, cluster: str, coordinator: Coordinator
+) -> None:
+    """What another tool wrote into the folder is logged and passed over."""
+    discovery = coordinator.discover("pool")
+    await coordinator.compare_and_swap("services/pool/junk", b"not json", expected_revision=0)
+    registration = await coordinator.register("pool", "p", "h:1")
+    (found,) = await discovery.wait(timeout_s=5)
+    assert found.instance_id == "p"
+    await registration.close()

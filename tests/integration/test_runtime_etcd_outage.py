@@ -1,0 +1,235 @@
+"""What coordination does while etcd is killed, frozen or compacted under it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+
+import pytest
+import pytest_asyncio
+
+from forge.core.errors import Unavailable
+from forge.runtime.coordination import Coordinator
+from tests.support.etcd import EtcdServer
+
+TTL_S = 2.0
+"""The shortest lease that etcd grants."""
+
+
+@pytest_asyncio.fixture
+async def member(own_etcd: EtcdServer) -> AsyncIterator[Coordinator]:
+    """A process that registers and leads."""
+    connected = await Coordinator.connect(own_etcd.endpoint, cluster="outage")
+    yield connected
+    await connected.close()
+
+
+@pytest_asyncio.fixture
+async def observer(own_etcd: EtcdServer) -> AsyncIterator[Coordinator]:
+    """Another process that looks on."""
+    connected = await Coordinator.connect(own_etcd.endpoint, cluster="outage")
+    yield connected
+    await connected.close()
+
+
+async def until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
+    """Wait for a state of the real world that no event announces."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def in_thread(action: Callable[[], None]) -> None:
+    await asyncio.get_running_loop().run_in_executor(None, action)
+
+
+async def test_killed_etcd_leaves_the_last_known_view(
+    own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
+) -> None:
+    """While etcd is down, who was there is still there, however long the TTL is over."""
+    registration = await member.register("pool", "p", "h:1", ttl_s=TTL_S)
+    discovery = observer.discover("pool")
+    await discovery.wait(timeout_s=5)
+    await in_thread(own_etcd.kill)
+    await until(lambda: not registration.alive)
+    await asyncio.sleep(TTL_S)
+    assert [one.instance_id for one in discovery.instances] == ["p"]
+    with pytest.raises(Unavailable, match=own_etcd.endpoint):
+        await observer.get("config/x")
+
+
+async def test_after_kill_and_restart_all_is_as_before_without_flapping(
+    own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
+) -> None:
+    """Registrations come back, discovery follows anew, and at no time was it empty."""
+    registration = await member.register("pool", "p", "h:1", ttl_s=TTL_S)
+    discovery = observer.discover("pool")
+    await discovery.wait(timeout_s=5)
+    seen: list[int] = []
+
+    async def record() -> None:
+        while True:
+            changed = discovery.changed()
+            seen.append(len(discovery.instances))
+            await changed
+
+    recorder = asyncio.create_task(record())
+    await in_thread(own_etcd.kill)
+    await until(lambda: not registration.alive)
+    await in_thread(own_etcd.start)
+    await until(lambda: registration.alive)
+    second = await member.register("pool", "q", "h:2", ttl_s=TTL_S)
+    await discovery.wait(count=2, timeout_s=30)
+    assert min(seen) == 1
+    recorder.cancel()
+    await second.close()
+    await until(lambda: len(discovery.instances) == 1)
+
+
+async def test_freeze_beyond_the_ttl_ends_leadership_while_it_lasts(
+    own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
+) -> None:
+    """A leader that etcd no longer answers knows that it leads no more, before a rival can."""
+    leadership = await member.campaign("scheduler", "a", ttl_s=TTL_S)
+    own_etcd.freeze()
+    await asyncio.wait_for(leadership.lost(), 30)
+    assert not leadership.alive
+    own_etcd.thaw()
+    successor = await asyncio.wait_for(observer.campaign("scheduler", "b", ttl_s=TTL_S), 30)
+    assert successor.fence > leadership.fence
+    assert not leadership.alive
+    await successor.resign()
+
+
+async def test_freeze_beyond_the_ttl_is_survived_by_registrations(
+    own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
+) -> None:
+    """`alive` goes false in time; after the thaw the entry comes back and was never missed."""
+    registration = await member.register("pool", "p", "h:1", metadata={"a": "1"}, ttl_s=TTL_S)
+    discovery = observer.discover("pool")
+    await discovery.wait(timeout_s=5)
+    own_etcd.freeze()
+    await until(lambda: not registration.alive)
+    await asyncio.sleep(2 * TTL_S)
+    lengths = [len(discovery.instances)]
+    own_etcd.thaw()
+    while not registration.alive:
+        lengths.append(len(discovery.instances))
+        await asyncio.sleep(0.02)
+    (found,) = await discovery.wait(timeout_s=5)
+    assert found.metadata == {"a": "1"}
+    assert set(lengths) == {1}
+
+
+async def test_metadata_changed_during_an_outage_is_seen_after_it(
+    own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
+) -> None:
+    """An update never fails for want of etcd: it is written once etcd is back."""
+    registration = await member.register("decode", "d", "h:1", metadata={"v": "1"}, ttl_s=TTL_S)
+    discovery = observer.discover("decode")
+    await discovery.wait(timeout_s=5)
+    await in_thread(own_etcd.kill)
+    await registration.update({"v": "2"})
+    await in_thread(own_etcd.start)
+    await discovery.wait(timeout_s=30, where=lambda one: one.metadata["v"] == "2")
+
+
+async def test_instance_that_dies_while_all_is_well_is_gone_with_its_lease(
+    own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
+) -> None:
+    """The grace is for outages of etcd alone: a dead instance is not kept by it."""
+    await member.register("pool", "p", "h:1", ttl_s=TTL_S)
+    discovery = observer.discover("pool")
+    await discovery.wait(timeout_s=5)
+    await member.close()
+    await until(lambda: not discovery.instances)
+
+
+async def test_instance_that_died_in_an_outage_is_gone_after_the_grace(
+    own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
+) -> None:
+    """Who does not come back after etcd did is dropped in the end."""
+    await member.register("pool", "p", "h:1", ttl_s=TTL_S)
+    discovery = observer.discover("pool")
+    await discovery.wait(timeout_s=5)
+    await in_thread(own_etcd.kill)
+    await member.close()
+    await in_thread(own_etcd.start)
+    await until(lambda: not discovery.instances)
+
+
+async def test_watch_from_a_compacted_revision_starts_over(
+    own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
+) -> None:
+    """What happened before a compaction that a follower slept through is seen all the same."""
+    revision = await member.compare_and_swap("weights/default/latest", b"1", expected_revision=0)
+    async with aclosing(observer.follow("weights/default/latest")) as values:
+        first = await anext(values)
+        assert first is not None
+        # The follower's connection breaks; meanwhile versions pass and are compacted away.
+        await in_thread(own_etcd.kill)
+        await in_thread(own_etcd.start)
+        for version in (b"2", b"3", b"4"):
+            revision = await retry_swap(member, version, revision)
+        await own_etcd.compact(revision)
+        async with asyncio.timeout(30):
+            async for value in values:
+                if value is not None and value.value == b"4":
+                    break
+
+
+async def retry_swap(member: Coordinator, value: bytes, expected_revision: int) -> int:
+    """Swap as a publisher does: again until etcd, just restarted, answers."""
+    while True:
+        try:
+            return await member.compare_and_swap(
+                "weights/default/latest", value, expected_revision=expected_revision
+            )
+        except Unavailable:
+            await asyncio.sleep(0.1)
+
+
+async def test_snapshot_overtaken_by_a_compaction_is_taken_again(
+    own_etcd: EtcdServer, observer: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A watch that would begin below the compacted revision does not hang: it begins anew."""
+    revision = await observer.compare_and_swap("config/a", b"1", expected_revision=0)
+    kv = observer._etcd._kv
+    get, snapshots = kv.get, 0
+
+    async def get_then_compact(*args: object, **options: object) -> object:
+        nonlocal snapshots, revision
+        found = await get(*args, **options)
+        if options.get("range_end") is None and args[0].endswith("config/a"):
+            snapshots += 1
+            if snapshots == 1:
+                # Between the snapshot and its watch, others write and compact.
+                for value in (b"2", b"3"):
+                    revision = await observer.compare_and_swap(
+                        "config/a", value, expected_revision=revision
+                    )
+                await own_etcd.compact(revision)
+        return found
+
+    monkeypatch.setattr(kv, "get", get_then_compact)
+    async with asyncio.timeout(30), aclosing(observer.follow("config/a")) as values:
+        seen = [await anext(values), await anext(values)]
+    assert [one.value for one in seen if one is not None] == [b"1", b"3"]
+    assert snapshots == 2
+
+
+async def test_lost_data_directory_is_survived(
+    own_etcd: EtcdServer, member: Coordinator, observer: Coordinator
+) -> None:
+    """Even an etcd that forgot everything gets its registrations back, on the same watch."""
+    registration = await member.register("pool", "p", "h:1", ttl_s=TTL_S)
+    discovery = observer.discover("pool")
+    await discovery.wait(timeout_s=5)
+    await in_thread(own_etcd.kill)
+    own_etcd.forget()
+    await in_thread(own_etcd.start)
+    await until(lambda: registration.alive)
+    second = await member.register("pool", "q", "h:2", ttl_s=TTL_S)
+    await discovery.wait(count=2, timeout_s=30)
+    await second.close()

@@ -1,0 +1,222 @@
+"""Children of a supervisor: real processes that crash, linger and lose their parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from forge.core.errors import ConfigError, FailedPrecondition
+from forge.runtime.processes import ProcessEvent, ProcessSpec, ProcessSupervisor, Restart
+
+SOON = Restart(backoff_s=0.01)
+
+
+class Watched:
+    """A supervisor whose events a test can await."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.events: list[ProcessEvent] = []
+        self._news = asyncio.Event()
+        self.supervisor = ProcessSupervisor(on_event=self._note)
+
+    def _note(self, event: ProcessEvent) -> None:
+        self.events.append(event)
+        self._news.set()
+
+    async def until(self, kind: str, *, count: int = 1) -> ProcessEvent:
+        """The count-th event of a kind."""
+        async with asyncio.timeout(30):
+            while True:
+                found = [event for event in self.events if event.kind == kind]
+                if len(found) >= count:
+                    return found[count - 1]
+                self._news.clear()
+                await self._news.wait()
+
+    async def start(self, name: str, code: str, *, restart: Restart = SOON) -> None:
+        await self.supervisor.start(
+            ProcessSpec(
+                name=name,
+                argv=[sys.executable, "-c", code],
+                env=dict(os.environ),
+                log_path=self._folder / f"{name}.log",
+                restart=restart,
+            )
+        )
+
+
+@pytest_asyncio.fixture
+async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
+    made = Watched(tmp_path)
+    yield made
+    await made.supervisor.stop(5)
+
+
+SLEEP = "import time; print('up', flush=True); time.sleep(300)"
+STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
+
+
+async def until_logged(path: Path, text: str) -> None:
+    async with asyncio.timeout(30):
+        while not path.exists() or text not in path.read_text():
+            await asyncio.sleep(0.02)
+
+
+async def test_crash_is_one_line_and_a_restart(watched: Watched) -> None:
+    """Name, exit code, last words and when it comes back: all in one line."""
+    await watched.start("pool", "import sys; print('disk on fire'); sys.exit(3)")
+    event = await watched.until("crashed")
+    assert event.line == "pool crashed (exit code 3), restart in 0.0 s: disk on fire"
+    await watched.until("started", count=2)
+
+
+async def test_killed_child_is_named_by_its_signal_and_gets_a_new_pid(watched: Watched) -> None:
+    """After kill -9 the child is another process of the same name."""
+    await watched.start("gateway", SLEEP)
+    first = watched.supervisor.pids()["gateway"]
+    os.kill(first, signal.SIGKILL)
+    assert (await watched.until("crashed")).cause == "SIGKILL"
+    await watched.until("started", count=2)
+    second = watched.supervisor.pid("gateway")
+    assert second is not None
+    assert second != first
+
+
+async def test_last_words_of_a_json_log_are_its_event_and_error(watched: Watched) -> None:
+    """What services log is shown for people."""
+    code = "import json, sys; print(json.dumps({'event': 'crashed', 'error': 'boom'})); sys.exit(1)"
+    await watched.start("trainer", code)
+    assert (await watched.until("crashed")).last_line == "crashed: boom"
+
+
+async def test_child_that_keeps_crashing_is_given_up(watched: Watched) -> None:
+    """A service that cannot come up is not restarted for ever."""
+    restart = Restart(max_restarts=2, backoff_s=0.01)
+    await watched.start("router", "import sys; print('no weights'); sys.exit(2)", restart=restart)
+    event = await watched.until("gave_up")
+    assert event.line == "router keeps crashing (exit code 2), giving up: no weights"
+    assert [one.kind for one in watched.events].count("started") == 3
+    assert watched.supervisor.pids() == {}
+
+
+async def test_child_that_ends_well_has_ended(watched: Watched) -> None:
+    """Exit code 0 is not a crash."""
+    await watched.start("runner", "pass")
+    await watched.until("ended")
+    assert [event.kind for event in watched.events] == ["started", "ended"]
+
+
+async def test_stop_asks_the_youngest_first(watched: Watched, tmp_path: Path) -> None:
+    """What was started last rests on what was started before."""
+    for name in ("etcd", "pool", "gateway"):
+        await watched.start(name, SLEEP)
+        await until_logged(tmp_path / f"{name}.log", "up")
+    await watched.supervisor.stop(30)
+    stopped = [event.name for event in watched.events if event.kind == "stopped"]
+    assert stopped == ["gateway", "pool", "etcd"]
+    assert watched.supervisor.pids() == {}
+
+
+async def test_child_that_does_not_stop_is_killed(watched: Watched, tmp_path: Path) -> None:
+    """Stop returns in time, whatever the child thinks of it."""
+    await watched.start("stubborn", STUBBORN)
+    await until_logged(tmp_path / "stubborn.log", "up")
+    pid = watched.supervisor.pids()["stubborn"]
+    await watched.supervisor.stop(0.2)
+    assert not psutil.pid_exists(pid)
+    assert (await watched.until("killed")).line == (
+        "stubborn did not stop when asked to and was killed"
+    )
+
+
+async def test_stop_ends_a_pause_before_a_restart(watched: Watched) -> None:
+    """Nobody waits for the restart of what is to be stopped."""
+    restart = Restart(backoff_s=300, max_backoff_s=300)
+    await watched.start("pool", "import sys; sys.exit(1)", restart=restart)
+    await watched.until("crashed")
+    async with asyncio.timeout(30):
+        await watched.supervisor.stop(300)
+    assert [event.kind for event in watched.events] == ["started", "crashed"]
+
+
+async def test_missing_program_is_one_line(watched: Watched, tmp_path: Path) -> None:
+    """The error names the child and the program."""
+    spec = ProcessSpec(name="etcd", argv=["/no/such/etcd"], env={}, log_path=tmp_path / "etcd.log")
+    with pytest.raises(
+        ConfigError, match="etcd cannot be started: there is no program /no/such/etcd"
+    ):
+        await watched.supervisor.start(spec)
+
+
+async def test_program_that_vanished_is_given_up_at_its_restart(
+    watched: Watched, tmp_path: Path
+) -> None:
+    """A restart that cannot even begin is told like any other crash that does not heal."""
+    program = tmp_path / "pool"
+    program.write_text(f"#!{sys.executable}\nimport os; os.remove(__file__); os._exit(1)\n")
+    program.chmod(0o755)
+    await watched.supervisor.start(
+        ProcessSpec(name="pool", argv=[str(program)], env={}, log_path=tmp_path / "pool.log")
+    )
+    event = await watched.until("gave_up")
+    assert event.last_line.startswith("pool cannot be started")
+
+
+async def test_two_children_cannot_have_one_name(watched: Watched) -> None:
+    """A name is how a child is found."""
+    await watched.start("pool", SLEEP)
+    with pytest.raises(FailedPrecondition, match="a child pool already"):
+        await watched.start("pool", SLEEP)
+
+
+PARENT = """
+import asyncio, os, sys
+from pathlib import Path
+from forge.runtime.processes import ProcessSpec, ProcessSupervisor
+
+async def main():
+    supervisor = ProcessSupervisor(on_event=lambda event: None)
+    for name in ("a", "b"):
+        await supervisor.start(ProcessSpec(
+            name=name, argv=[sys.executable, "-c", sys.argv[1]], env=dict(os.environ),
+            log_path=Path(sys.argv[2]) / f"{name}.log"))
+    print(*supervisor.pids().values(), flush=True)
+    await asyncio.sleep(300)
+
+asyncio.run(main())
+"""
+
+
+async def test_no_child_outlives_a_parent_that_was_killed(tmp_path: Path) -> None:
+    """Even after kill -9 of the supervisor, and even a child deaf to SIGTERM, nothing is left."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, STUBBORN, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert parent.stdout is not None
+    children = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    await until_logged(tmp_path / "b.log", "up")
+    assert len(children) == 2
+    parent.kill()
+    parent.wait()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 30)
+    assert alive == []
+
+
+async def test_children_are_out_of_reach_of_the_terminals_interrupt(watched: Watched) -> None:
+    """Ctrl-C goes to the parent alone, which then stops its children in order."""
+    await watched.start("pool", SLEEP)
+    pid = watched.supervisor.pids()["pool"]
+    assert os.getpgid(pid) != os.getpgid(0)

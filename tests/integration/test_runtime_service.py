@@ -1,0 +1,268 @@
+"""The whole life of a service process: a real one, started, used, drained and killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from forge.runtime.coordination import Coordinator
+from forge.runtime.security import Keyring
+from tests.support.echo import EchoStub
+from tests.support.etcd import EtcdServer, free_port
+
+
+class Process:
+    """One echo service as a child process."""
+
+    def __init__(self, folder: Path, endpoint: str, cluster: str, *flags: str) -> None:
+        Keyring.generate(folder / "key")
+        self.log = folder / "echo.log"
+        self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._notify.bind(str(folder / "notify"))
+        command = [sys.executable, "-m", "tests.support.echo_service"]
+        command += ["--etcd", endpoint, "--cluster", cluster, "--key-file", str(folder / "key")]
+        command += ["--log-file", str(self.log), "--instance-id", "echo-1", "--lease-ttl-s", "2"]
+        self.child = subprocess.Popen(
+            [*command, *flags],
+            stderr=subprocess.PIPE,
+            env={**os.environ, "NOTIFY_SOCKET": str(folder / "notify")},
+            cwd=Path(__file__).parents[2],
+            text=True,
+        )
+
+    def notified(self) -> list[str]:
+        """What systemd has been told since it was last asked."""
+        messages = []
+        while True:
+            try:
+                messages.append(self._notify.recv(4096).decode())
+            except BlockingIOError:
+                return messages
+
+    async def next_notice(self) -> str:
+        """The next thing that systemd is told."""
+        async with asyncio.timeout(60):
+            notice = await asyncio.get_running_loop().sock_recv(self._notify, 4096)
+            return notice.decode()
+
+    async def ended(self) -> int:
+        return await asyncio.to_thread(self.child.wait, 60)
+
+    def errors(self) -> str:
+        assert self.child.stderr is not None
+        return self.child.stderr.read()
+
+    def events(self) -> list[str]:
+        return [line["event"] for line in self.lines()]
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+    def close(self) -> None:
+        self.child.kill()
+        self.child.wait()
+        self._notify.close()
+
+
+Start = Callable[..., Process]
+
+
+@pytest_asyncio.fixture
+async def start(tmp_path: Path, etcd: EtcdServer, cluster: str) -> AsyncIterator[Start]:
+    """Starts the service with the given flags; ends it after the test."""
+    started: list[Process] = []
+
+    def start(*flags: str, endpoint: str = etcd.endpoint) -> Process:
+        started.append(Process(tmp_path, endpoint, cluster, *flags))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.close()
+
+
+async def say(address: str, text: str) -> str:
+    async with grpc.aio.insecure_channel(address) as channel:
+        answer: bytes = await EchoStub(channel).Unary(text.encode(), timeout=10)
+        return answer.decode()
+
+
+async def test_service_starts_serves_drains_and_exits_with_zero(
+    start: Start, coordinator: Coordinator
+) -> None:
+    """SIGTERM: leave discovery, finish the stream in flight, stop actors, close stores, exit 0."""
+    process = start()
+    discovery = coordinator.discover("echo")
+    (instance,) = await discovery.wait(timeout_s=30)
+    assert (instance.instance_id, instance.metadata["color"]) == ("echo-1", "red")
+    assert await say(instance.address, "say:hello") == "hello"
+    assert process.notified() == ["READY=1"]
+    async with grpc.aio.insecure_channel(instance.address) as channel:
+        in_flight = EchoStub(channel).StreamStream(timeout=60)
+        await in_flight.write(b"say:before")
+        assert await in_flight.read() == b"before"
+        process.child.send_signal(signal.SIGTERM)
+        while discovery.instances:
+            await asyncio.wait_for(discovery.changed(), 30)
+        await in_flight.write(b"say:while it drains")
+        assert await in_flight.read() == b"while it drains"
+        assert process.child.poll() is None
+        await in_flight.done_writing()
+        assert await in_flight.read() is grpc.aio.EOF
+    assert await process.ended() == 0
+    assert process.errors() == ""
+    assert process.notified() == ["STOPPING=1"]
+    assert process.events() == [
+        "starting",
+        "serving",
+        "draining",
+        "echo_drained",
+        "echo_stopped",
+        "stopped",
+    ]
+
+
+async def test_every_log_line_carries_service_and_instance(
+    start: Start, coordinator: Coordinator
+) -> None:
+    """Lines of many processes in one place can be told apart."""
+    process = start()
+    await coordinator.discover("echo").wait(timeout_s=30)
+    for line in process.lines():
+        assert (line["service"], line["instance"]) == ("echo", "echo-1")
+        assert {"event", "level", "timestamp"} <= line.keys()
+
+
+async def test_metrics_are_served_where_the_registration_says(
+    start: Start, coordinator: Coordinator
+) -> None:
+    """Prometheus finds every process through etcd and sees its calls and actors."""
+    start()
+    (instance,) = await coordinator.discover("echo").wait(timeout_s=30)
+    await say(instance.address, "say:x")
+    url = f"http://{instance.metadata['metrics']}/metrics"
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
+    assert 'forge_rpc_calls_total{code="OK",method="/test.Echo/Unary"} 1.0' in text
+    assert 'forge_actor_mailbox_depth{actor="Worker"} 0.0' in text
+
+
+async def test_announced_metadata_reaches_the_others(
+    start: Start, coordinator: Coordinator
+) -> None:
+    """A service changes what it says about itself while it runs."""
+    start()
+    discovery = coordinator.discover("echo")
+    (instance,) = await discovery.wait(timeout_s=30)
+    await say(instance.address, "paint:blue")
+    await discovery.wait(timeout_s=30, where=lambda one: one.metadata["color"] == "blue")
+
+
+async def test_service_that_is_not_ready_is_up_but_not_in_discovery(
+    start: Start, coordinator: Coordinator
+) -> None:
+    """systemd hears READY; the others hear of it only once it can serve."""
+    process = start("--becomes-ready", "false", "--port", str(port := free_port()))
+    assert await process.next_notice() == "READY=1"
+    discovery = coordinator.discover("echo")
+    assert discovery.instances == ()
+    await say(f"127.0.0.1:{port}", "ready")
+    await discovery.wait(timeout_s=30)
+
+
+async def test_service_that_is_not_ready_stops_when_told(start: Start) -> None:
+    """Waiting for weights does not keep a process from ending."""
+    process = start("--becomes-ready", "false")
+    assert await process.next_notice() == "READY=1"
+    process.child.send_signal(signal.SIGINT)
+    assert await process.ended() == 0
+    assert process.events()[-2:] == ["echo_stopped", "stopped"]
+
+
+async def test_killed_service_leaves_discovery_with_its_lease(
+    start: Start, coordinator: Coordinator
+) -> None:
+    """kill -9 needs no code of ours: the lease runs out."""
+    process = start()
+    discovery = coordinator.discover("echo")
+    await discovery.wait(timeout_s=30)
+    process.child.kill()
+    while discovery.instances:
+        await asyncio.wait_for(discovery.changed(), 30)
+
+
+async def test_actor_that_crashes_too_often_ends_the_process_with_one(
+    start: Start, coordinator: Coordinator
+) -> None:
+    """What supervision inside cannot heal is handed to the supervisor outside."""
+    process = start()
+    (instance,) = await coordinator.discover("echo").wait(timeout_s=30)
+    await say(instance.address, "break")
+    assert await process.ended() == 1
+    assert "service_fails" in process.events()
+    assert process.events()[-1] == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--fail-start"], "forge echo: the store is locked by another process\n"),
+        (
+            ["--drain-s", "-1"],
+            "forge echo: --drain-s: drain_s = '-1' is not allowed: a number from 0 to 3600\n",
+        ),
+        (
+            ["--host", "0.0.0.0"],
+            "forge echo: host = '0.0.0.0' is not a loopback address, so TLS is needed: set "
+            "tls_cert, tls_key and tls_ca (or insecure = true on a network you trust)\n",
+        ),
+        (
+            ["--key-file", "/no/such"],
+            "forge echo: key_file = '/no/such': No such file or directory\n",
+        ),
+    ],
+)
+async def test_failed_start_is_one_line_on_stderr_and_exit_code_two(
+    start: Start, flags: list[str], line: str
+) -> None:
+    """No traceback: what is wrong and what to do about it."""
+    process = start(*flags)
+    assert await process.ended() == 2
+    assert process.errors() == line
+
+
+@pytest.mark.parametrize("flag", ["--port", "--metrics-port"])
+async def test_occupied_port_is_named(start: Start, flag: str) -> None:
+    """The line names address and port and offers a way out."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        process = start(flag, str(port))
+        assert await process.ended() == 2
+    errors = process.errors()
+    assert f"127.0.0.1:{port}" in errors
+    assert flag in errors
+    assert errors.count("\n") == 1
+
+
+async def test_unreachable_etcd_is_named(start: Start) -> None:
+    """The line names the endpoint tried and how to give another."""
+    process = start(endpoint=(endpoint := f"127.0.0.1:{free_port()}"))
+    assert await process.ended() == 2
+    errors = process.errors()
+    assert errors.startswith(f"forge echo: no etcd answers at {endpoint}: ")
+    assert "--etcd" in errors
+    assert errors.count("\n") == 1

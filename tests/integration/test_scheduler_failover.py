@@ -1,0 +1,241 @@
+"""Leaders that die, freeze and come back; pool shards that go and join. Real processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from forge.core.errors import NotFound, StaleFence, Unavailable
+from forge.runtime.coordination import Coordinator
+from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
+from tests.support.etcd import EtcdServer
+from tests.support.scheduler_cluster import (
+    SchedulerCluster,
+    assert_books_balance,
+    ids_of,
+    make_task,
+)
+
+
+@pytest_asyncio.fixture
+async def forge(
+    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
+) -> AsyncIterator[SchedulerCluster]:
+    """One pool shard."""
+    running = SchedulerCluster(tmp_path, etcd=etcd, cluster=cluster, coordinator=coordinator)
+    running.start_pool()
+    yield running
+    await running.close()
+
+
+async def test_standby_takes_over_from_a_killed_leader_with_all_work_in_flight(
+    forge: SchedulerCluster,
+) -> None:
+    """SIGKILL between two steps: what is trained stays trained, what is sealed is trained next,
+    what is running goes on under its claim, and the open batch is committed by its groups."""
+    leader = forge.start_scheduler(takeover_hold_s="1")
+    first = await forge.leader()
+    forge.start_scheduler(takeover_hold_s="1")
+    await forge.submit([make_task(name, size=2) for name in "abcdef"])
+    await forge.complete(4)
+    trained = await forge.take()
+    await forge.commit(trained, 1)
+    await forge.complete(4)
+    open_batch = await forge.take()
+    running = await forge.lease(3)
+    await forge.seal(running[0])
+
+    leader.kill()
+    second = await forge.leader(other_than=first.instance_id)
+    assert second.instance_id == "scheduler-1"
+    assert await forge.renew(running[1:]) == []
+    await forge.commit(open_batch, 2)
+    await forge.seal(running[1])
+    await forge.finish(running[:2])
+    status = await forge.status()
+    assert (status.trained, status.head) == (4, 4)
+    assert status.running_rollouts == 1
+    assert_books_balance(status)
+    (fresh,) = await forge.lease(1)
+    assert (fresh.task.task_id, fresh.rollout_index) == ("f", 1)
+    await forge.seal(running[2])
+    await forge.seal(fresh)
+    await forge.finish([running[2], fresh])
+    assert ids_of(await forge.take()) == ["e", "f"]
+
+
+async def test_standby_answers_unavailable_and_names_the_leader(forge: SchedulerCluster) -> None:
+    """A client that asked the wrong one learns where to go."""
+    forge.start_scheduler()
+    leader = await forge.leader()
+    forge.start_scheduler()
+    (standby,) = await forge.coordinator.discover("scheduler").wait(
+        timeout_s=30, where=lambda instance: instance.metadata["leader"] == "false"
+    )
+    request = scheduler_pb2.GetSchedulerStatusRequest()
+    with pytest.raises(Unavailable, match=f"stands by; {leader.address} leads"):
+        await forge.ask_instance(standby, "GetSchedulerStatus", request)
+
+
+async def test_frozen_leader_is_deposed_and_its_writes_are_refused(
+    forge: SchedulerCluster,
+) -> None:
+    """SIGSTOP for longer than the TTL: another one leads, and when the frozen one wakes up, in
+    the middle of a commit, neither its memory nor its pen is good for anything."""
+    frozen = forge.start_scheduler()
+    old = await forge.leader()
+    await forge.submit([make_task(name) for name in "abcd"])
+    await forge.complete(4)
+    batch = await forge.take()
+    forge.start_scheduler()
+    frozen.freeze()
+    commit = asyncio.create_task(
+        forge.ask_instance(
+            old,
+            "CommitBatch",
+            scheduler_pb2.CommitBatchRequest(
+                batch_id=batch.batch_id, step=9, task_ids=ids_of(batch)
+            ),
+        )
+    )
+    await forge.leader(other_than=old.instance_id)
+    retaken = await forge.take(trainer="another")
+    assert ids_of(retaken) == ids_of(batch)
+    frozen.thaw()
+    with pytest.raises(Unavailable):
+        await commit
+    await forge.commit(retaken, 1)
+    states = {group.group.task.task_id: group.group.step for group in await forge.groups()}
+    assert states == {"a": 1, "b": 1, "c": 0, "d": 0}
+    with pytest.raises(NotFound, match="discard the step"):
+        await forge.commit(batch, 9)
+    assert_books_balance(await forge.status())
+
+
+async def test_pool_refuses_the_fence_of_an_earlier_leader(forge: SchedulerCluster) -> None:
+    """Even a leader that never notices its end cannot write: the new one fenced first."""
+    first = forge.start_scheduler()
+    old = await forge.leader()
+    await forge.submit([make_task("a")])
+    (began,) = first.logged("term_began")
+    first.kill()
+    forge.start_scheduler()
+    await forge.leader(other_than=old.instance_id)
+    change = pool_pb2.SetGroupStatesRequest.Change(
+        task_id="a", state=common_pb2.GROUP_STATE_TRAINED, step=1
+    )
+    late = pool_pb2.SetGroupStatesRequest(changes=[change], fence=began["fence"])
+    with pytest.raises(StaleFence):
+        await forge.ask_pool("s0", "SetGroupStates", late)
+
+
+async def test_stopped_leader_leaves_office_at_once(forge: SchedulerCluster) -> None:
+    """SIGTERM resigns: the standby need not wait for the TTL, nor for claims nobody holds."""
+    first = forge.start_scheduler(takeover_hold_s="60")
+    old = await forge.leader()
+    forge.start_scheduler(takeover_hold_s="60")
+    await forge.submit([make_task("a")])
+    assert first.terminate() == 0
+    await forge.leader(other_than=old.instance_id)
+    (lease,) = await forge.lease(1, wait_s=10.0)
+    assert lease.task.task_id == "a"
+
+
+async def test_new_shard_takes_new_groups_only(forge: SchedulerCluster) -> None:
+    """A pool shard that joins in the middle of a run is used at once; nothing moves."""
+    forge.start_scheduler(concurrency="64")
+    await forge.submit([make_task(f"old-{i}") for i in range(8)])
+    forge.start_pool("s1")
+    leader = forge.schedulers[0]
+    while len(leader.logged("pool_shard_enlisted")) < 2:
+        await asyncio.sleep(0.05)
+    await forge.submit([make_task(f"new-{i}") for i in range(16)])
+    shards = {g.group.task.task_id: g.group.pool_shard for g in await forge.groups()}
+    assert {shard for task_id, shard in shards.items() if task_id.startswith("old")} == {"s0"}
+    assert {shard for task_id, shard in shards.items() if task_id.startswith("new")} == {"s0", "s1"}
+    await forge.complete(24)
+    batch = await forge.take(groups=4)
+    await forge.commit(batch, 1)
+    assert_books_balance(await forge.status())
+
+
+async def test_outage_of_one_shard_holds_up_its_own_groups_alone(forge: SchedulerCluster) -> None:
+    """Leases and batches of the other shard go on; when it is back, so are its groups."""
+    forge.start_pool("s1")
+    await forge.coordinator.discover("pool").wait(count=2, timeout_s=30)
+    scheduler = forge.start_scheduler(rollout_lease_s="1", window="8")
+    await forge.submit([make_task(f"task-{i}") for i in range(8)])
+    shards = {g.group.task.task_id: g.group.pool_shard for g in await forge.groups()}
+    assert set(shards.values()) == {"s0", "s1"}
+    orphans = [lease for lease in await forge.lease(8) if shards[lease.task.task_id] == "s1"]
+    forge.pools["s1"].kill()
+    pools = forge.coordinator.discover("pool")
+    while len(pools.instances) > 1:
+        await pools.changed()
+    live = sum(shard == "s0" for shard in shards.values())
+    await forge.complete(live)
+    batch = await forge.take(groups=8)
+    assert {task_id for task_id, shard in shards.items() if shard == "s0"} == set(ids_of(batch))
+    await forge.commit(batch, 1)
+    status = await forge.status()
+    assert (status.tombstoned, status.pending) == (0, len(orphans))
+
+    forge.start_pool("s1")
+    await forge.seal(orphans[0])
+    await forge.complete(len(orphans) - 1)
+    batch = await forge.take(groups=8)
+    assert {task_id for task_id, shard in shards.items() if shard == "s1"} == set(ids_of(batch))
+    assert not scheduler.logged("group_tombstoned")
+    assert_books_balance(await forge.status())
+
+
+async def test_new_leader_waits_for_every_shard_that_holds_groups(
+    forge: SchedulerCluster,
+) -> None:
+    """Without all of them it cannot know the head: it serves when the last one is back."""
+    forge.start_pool("s1")
+    await forge.coordinator.discover("pool").wait(count=2, timeout_s=30)
+    first = forge.start_scheduler()
+    await forge.submit([make_task(f"task-{i}") for i in range(8)])
+    first.kill()
+    forge.pools["s1"].kill()
+    pools = forge.coordinator.discover("pool")
+    while len(pools.instances) > 1:
+        await pools.changed()
+    second = forge.start_scheduler()
+    while not second.log_path.exists() or not second.logged("waiting_for_pool_shards"):
+        await asyncio.sleep(0.05)
+    assert second.logged("waiting_for_pool_shards")[0]["missing"] == ["s1"]
+    forge.start_pool("s1")
+    assert (await forge.status()).pending == 8
+
+
+async def test_leader_stands_down_while_etcd_is_frozen_and_comes_back(
+    tmp_path: Path, own_etcd: EtcdServer, cluster: str
+) -> None:
+    """Without etcd nobody can be sure to lead, so nobody does; afterwards all is as it was."""
+    coordinator = await Coordinator.connect(own_etcd.endpoint, cluster=cluster)
+    forge = SchedulerCluster(tmp_path, etcd=own_etcd, cluster=cluster, coordinator=coordinator)
+    try:
+        forge.start_pool()
+        scheduler = forge.start_scheduler()
+        await forge.submit([make_task("a"), make_task("b")])
+        await forge.complete(2)
+        leader = await forge.leader()
+        own_etcd.freeze()
+        while not scheduler.logged("leadership_lost"):
+            await asyncio.sleep(0.05)
+        request = scheduler_pb2.GetSchedulerStatusRequest()
+        with pytest.raises(Unavailable, match="stands by"):
+            await forge.ask_instance(leader, "GetSchedulerStatus", request)
+        own_etcd.thaw()
+        assert ids_of(await forge.take()) == ["a", "b"]
+        assert len(scheduler.logged("term_began")) == 2
+    finally:
+        own_etcd.thaw()
+        await forge.close()
+        await coordinator.close()

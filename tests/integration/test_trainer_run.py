@@ -1,0 +1,193 @@
+"""A real trainer between a real scheduler, pool and etcd, killed and cut off on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from forge.core.errors import NotFound
+from forge.runtime.coordination import Coordinator
+from forge.v1 import common_pb2, trainer_pb2
+from tests.support.etcd import EtcdServer
+from tests.support.scheduler_cluster import SchedulerCluster, assert_books_balance, make_task
+from tests.support.trainer_process import TrainerClient, TrainerProcess
+
+GROUPS_PER_STEP = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A scheduler, a pool, and a trainer to be started."""
+
+    cluster: SchedulerCluster
+    trainer: TrainerProcess
+    client: TrainerClient
+
+    async def feed(self, first: int, count: int) -> None:
+        """Submit groups of two and let every rollout of them succeed or fail."""
+        numbers = range(first, first + count)
+        await self.cluster.submit([make_task(f"task-{n}", size=2) for n in numbers])
+        for n in range(count):
+            await self.cluster.complete(1, reward=1.0)
+            await self.cluster.complete(1, reward=float(n % 2))
+
+    async def trained(self) -> dict[str, int]:
+        """Step of every group that was trained."""
+        groups = await self.cluster.groups()
+        return {
+            group.group.task.task_id: group.group.step
+            for group in groups
+            if group.group.state == common_pb2.GROUP_STATE_TRAINED
+        }
+
+
+@pytest_asyncio.fixture
+async def stack(
+    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
+) -> AsyncIterator[Stack]:
+    services = SchedulerCluster(tmp_path, etcd=etcd, cluster=cluster, coordinator=coordinator)
+    services.start_pool()
+    services.start_scheduler(batch_groups=str(GROUPS_PER_STEP))
+    trainer = TrainerProcess(tmp_path, etcd=etcd, cluster=cluster, key_file=tmp_path / "key")
+    try:
+        yield Stack(
+            cluster=services,
+            trainer=trainer,
+            client=TrainerClient(coordinator, services.channels),
+        )
+    finally:
+        trainer.kill()
+        await services.close()
+
+
+async def test_a_run_trains_every_batch_and_finishes(stack: Stack) -> None:
+    """Steps are committed, told, published, checkpointed; then weights are still served."""
+    stack.trainer.start(max_steps=3, checkpoint_every_steps=2)
+    await stack.feed(0, 3 * GROUPS_PER_STEP)
+    last = await stack.client.until_step(3)
+
+    assert last.groups == GROUPS_PER_STEP and last.trajectories == 2 * GROUPS_PER_STEP
+    assert last.trained_tokens == 2 * last.trajectories
+    assert last.sample_tokens == 5 * last.trajectories and last.tree_tokens == 5
+    assert 0 < last.mean_reward <= 1 and dict(last.reward_by_domain) == {"code": last.mean_reward}
+    assert stack.trainer.recorded_steps() == [1, 2, 3]
+    assert sorted((await stack.trained()).values()) == [1, 1, 2, 2, 3, 3]
+    assert_books_balance(await stack.cluster.status())
+
+    status = await until_finished(stack.client)
+    assert (status.step, status.max_steps, status.checkpoint_step) == (3, 3, 3)
+    assert [path.name for path in sorted(stack.trainer.checkpoints.iterdir())] == [
+        "step-00000002",
+        "step-00000003",
+    ]
+    manifest = await stack.client.until_version(4)
+    assert manifest["weight_version"] == status.weight_version == 4
+    tensors = await stack.client.fetch(manifest["source"], 4)
+    digest = hashlib.sha256(b"".join(tensor.data for tensor in tensors)).hexdigest()
+    assert [tensor.name for tensor in tensors] == manifest["tensor_names"]
+    assert digest == manifest["digest"]
+    with pytest.raises(NotFound, match="held: \\[3, 4\\]"):
+        await stack.client.fetch(manifest["source"], 1)
+
+
+async def until_finished(client: TrainerClient) -> trainer_pb2.GetTrainerStatusResponse:
+    async with asyncio.timeout(60):
+        while True:
+            status = await client.status()
+            if status.phase == trainer_pb2.TRAINER_PHASE_FINISHED:
+                return status
+            await asyncio.sleep(0.05)
+
+
+async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack) -> None:
+    """After kill -9, what the checkpoint lacks is trained again, and nothing else."""
+    stack.trainer.start(max_steps=5, checkpoint_every_steps=2)
+    await stack.feed(0, 3 * GROUPS_PER_STEP)
+    await stack.client.until_step(3)
+    before = await stack.trained()
+    stack.trainer.kill()
+    stack.trainer.start(max_steps=5, checkpoint_every_steps=2)
+    await stack.feed(3 * GROUPS_PER_STEP, 2 * GROUPS_PER_STEP)
+    status = await until_finished(stack.client)
+
+    after = await stack.trained()
+    assert status.step == 5
+    assert sorted(after.values()) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert {task: step for task, step in after.items() if step <= 2} == {
+        task: step for task, step in before.items() if step <= 2
+    }
+    assert stack.trainer.recorded_steps() == [1, 2, 3, 4, 5]
+    # Start, three steps; the restored weights, three steps: no version is used twice.
+    assert status.weight_version == 8
+    assert_books_balance(await stack.cluster.status())
+
+
+async def test_a_stopped_trainer_loses_no_step(stack: Stack) -> None:
+    """SIGTERM saves a checkpoint: the next start goes on from the very step."""
+    stack.trainer.start(checkpoint_every_steps=100)
+    await stack.feed(0, GROUPS_PER_STEP)
+    await stack.client.until_step(1)
+    assert stack.trainer.terminate() == 0
+    stack.trainer.start(checkpoint_every_steps=100)
+    await stack.feed(GROUPS_PER_STEP, GROUPS_PER_STEP)
+    metrics = await stack.client.until_step(2, after=1)
+    assert metrics.step == 2
+    assert stack.trainer.logged("rewound")[-1]["step"] == 1
+
+
+async def test_a_damaged_checkpoint_is_passed_over(stack: Stack) -> None:
+    """The older one is restored, the damaged one kept for whoever looks into it."""
+    stack.trainer.start(max_steps=2, checkpoint_every_steps=1)
+    await stack.feed(0, 2 * GROUPS_PER_STEP)
+    await until_finished(stack.client)
+    stack.trainer.kill()
+    damaged = stack.trainer.checkpoints / "step-00000002" / "learner.pt"
+    size = damaged.stat().st_size
+    damaged.write_bytes(bytes(size))
+    stack.trainer.start(max_steps=2, checkpoint_every_steps=1)
+    status = await until_finished(stack.client)
+    assert status.step == 2
+    assert stack.trainer.logged("rewound")[-1]["step"] == 1
+    assert (stack.trainer.checkpoints / "step-00000002.damaged").is_dir()
+
+
+async def test_training_survives_the_loss_of_scheduler_and_pool(stack: Stack) -> None:
+    """Both killed in mid-run and started again: the trainer waits and goes on."""
+    stack.trainer.start(max_steps=2)
+    await stack.feed(0, GROUPS_PER_STEP)
+    await stack.client.until_step(1)
+    stack.cluster.schedulers[0].kill()
+    stack.cluster.pools["s0"].kill()
+    stack.cluster.start_pool()
+    stack.cluster.start_scheduler(batch_groups=str(GROUPS_PER_STEP))
+    await stack.feed(GROUPS_PER_STEP, GROUPS_PER_STEP)
+    await until_finished(stack.client)
+    assert sorted((await stack.trained()).values()) == [1, 1, 2, 2]
+    assert_books_balance(await stack.cluster.status())
+
+
+async def test_a_checkpoint_can_be_asked_for(stack: Stack) -> None:
+    """SaveCheckpoint answers with a model directory that holds the newest step."""
+    stack.trainer.start()
+    await stack.feed(0, GROUPS_PER_STEP)
+    await stack.client.until_step(1)
+    saved = await stack.client.save()
+    again = await stack.client.save()
+    assert saved.step == again.step == 1 and saved.path == again.path
+    names = {path.name for path in Path(saved.path).iterdir()}
+    assert {"config.json", "model.safetensors", "learner.pt", "state.json"} <= names
+
+
+async def test_an_unknown_model_is_told_in_one_line(stack: Stack) -> None:
+    """The process ends with code 2 and names setting and value."""
+    stack.trainer.start(model_path="/nowhere/at-all")
+    code, stderr = stack.trainer.wait()
+    assert code == 2
+    assert stderr.count("\n") == 1
+    assert "model_path = '/nowhere/at-all'" in stderr

@@ -1,0 +1,84 @@
+"""A whole service in one file: `python -m tests.support.echo_service --help`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from forge.core.errors import FailedPrecondition
+from forge.runtime.actor import Actor, ActorRef, Restart
+from forge.runtime.config import ServiceConfig, setting
+from forge.runtime.service import ServiceContext, run
+from forge.runtime.telemetry import log
+from tests.support.echo import FULL_NAME, EchoServicer, add_to_server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EchoConfig(ServiceConfig):
+    """Settings of the echo service."""
+
+    kind: str = setting("echo", help="registered as")
+    becomes_ready: bool = setting(True, help="false: serve only once told `ready`")
+    fail_start: bool = setting(False, help="refuse to start")
+
+
+class Worker(Actor):
+    """Crashes on request."""
+
+    async def receive(self, message: Any) -> Any:
+        raise KeyError(message)
+
+
+class EchoApp:
+    """Echoes, under the bootstrap's care."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._servicer = ControlledServicer(context)
+
+    async def start(self) -> None:
+        config: EchoConfig = self._context.config
+        if config.fail_start:
+            raise FailedPrecondition("the store is locked by another process")
+        self._servicer.worker = await self._context.actors.spawn(
+            Worker, name="worker", restart=Restart(max_restarts=0)
+        )
+        self._context.server.add(add_to_server, self._servicer, full_name=FULL_NAME, scopes="")
+        self._context.metadata["color"] = "red"
+        self._context.ready = config.becomes_ready
+
+    async def drain(self) -> None:
+        log.info("echo_drained")
+
+    async def stop(self) -> None:
+        log.info("echo_stopped")
+
+
+class ControlledServicer(EchoServicer):
+    """Obeys a few more words: `ready`, `paint:<color>`, `break`, `open`."""
+
+    worker: ActorRef
+
+    def __init__(self, context: ServiceContext) -> None:
+        super().__init__()
+        self._context = context
+
+    async def _answer(self, text: str) -> str:
+        what, _, rest = text.partition(":")
+        match what:
+            case "ready":
+                self._context.set_ready()
+            case "paint":
+                self._context.metadata["color"] = rest
+                await self._context.announce()
+            case "break":
+                self.worker.tell("break")
+            case "open":
+                self.gate.set()
+            case _:
+                return await super()._answer(text)
+        return "done"
+
+
+if __name__ == "__main__":
+    run("echo", EchoConfig, EchoApp)

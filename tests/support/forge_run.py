@@ -1,0 +1,127 @@
+"""Drives the real `forge run` as a process: start, wait for a moment, kill a part, read the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+FORGE = str(Path(sys.executable).parent / "forge")
+LIMIT_S = 420.0
+
+
+class ForgeRun:
+    """One `forge run` under a directory of its own; its output goes to a file."""
+
+    def __init__(self, directory: Path, *, root: Path, steps: int, extra: tuple[str, ...] = ()):
+        self.directory = directory
+        self.output_path = directory.with_suffix(".out")
+        self.argv = [
+            *(FORGE, "run", "--model", "tiny", "--seed", "0", "--root", str(root)),
+            *("--run-dir", str(directory), "--steps", str(steps), "--eval-tasks", "2"),
+            *extra,
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.output_path.open("ab") as output:
+            self._process = subprocess.Popen(
+                self.argv, stdout=output, stderr=output, stdin=subprocess.DEVNULL
+            )
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "start first"
+        return self._process
+
+    def output(self) -> str:
+        return self.output_path.read_text() if self.output_path.exists() else ""
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for a moment of the run; an early end of the run is a failure that shows why."""
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.explain()}"
+            assert time.monotonic() < deadline, f"no {what} in {LIMIT_S} s:\n{self.explain()}"
+            time.sleep(0.1)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: self.last_step() >= step, f"step {step}")
+
+    def last_step(self) -> int:
+        return max((int(n) for n in re.findall(r"step +(\d+)/", self.output())), default=0)
+
+    def pid_of(self, name: str) -> int:
+        """Process id of a member of the stack, by its instance id."""
+        for child in psutil.Process(self.process.pid).children():
+            try:
+                argv = child.cmdline()
+            except psutil.Error:
+                continue
+            if f"--instance-id={name}" in argv or (name == "etcd" and "etcd" in argv[:1][0]):
+                return child.pid
+        raise AssertionError(f"no process {name}:\n{self.explain()}")
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
+        pid = self.pid_of(name)
+        os.kill(pid, number)
+        return pid
+
+    def interrupt(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(timeout=60)
+
+    def finish(self) -> int:
+        try:
+            return self.process.wait(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"did not end:\n{self.explain()}") from None
+
+    def stack_pids(self) -> list[int]:
+        """Every process below the run, itself excluded."""
+        return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
+
+    def state(self) -> dict[str, object]:
+        return dict(json.loads((self.directory / "run.json").read_text()))
+
+    def metrics(self) -> list[dict[str, float]]:
+        """One entry per optimizer step, in the order they were taken."""
+        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def explain(self) -> str:
+        """The run's own words and the end of each log, for a failing test."""
+        parts = [self.output()]
+        for log in sorted((self.directory / "logs").glob("*.log")):
+            tail = log.read_text(errors="replace").splitlines()[-15:]
+            parts.append(f"--- {log.name}\n" + "\n".join(tail))
+        return "\n".join(parts)
+
+
+def still_alive(pids: list[int]) -> list[int]:
+    """Those of `pids` that run; a zombie does not."""
+    alive = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                alive.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return alive
+
+
+def wait_for_death(pids: list[int], *, within_s: float = 30.0) -> None:
+    """Wait until none of `pids` runs any more."""
+    deadline = time.monotonic() + within_s
+    while alive := still_alive(pids):
+        assert time.monotonic() < deadline, f"still alive: {alive}"
+        time.sleep(0.1)

@@ -1,0 +1,163 @@
+"""Real processes around a gateway: a pool, a scripted engine, and gateways to talk to or kill."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+from forge.client.session import AgentSession
+from forge.core.trajectory import TokenTree, TurnTokens, int32_array
+from forge.runtime.coordination import Coordinator, Instance
+from forge.runtime.security import Claims
+from forge.v1 import common_pb2
+from tests.support.chat_templates import save_model
+from tests.support.etcd import EtcdServer
+from tests.support.pool_process import PoolClient, PoolProcess
+from tests.support.scripted_engine import start_scripted_engine
+
+START_S = 60.0
+SHARD = "s0"
+
+
+@dataclass(kw_only=True)
+class GatewayStack:
+    """One pool, any number of engines and gateways, in a cluster of their own."""
+
+    folder: Path
+    etcd: EtcdServer
+    cluster: str
+    family: str = "chatml"
+    pool: PoolProcess = field(init=False)
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pool = PoolProcess(
+            self.folder / "pool", etcd=self.etcd, cluster=self.cluster, shard=SHARD
+        )
+        self.model_path = self.folder / "model"
+        self.model_path.mkdir(parents=True)
+        save_model(self.family, self.model_path, context_tokens=4096)
+        self.requests_file = self.folder / "requests.jsonl"
+
+    def start(self) -> None:
+        self.pool.start()
+        self.start_engine("engine-0")
+        self.start_gateway("gateway-0")
+
+    def start_engine(self, name: str) -> None:
+        self.processes[name] = start_scripted_engine(
+            *self._shared(name), "--requests-file", str(self.requests_file)
+        )
+
+    def start_gateway(self, name: str, *settings: str) -> None:
+        argv = [sys.executable, "-m", "services.gateway", *self._shared(name), *settings]
+        self.processes[name] = subprocess.Popen(argv)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def stop(self) -> None:
+        for name in list(self.processes):
+            self.kill(name)
+        self.pool.kill()
+
+    def log_of(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    async def gateway(self, coordinator: Coordinator, name: str = "gateway-0") -> Instance:
+        """The registered instance; waits for it, and for an engine and the pool."""
+        for kind in ("pool", "router"):
+            await coordinator.discover(kind).wait(timeout_s=START_S)
+        (instance,) = await coordinator.discover("gateway").wait(
+            timeout_s=START_S, where=lambda found: found.instance_id == name
+        )
+        return instance
+
+    def token(self, trajectory_id: str, **changes: Any) -> str:
+        """A session token for a trajectory, as the scheduler would sign it."""
+        fields: dict[str, Any] = {
+            "subject": trajectory_id,
+            "scopes": frozenset({"session"}),
+            "trajectory_id": trajectory_id,
+            "task_id": trajectory_id.partition(":")[0],
+            "domain": "code",
+            "pool_shard": SHARD,
+        }
+        return self.pool.keyring.sign(Claims(**(fields | changes)))
+
+    def openai(self, instance: Instance, token: str, *, max_retries: int = 0) -> AsyncOpenAI:
+        """The unmodified SDK, told a base URL and a key."""
+        return AsyncOpenAI(
+            base_url=f"http://{instance.metadata['http']}/v1",
+            api_key=token,
+            max_retries=max_retries,
+            http_client=DefaultAsyncHttpxClient(trust_env=False),
+        )
+
+    def agent(self, instance: Instance, token: str) -> AgentSession:
+        """The white-box client."""
+        return AgentSession.connect(instance.address, token, owns_rollout=False)
+
+    async def pool_client(self, coordinator: Coordinator) -> PoolClient:
+        return await PoolClient.connect(self.pool, coordinator)
+
+    def sampled(self, trajectory_id: str) -> list[dict[str, Any]]:
+        """What the engine was asked in a session and what it sampled, in order."""
+        lines = self.requests_file.read_text().splitlines()
+        requests = [json.loads(line) for line in lines]
+        return [request for request in requests if request["session_id"] == trajectory_id]
+
+    def _shared(self, name: str) -> list[str]:
+        return [
+            *("--etcd", self.etcd.endpoint, "--cluster", self.cluster, "--instance-id", name),
+            *("--key-file", str(self.folder / "pool" / "key"), "--lease-ttl-s", "2"),
+            *("--model-path", str(self.model_path), "--log-file", str(self.log_of(name))),
+            *("--log-level", "debug"),
+        ]
+
+
+async def recorded(
+    stack: GatewayStack, coordinator: Coordinator, trajectory_id: str
+) -> common_pb2.Trajectory:
+    """A trajectory as the trainer would read it."""
+    client = await stack.pool_client(coordinator)
+    (trajectory,) = await client.fetch(trajectory_id)
+    await client.close()
+    return trajectory
+
+
+def token_tree(trajectory: common_pb2.Trajectory) -> TokenTree:
+    return TokenTree(
+        [
+            TurnTokens(
+                turn_index=turn.turn_index,
+                parent_turn=turn.parent_turn,
+                prefix_tokens=turn.prefix_tokens,
+                prompt_ids=turn.prompt_ids,
+                sampled_ids=turn.sampled.ids,
+                logprobs=turn.sampled.logprobs,
+                weight_versions=turn.sampled.weight_versions,
+            )
+            for turn in trajectory.turns
+        ]
+    )
+
+
+def check_exact(stack: GatewayStack, trajectory: common_pb2.Trajectory) -> None:
+    """What is on record is what the engine was sent and what it sampled, bit for bit."""
+    tree = token_tree(trajectory)
+    asked = stack.sampled(trajectory.trajectory_id)
+    on_record = [
+        (list(int32_array(tree.context(turn.turn_index))), list(int32_array(turn.sampled_ids)))
+        for turn in tree.turns
+    ]
+    assert sorted(on_record) == sorted((one["prompt_ids"], one["sampled_ids"]) for one in asked)

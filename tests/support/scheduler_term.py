@@ -1,0 +1,112 @@
+"""Stand-ins for the pool shards, and one term's actors around them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from forge.core.admission import QueueSettings
+from forge.core.errors import Unavailable
+from forge.core.generation import GenerationQueue
+from forge.runtime.actor import ActorRef, ActorSystem
+from forge.v1 import common_pb2
+from services.scheduler.actors.inspector import Inspector
+from services.scheduler.actors.ledger import Ledger
+from services.scheduler.actors.queue import QueueActor
+from services.scheduler.actors.registrar import Registrar
+from services.scheduler.messages import Connect
+from services.scheduler.shards import Change
+from services.scheduler.state import TermState
+from tests.support.pool_records import make_reward
+
+
+class FakeShards:
+    """What `PoolShards` promises, in memory; a shard in `down` does not answer."""
+
+    def __init__(self) -> None:
+        self.down: set[str] = set()
+        self.groups: dict[str, list[common_pb2.GroupRecord]] = defaultdict(list)
+        self.changes: dict[str, list[Change]] = defaultdict(list)
+        self.stored: dict[str, common_pb2.TrajectorySummary] = {}
+        self.shards = {"s0", "s1"}
+
+    def live(self) -> frozenset[str]:
+        return frozenset(self.shards)
+
+    async def put(self, shard: str, groups: Iterable[common_pb2.GroupRecord]) -> None:
+        self._check(shard)
+        self.groups[shard] += groups
+
+    async def set_states(self, changes: Mapping[str, Sequence[Change]]) -> None:
+        for shard, changed in changes.items():
+            self._check(shard)
+            self.changes[shard] += changed
+
+    async def summaries(
+        self, trajectory_ids: Mapping[str, Sequence[str]]
+    ) -> dict[str, common_pb2.TrajectorySummary]:
+        for shard in trajectory_ids:
+            self._check(shard)
+        asked = [each for ids in trajectory_ids.values() for each in ids]
+        return {each: self.stored[each] for each in asked if each in self.stored}
+
+    def seal(self, trajectory_id: str, *, reward: float = 1.0) -> None:
+        self.stored[trajectory_id] = common_pb2.TrajectorySummary(
+            trajectory_id=trajectory_id,
+            state=common_pb2.TRAJECTORY_STATE_SEALED,
+            rewards=[make_reward(value=reward)],
+        )
+
+    def states(self) -> dict[str, int]:
+        """The last state stored, by task id."""
+        return {one.task_id: one.state for changed in self.changes.values() for one in changed}
+
+    def _check(self, shard: str) -> None:
+        if shard in self.down:
+            raise Unavailable(f"pool shard {shard} does not answer")
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class TermActors:
+    """The actors of one term, wired as `Term` wires them."""
+
+    queue: ActorRef
+    registrar: ActorRef
+    ledger: ActorRef
+    inspector: ActorRef
+
+    def __init__(self, shards: FakeShards, clock: Clock) -> None:
+        self.shards = shards
+        self.clock = clock
+        settings = QueueSettings(
+            concurrency=8, window=8, rollout_lease_s=10.0, short_batch_after_s=0.0, max_attempts=2
+        )
+        self.state = TermState(GenerationQueue(settings), max_pending=100)
+        self.system = ActorSystem("term")
+
+    async def start(self) -> None:
+        spawn = self.system.spawn
+        self.queue = await spawn(lambda: QueueActor(self.state, clock=self.clock), name="queue")
+        self.registrar = await spawn(
+            lambda: Registrar(
+                self.queue,
+                self.shards,
+                next_index={common_pb2.PURPOSE_TRAIN: 0, common_pb2.PURPOSE_EVAL: 0},
+                placeable=self.shards.live,
+            ),
+            name="registrar",
+        )
+        self.ledger = await spawn(lambda: Ledger(self.queue, self.shards), name="ledger")
+        self.inspector = await spawn(lambda: Inspector(self.queue, self.shards), name="inspector")
+        connect = Connect(own=self.queue, ledger=self.ledger, inspector=self.inspector)
+        await self.ledger.ask(connect, timeout_s=5)
+        await self.queue.ask(connect, timeout_s=5)

@@ -1,0 +1,254 @@
+"""One leased rollout from start to end: sealed when it went well, abandoned when not."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from forge.agents.attempts import Attempts, Limits
+from forge.agents.domains import Domains
+from forge.agents.environments.base import Reward, Transcript
+from forge.agents.gateways import Gateways
+from forge.agents.scaffolds import Scaffolds
+from forge.agents.scoring import Scorer
+from forge.core.errors import ResourceExhausted
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.security import Keyring, Security
+from forge.v1 import common_pb2
+from tests.support.agent_tasks import SumDomain, lease
+from tests.support.scripted_gateway import (
+    Instances,
+    Message,
+    ScriptedGateway,
+    calls,
+    replay,
+    text,
+)
+
+
+class Bench:
+    """Everything around an attempt, with one scripted gateway."""
+
+    def __init__(self, gateway: ScriptedGateway) -> None:
+        self.gateway = gateway
+        self.channels = Channels(Security(Keyring.from_bytes(b"k" * 32)))
+        self.scaffolds = Scaffolds(timeout_s=10.0)
+
+    async def run(
+        self,
+        claim: Any,
+        *,
+        rollout_s: float = 10.0,
+        reward: Any = None,
+        domain: Any = None,
+        reward_s: float = 10.0,
+    ) -> Any:
+        functions = {claim.task.domain: reward} if reward else {}
+        attempts = Attempts(
+            gateways=Gateways(
+                Instances(self.gateway.instance),  # type: ignore[arg-type]
+                self.channels,
+                wait_s=5.0,
+            ),
+            scaffolds=self.scaffolds,
+            domain=Domains({"sums": domain or SumDomain()}, rewarded=frozenset(functions)).get,
+            scorer=Scorer(functions, timeout_s=reward_s),
+            limits=Limits(rollout_s=rollout_s, max_tokens=32),
+        )
+        return await attempts.run(claim)
+
+    def session(self, number: int = 0) -> Any:
+        return self.gateway.session(f"token-{number}")
+
+
+@pytest_asyncio.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with ScriptedGateway(replay(text("4"))) as gateway:
+        made = Bench(gateway)
+        yield made
+        await made.scaffolds.close()
+        await made.channels.close()
+
+
+async def test_a_rollout_is_sealed_with_its_rewards(bench: Bench) -> None:
+    """Outcome, process and speed arrive as reward events; the outcome reports no error."""
+    bench.gateway.script = replay(calls(("nonsense", "{}")), text("4"))
+    outcome = await bench.run(lease())
+    session = bench.session()
+    assert (outcome.error, outcome.trajectory_id) == ("", "t0:0:0")
+    assert session.state == "sealed"
+    assert session.reward("right") == 1.0
+    assert session.reward("failed_call") == -1.0
+    kinds = {event.name: event.kind for event in session.rewards.values()}
+    assert kinds["right"] == common_pb2.REWARD_KIND_OUTCOME
+    assert kinds["completion_time"] == common_pb2.REWARD_KIND_SPEED
+
+
+async def test_speed_is_relative_to_the_domains_par(bench: Bench) -> None:
+    """A nominal second a turn: at par the reward is one half, whatever the engine took."""
+    bench.gateway.script = replay(calls(("add", '{"a": 1, "b": 3}')), text("4"))
+    await bench.run(lease())
+    assert bench.session().reward("completion_time") == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ({"scaffold": "telepathy"}, "unknown scaffold 'telepathy'"),
+        ({"domain": "alchemy"}, "no domain 'alchemy'"),
+        ({"payload": {}}, "payload lacks 'sum'"),
+        ({"payload": [4]}, "payload_json must be an object"),
+        ({"payload": {"sum": 4, "max_tokens": 0}}, "'max_tokens'"),
+    ],
+)
+async def test_what_no_attempt_can_mend_is_permanent(
+    bench: Bench, task: dict[str, Any], said: str
+) -> None:
+    """A wrong task is given up at once; the report names what is wrong with it."""
+    outcome = await bench.run(lease(**task))
+    assert outcome.permanent
+    assert said in outcome.error
+
+
+async def test_a_payload_that_is_no_json_is_permanent(bench: Bench) -> None:
+    """Garbage from whoever submitted the task ends that task, not the runner."""
+    claim = lease()
+    claim.task.payload_json = "{"
+    outcome = await bench.run(claim)
+    assert outcome.permanent
+    assert "payload_json is not JSON" in outcome.error
+
+
+async def test_an_agent_that_hangs_is_abandoned(bench: Bench) -> None:
+    """The time limit ends it; the trajectory is on record as not to be trained on."""
+
+    async def hang(token: str, messages: list[Message]) -> Message:
+        await asyncio.Event().wait()
+        return text("never")
+
+    bench.gateway.script = hang
+    outcome = await bench.run(lease(), rollout_s=0.2)
+    assert (outcome.error, outcome.permanent) == ("no end within 0.2 s", False)
+    assert (bench.session().state, bench.session().reason) == ("abandoned", outcome.error)
+
+
+async def test_an_agent_that_crashes_is_abandoned(bench: Bench) -> None:
+    """Whatever foreign code raises ends one rollout, to be tried again."""
+
+    class Broken(SumDomain):
+        def episode(self, payload: Any) -> Any:
+            raise ZeroDivisionError("division by zero")
+
+    outcome = await bench.run(lease(), domain=Broken())
+    assert (outcome.error, outcome.permanent) == ("ZeroDivisionError: division by zero", False)
+    assert bench.session().state == "abandoned"
+
+
+async def test_the_episode_is_closed_however_it_ends(bench: Bench) -> None:
+    """What an environment holds is freed after success and after failure."""
+    episodes: list[Any] = []
+
+    class Watched(SumDomain):
+        def episode(self, payload: Any) -> Any:
+            episodes.append(super().episode(payload))
+            return episodes[-1]
+
+    async def refuse(token: str, messages: list[Message]) -> Message:
+        raise ResourceExhausted("too many calls wait")
+
+    await bench.run(lease(0), domain=Watched())
+    bench.gateway.script = refuse
+    await bench.run(lease(1), domain=Watched(), rollout_s=0.2)
+    assert [episode.closed for episode in episodes] == [True, True]
+
+
+async def test_a_stopped_rollout_is_abandoned_first(bench: Bench) -> None:
+    """Cancellation, as after a lost claim, leaves a record and then goes on."""
+    began = asyncio.Event()
+
+    async def hang(token: str, messages: list[Message]) -> Message:
+        began.set()
+        await asyncio.Event().wait()
+        return text("never")
+
+    bench.gateway.script = hang
+    running = asyncio.create_task(bench.run(lease()))
+    await began.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert bench.session().state == "abandoned"
+
+
+async def test_lost_turns_are_never_sealed(bench: Bench) -> None:
+    """A gateway that forgot a turn it had answered refuses the seal: the rollout is repeated."""
+
+    async def forgetful(token: str, messages: list[Message]) -> Message:
+        bench.session().requests.clear()
+        return text("4")
+
+    bench.gateway.script = forgetful
+    outcome = await bench.run(lease())
+    assert "turns are recorded" in outcome.error
+    assert bench.session().state == "abandoned"
+
+
+async def test_a_reward_function_adds_and_may_replace_the_outcome(bench: Bench) -> None:
+    """Its outcome takes the place of the domain's; everything else is added."""
+
+    def reward(transcript: Transcript, payload: Any) -> list[Reward]:
+        return [
+            Reward(name="own", kind="outcome", value=payload["sum"] / 8),
+            Reward(name="style", kind="process", value=0.25),
+        ]
+
+    outcome = await bench.run(lease(), reward=reward)
+    assert outcome.error == ""
+    assert (bench.session().reward("own"), bench.session().reward("style")) == (0.5, 0.25)
+    assert "right" not in {event.name for event in bench.session().rewards.values()}
+
+
+async def test_a_reward_function_makes_a_domain_of_prompts(bench: Bench) -> None:
+    """A name no registry knows is enough, where a function says what an answer is worth."""
+
+    async def reward(transcript: Transcript, payload: Any) -> list[Reward]:
+        return [Reward(name="brief", kind="outcome", value=float(len(transcript.answer) < 5))]
+
+    outcome = await bench.run(lease(domain="mine", payload={"prompt": "Say 4."}), reward=reward)
+    assert outcome.error == ""
+    assert bench.session().requests[0] == [{"role": "user", "content": "Say 4."}]
+    assert bench.session().reward("brief") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([], None),
+        ([Reward(name="a", kind="outcome", value=math.nan)], "reward a is nan"),
+        ([Reward(name="a", kind="process", value=1.0, turn_index=1)], "credits turn 1 of 1"),
+        ([Reward(name=n, kind="outcome", value=1.0) for n in "ab"], "2 outcome rewards"),
+    ],
+)
+async def test_a_reward_that_cannot_be_is_refused(
+    bench: Bench, rewards: list[Reward], said: str | None
+) -> None:
+    """Two outcomes, no number or a turn that was not: told here, not by the trainer."""
+    outcome = await bench.run(lease(), reward=lambda transcript, payload: rewards)
+    assert (said or "") in outcome.error
+    assert bench.session().state == ("abandoned" if said else "sealed")
+
+
+async def test_a_reward_function_has_a_time_limit(bench: Bench) -> None:
+    """One that never returns costs its rollout, not the runner."""
+
+    async def never(transcript: Transcript, payload: Any) -> list[Reward]:
+        await asyncio.Event().wait()
+        return []
+
+    outcome = await bench.run(lease(), reward=never, reward_s=0.1)
+    assert outcome.error == "reward function took over 0.1 s"

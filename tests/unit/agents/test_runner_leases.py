@@ -1,0 +1,228 @@
+"""The runner's side of a lease: bounded work, renewal, loss, reports, drain.
+
+The scheduler is a stand-in that hands out what it is given and records what it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from forge.agents import runner as runner_module
+from forge.agents.runner import Outcome, Runner
+from forge.core.errors import Unauthenticated, Unavailable
+from forge.v1 import scheduler_pb2 as pb
+from tests.support.agent_tasks import lease
+
+
+class StandIn:
+    """A scheduler with a list of leases to give out."""
+
+    def __init__(self, *leases: pb.RolloutLease) -> None:
+        self.waiting = list(leases)
+        self.asked: list[int] = []
+        self.renewed: asyncio.Queue[list[str]] = asyncio.Queue()
+        self.lost: list[str] = []
+        self.outcomes: dict[str, Outcome] = {}
+        self.reported = asyncio.Event()
+        self.refusals: dict[str, list[Exception]] = {}
+        """Raised by the next calls of that method."""
+
+    async def __call__(self, method: str, request: Any, *, timeout_s: float) -> Any:
+        if self.refusals.get(method):
+            raise self.refusals[method].pop(0)
+        return await getattr(self, method)(request)
+
+    async def LeaseRollouts(self, request: Any) -> Any:
+        self.asked.append(request.max_rollouts)
+        if not self.waiting:
+            await asyncio.Event().wait()
+        given = self.waiting[: request.max_rollouts]
+        del self.waiting[: request.max_rollouts]
+        return pb.LeaseRolloutsResponse(leases=given)
+
+    async def RenewRollouts(self, request: Any) -> Any:
+        self.renewed.put_nowait(list(request.lease_ids))
+        return pb.RenewRolloutsResponse(lost=self.lost)
+
+    async def FinishRollouts(self, request: Any) -> Any:
+        self.outcomes |= {outcome.lease_id: outcome for outcome in request.outcomes}
+        self.reported.set()
+        return pb.FinishRolloutsResponse()
+
+    async def until_reported(self, count: int) -> None:
+        """Wait until that many rollouts were reported."""
+        while len(self.outcomes) < count:
+            self.reported.clear()
+            await self.reported.wait()
+
+
+class Work:
+    """Attempts that end when the test says so."""
+
+    def __init__(self) -> None:
+        self.running: set[str] = set()
+        self.most = 0
+        self.cancelled: set[str] = set()
+        self.go = asyncio.Event()
+        self.began: asyncio.Queue[str] = asyncio.Queue()
+
+    async def __call__(self, claim: pb.RolloutLease) -> Outcome:
+        self.running.add(claim.lease_id)
+        self.most = max(self.most, len(self.running))
+        self.began.put_nowait(claim.lease_id)
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled.add(claim.lease_id)
+            raise
+        finally:
+            self.running.discard(claim.lease_id)
+        return Outcome(lease_id=claim.lease_id, trajectory_id=claim.trajectory_id)
+
+
+@asynccontextmanager
+async def working(scheduler: StandIn, work: Any, *, concurrency: int = 8) -> AsyncIterator[Runner]:
+    runner = Runner(
+        runner_id="runner-0",
+        scheduler=scheduler,
+        attempt=work,
+        concurrency=concurrency,
+        lease_wait_s=1.0,
+    )
+    running = asyncio.create_task(runner.run())
+    yield runner
+    await runner.drain(patience_s=0.0)
+    await running
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "PAUSE_S", 0.0)
+
+
+async def test_no_more_rollouts_run_than_allowed() -> None:
+    """It asks for as many as it has room for, and for more only as rollouts end."""
+    scheduler, work = StandIn(*(lease(i) for i in range(7))), Work()
+    async with working(scheduler, work, concurrency=3):
+        for _ in range(3):
+            await work.began.get()
+        assert scheduler.asked == [3]
+        work.go.set()
+        await scheduler.until_reported(7)
+    assert work.most == 3
+    assert set(scheduler.outcomes) == {f"lease-{i}" for i in range(7)}
+    assert not any(outcome.error for outcome in scheduler.outcomes.values())
+
+
+async def test_what_runs_is_renewed() -> None:
+    """Every claim held is renewed well within its time."""
+    scheduler, work = StandIn(lease(0, lease_s=0.03), lease(1, lease_s=0.03)), Work()
+    async with working(scheduler, work):
+        assert sorted(await scheduler.renewed.get()) == ["lease-0", "lease-1"]
+        assert sorted(await scheduler.renewed.get()) == ["lease-0", "lease-1"]
+
+
+async def test_a_lost_claim_stops_its_rollout_and_no_other() -> None:
+    """The scheduler has given it to somebody else: there is nothing left to report."""
+    scheduler, work = StandIn(lease(0, lease_s=0.03), lease(1, lease_s=0.03)), Work()
+    scheduler.lost = ["lease-0"]
+    async with working(scheduler, work):
+        await scheduler.renewed.get()
+        await scheduler.renewed.get()
+        assert work.cancelled == {"lease-0"}
+        assert work.running == {"lease-1"}
+        work.go.set()
+        await scheduler.until_reported(1)
+    assert set(scheduler.outcomes) == {"lease-1"}
+
+
+async def test_a_scheduler_that_is_away_loses_no_outcome() -> None:
+    """Reports are repeated until they arrive; the rollout keeps its place until then."""
+    scheduler, work = StandIn(lease(0), lease(1)), Work()
+    scheduler.refusals["FinishRollouts"] = [Unavailable("no leader")] * 3
+    work.go.set()
+    async with working(scheduler, work, concurrency=1):
+        await scheduler.until_reported(2)
+    assert set(scheduler.outcomes) == {"lease-0", "lease-1"}
+
+
+async def test_asking_for_work_outlives_the_scheduler() -> None:
+    """A request that fails is made again."""
+    scheduler, work = StandIn(lease(0)), Work()
+    scheduler.refusals["LeaseRollouts"] = [Unavailable("no leader")] * 3
+    work.go.set()
+    async with working(scheduler, work):
+        await scheduler.until_reported(1)
+
+
+async def test_a_wrong_key_ends_the_runner() -> None:
+    """Without the right to lease there is no point in going on."""
+    scheduler = StandIn()
+    scheduler.refusals["LeaseRollouts"] = [Unauthenticated("not signed by this cluster's key")]
+    runner = Runner(
+        runner_id="runner-0",
+        scheduler=scheduler,
+        attempt=Work(),
+        concurrency=1,
+        lease_wait_s=1.0,
+    )
+    with pytest.raises(ExceptionGroup) as caught:
+        await runner.run()
+    assert caught.group_contains(Unauthenticated)
+
+
+async def test_draining_lets_rollouts_end() -> None:
+    """A runner that is told to stop takes nothing new and finishes what it has."""
+    scheduler, work = StandIn(lease(0)), Work()
+    runner = Runner(
+        runner_id="runner-0", scheduler=scheduler, attempt=work, concurrency=1, lease_wait_s=1.0
+    )
+    running = asyncio.create_task(runner.run())
+    await work.began.get()
+    draining = asyncio.create_task(runner.drain(patience_s=60.0))
+    scheduler.waiting.append(lease(1))
+    work.go.set()
+    await draining
+    await running
+    assert list(scheduler.outcomes) == ["lease-0"]
+    assert scheduler.outcomes["lease-0"].error == ""
+
+
+async def test_what_outlasts_the_drain_is_stopped_and_reported() -> None:
+    """Its task is free to be attempted elsewhere at once, not when the claim runs out."""
+    scheduler, work = StandIn(lease(0)), Work()
+    async with working(scheduler, work):
+        await work.began.get()
+    assert work.cancelled == {"lease-0"}
+    assert scheduler.outcomes["lease-0"].error == "the runner was stopped"
+    assert not scheduler.outcomes["lease-0"].permanent
+
+
+async def test_a_rollout_stopped_before_its_first_step_is_reported() -> None:
+    """However early the runner is told to stop, no claim is left behind."""
+    scheduler, work = StandIn(lease(0)), Work()
+    runner = Runner(
+        runner_id="runner-0", scheduler=scheduler, attempt=work, concurrency=1, lease_wait_s=1.0
+    )
+    running = asyncio.create_task(runner.run())
+    while not runner._held:
+        await asyncio.sleep(0)
+    await runner.drain(patience_s=0.0)
+    await running
+    assert scheduler.outcomes["lease-0"].error == "the runner was stopped"
+
+
+async def test_the_same_lease_twice_is_one_rollout() -> None:
+    """A scheduler that repeats itself starts nothing twice."""
+    scheduler, work = StandIn(lease(0), lease(0), lease(1)), Work()
+    async with working(scheduler, work):
+        await work.began.get()
+        await work.began.get()
+        assert work.running == {"lease-0", "lease-1"}
+        work.go.set()
+        await scheduler.until_reported(2)

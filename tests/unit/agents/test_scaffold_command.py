@@ -1,0 +1,170 @@
+"""The command scaffold: real programs, their environment, limits and end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from forge.agents.scaffolds.command import OUTPUT_BYTES, Command, Limits
+from forge.core.errors import ConfigError, InvalidArgument
+from tests.support.agent_tasks import SumEpisode, rollout
+from tests.support.scripted_gateway import ScriptedGateway, replay, text
+
+NO_LIMITS = Limits(memory_bytes=0, processes=0)
+AGENT = """
+import os, sys
+from openai import OpenAI
+client = OpenAI()
+model = client.models.list().data[0].id
+reply = client.chat.completions.create(
+    model=model, messages=[{"role": "user", "content": sys.argv[1]}], max_tokens=8
+)
+print("thinking")
+print(reply.choices[0].message.content)
+"""
+
+
+def python(program: str, *arguments: str) -> str:
+    """A command line that runs Python source."""
+    words = " ".join(f"'{argument}'" for argument in arguments)
+    quoted = program.replace("'", '"')
+    return f"{sys.executable} -c '{quoted}' {words}"
+
+
+async def answer_of(command: str, *, limits: Limits = NO_LIMITS, sum_is: int = 4) -> str:
+    async with ScriptedGateway(replay(text("4"))) as gateway:
+        transcript = await Command(command, limits=limits).run(rollout(gateway), SumEpisode(sum_is))
+    return transcript.answer
+
+
+async def test_an_unmodified_program_finds_the_model() -> None:
+    """An OpenAI program needs the environment alone; its last line is the answer."""
+    async with ScriptedGateway(replay(text("4"))) as gateway:
+        command = Command(python(AGENT.strip().replace("'", '"'), "{prompt}"), limits=NO_LIMITS)
+        transcript = await command.run(rollout(gateway), SumEpisode(4))
+    assert (transcript.answer, transcript.turns) == ("4", 1)
+    assert gateway.session("token").requests[0][0]["content"] == "What makes 4?"
+
+
+async def test_a_prompt_is_one_word_whatever_is_in_it() -> None:
+    """Shell syntax in a prompt stays text."""
+    program = "import sys; print(len(sys.argv) - 1, sys.argv[1])"
+
+    class Sly(SumEpisode):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.messages = [{"role": "user", "content": "'; touch /tmp/x; echo \"$HOME {task_id}"}]
+
+    async with ScriptedGateway(replay(text("4"))) as gateway:
+        command = Command(python(program, "{prompt}"), limits=NO_LIMITS)
+        transcript = await command.run(rollout(gateway), Sly())
+    assert transcript.answer == "1 '; touch /tmp/x; echo \"$HOME {task_id}"
+
+
+async def test_the_task_is_told_without_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FORGE_TASK_JSON holds prompt and inputs; neither the payload nor our settings leak."""
+    monkeypatch.setenv("FORGE_KEY_FILE", "/secret")
+    program = (
+        "import json, os\n"
+        "task = json.loads(os.environ['FORGE_TASK_JSON'])\n"
+        "print(json.dumps([task, 'FORGE_KEY_FILE' in os.environ]))"
+    )
+    async with ScriptedGateway(replay(text("4"))) as gateway:
+        command = Command(python(program), limits=NO_LIMITS)
+        attempt = rollout(gateway, sum=4, inputs={"repo": "r"})
+        transcript = await command.run(attempt, SumEpisode(4))
+    task, leaked = json.loads(transcript.answer)
+    assert (task["prompt"], task["inputs"]) == ("What makes 4?", {"repo": "r"})
+    assert "sum" not in task
+    assert not leaked
+
+
+async def test_an_answer_file_beats_the_output() -> None:
+    """A program that prints a lot writes its answer to the file it is given."""
+    program = "import os; open(os.environ['FORGE_ANSWER'], 'w').write(' 4\\n'); print('done')"
+    assert await answer_of(python(program)) == "4"
+
+
+async def test_the_output_kept_is_bounded() -> None:
+    """Of endless output the end is kept."""
+    program = f"print('x' * {3 * OUTPUT_BYTES}); print('last')"
+    assert await answer_of(python(program)) == "last"
+
+
+async def test_a_program_that_fails_says_why() -> None:
+    """The exit code and the last line of standard error make the error."""
+    program = "import sys; print('4'); sys.exit('out of ideas')"
+    with pytest.raises(RuntimeError, match="ended with 1: out of ideas"):
+        await answer_of(python(program))
+
+
+async def test_a_task_too_long_for_a_command_line_is_refused() -> None:
+    """What the kernel refuses to pass on, no attempt can mend."""
+
+    class Long(SumEpisode):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.messages = [{"role": "user", "content": "x" * (1 << 20)}]
+
+    async with ScriptedGateway(replay(text("4"))) as gateway:
+        command = Command(python("print(4)", "{prompt}"), limits=NO_LIMITS)
+        with pytest.raises(InvalidArgument, match="too long for a command line"):
+            await command.run(rollout(gateway), Long())
+
+
+async def test_memory_is_limited() -> None:
+    """A program that takes more than it may fails by itself."""
+    program = "x = bytearray(512 << 20); print('4')"
+    with pytest.raises(RuntimeError, match="MemoryError"):
+        await answer_of(python(program), limits=Limits(memory_bytes=256 << 20, processes=0))
+
+
+async def test_what_it_leaves_running_is_ended() -> None:
+    """A child that outlives the program, and holds its output open, delays nothing."""
+    program = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid)"
+    )
+    child = int(await answer_of(python(program)))
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+
+
+async def test_cancellation_ends_the_program(tmp_path: Path) -> None:
+    """A rollout that is stopped leaves neither a process nor a scratch directory."""
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    program = (
+        "import os, time\n"
+        f"open('{started}', 'w').write(str(os.getpid()) + ' ' + os.environ['TMPDIR'])\n"
+        "time.sleep(600)"
+    )
+    async with ScriptedGateway(replay(text("4"))) as gateway:
+        command = Command(python(program), limits=NO_LIMITS)
+        running = asyncio.create_task(command.run(rollout(gateway), SumEpisode(4)))
+        pid, scratch = (await asyncio.to_thread(started.read_text)).split(" ", 1)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert not psutil.pid_exists(int(pid))
+    assert not Path(scratch).exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("", "empty"),
+        ("agent 'unclosed", "No closing quotation"),
+        ("no-such-program-here", "no program 'no-such-program-here'"),
+    ],
+)
+def test_a_command_that_cannot_run_is_refused_at_the_start(command: str, said: str) -> None:
+    """A wrong setting is told before any task is leased."""
+    with pytest.raises(ConfigError, match=said):
+        Command(command, limits=NO_LIMITS)

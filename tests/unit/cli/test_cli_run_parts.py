@@ -1,0 +1,153 @@
+"""The pure parts of `forge run`: presets, tasks, run directories, results."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from forge.cli.campaign import CampaignResult, Evaluation, evaluation
+from forge.cli.dataset import held_out_tasks, interleave, training_tasks
+from forge.cli.display import result_table, sparkline
+from forge.cli.presets import PRESETS, merged, parse_overrides, preset_for
+from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
+from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
+from forge.v1 import common_pb2 as pb
+from forge.v1 import scheduler_pb2
+
+STATE = RunState(model="tiny", model_path="/models/tiny", seed=0, steps=3)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_shares_sum_to_one_and_a_batch_fits_the_window(name: str) -> None:
+    """A batch larger than W = 0.3 N could never be taken."""
+    preset = PRESETS[name]
+    assert sum(preset.domains.values()) == pytest.approx(1.0)
+    assert preset.groups_per_step <= 0.3 * preset.concurrency + 1
+
+
+def test_overrides_name_service_and_key() -> None:
+    """`--set` words become settings; later layers win key by key."""
+    words = ["trainer.learning-rate=1e-4", "pool.shard=a=b"]
+    settings = parse_overrides(words)
+    assert settings == {"trainer": {"learning_rate": "1e-4"}, "pool": {"shard": "a=b"}}
+    assert merged({"trainer": {"learning_rate": "1", "seed": "2"}}, settings)["trainer"] == {
+        "learning_rate": "1e-4",
+        "seed": "2",
+    }
+
+
+@pytest.mark.parametrize("word", ["trainer", "trainer.x", "=1", "trainer=1", ".x=1", "a.=1"])
+def test_override_without_service_or_key_is_refused(word: str) -> None:
+    """The error shows the word and an example."""
+    with pytest.raises(InvalidArgument, match=r"service\.key=value"):
+        parse_overrides([word])
+
+
+@given(st.lists(st.integers(1, 10), min_size=1, max_size=6), st.integers(1, 200))
+def test_interleaving_keeps_every_prefix_within_one_of_its_shares(
+    weights: list[int], count: int
+) -> None:
+    """After n tasks each domain has had its share of n, give or take its neighbors' turn."""
+    shares = {f"d{i}": weight / sum(weights) for i, weight in enumerate(weights)}
+    names = list(islice(interleave(shares), count))
+    for name, share in shares.items():
+        assert abs(names.count(name) - share * count) < len(shares)
+
+
+def test_tasks_depend_on_seed_and_index_alone() -> None:
+    """A resumed run submits the same tasks; held-out ones differ from those trained on."""
+    shares = preset_for("tiny").domains
+    first = list(islice(training_tasks(shares, seed=3, group_size=4), 8))
+    again = list(islice(training_tasks(shares, seed=3, group_size=4), 8))
+    assert first == again
+    assert {task.domain for task in first} == set(shares)
+    held_out = held_out_tasks(shares, seed=3, count=2, attempts=1, tag="eval")
+    assert all(task.purpose == pb.PURPOSE_EVAL for task in held_out)
+    assert not {t.payload_json for t in held_out} & {t.payload_json for t in first}
+
+
+def test_run_directory_remembers_its_phase(tmp_path: Path) -> None:
+    """What is saved is what is loaded, and entering a phase changes that alone."""
+    directory = RunDirectory(tmp_path / "run")
+    assert directory.load() is None
+    directory.create()
+    directory.save(STATE)
+    assert directory.enter("train") == RunDirectory(tmp_path / "run").load()
+    loaded = directory.load()
+    assert loaded is not None and (loaded.phase, loaded.steps) == ("train", 3)
+
+
+def test_foreign_state_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    """A file that is not ours is never overwritten."""
+    (tmp_path / "run.json").write_text('{"colour": "red"}')
+    with pytest.raises(InvalidArgument, match=r"run\.json"):
+        RunDirectory(tmp_path).load()
+
+
+def test_unfinished_run_is_chosen_before_a_new_one(tmp_path: Path) -> None:
+    """The same command resumes; after the end it starts afresh beside the old run."""
+    first = choose_run_directory(tmp_path, model="tiny", seed=0)
+    first.create()
+    first.save(STATE)
+    assert choose_run_directory(tmp_path, model="tiny", seed=0).path == first.path
+    first.enter("done")
+    assert choose_run_directory(tmp_path, model="tiny", seed=0).path != first.path
+    assert choose_run_directory(tmp_path, model="tiny", seed=1).path != first.path
+
+
+def test_second_start_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    """Two runs in one directory would mix their data."""
+    directory = RunDirectory(tmp_path / "run")
+    with (
+        directory.locked(),
+        pytest.raises(FailedPrecondition, match="in use"),
+        RunDirectory(tmp_path / "run").locked(),
+    ):
+        pass
+
+
+def scored(domain: str, *outcomes: float, group_size: int) -> scheduler_pb2.BatchGroup:
+    group = scheduler_pb2.BatchGroup()
+    group.group.task.domain = domain
+    group.group.task.group_size = group_size
+    for value in outcomes:
+        trajectory = group.trajectories.add(state=pb.TRAJECTORY_STATE_SEALED)
+        trajectory.rewards.add(kind=pb.REWARD_KIND_OUTCOME, value=value)
+        trajectory.rewards.add(kind=pb.REWARD_KIND_SPEED, value=0.5)
+    return group
+
+
+def test_evaluation_counts_given_up_attempts_as_zero() -> None:
+    """Only outcomes are averaged, and a rollout that failed is not left out."""
+    measured = evaluation([scored("a", 1.0, group_size=2), scored("b", 1.0, 0.5, group_size=2)])
+    assert measured.by_domain == {"a": 0.5, "b": 0.75}
+    assert (measured.overall, measured.attempts, measured.failed) == (0.625, 4, 1)
+
+
+def test_evaluation_of_nothing_is_an_error() -> None:
+    """A run whose agents all failed must not look like a model that scores 0."""
+    with pytest.raises(Unavailable, match="runner's log"):
+        evaluation([scored("a", group_size=2)])
+
+
+def test_result_table_shows_each_domain_and_the_mean() -> None:
+    """Before, after and change, with the mean over all attempts last."""
+    before = Evaluation(by_domain={"qa": 0.25, "code": 0.5}, overall=0.375, attempts=8, failed=0)
+    after = Evaluation(by_domain={"qa": 0.75, "code": 0.5}, overall=0.625, attempts=8, failed=0)
+    console = Console(width=80, record=True, file=None)
+    with console.capture() as capture:
+        console.print(result_table(CampaignResult(before=before, after=after, weight_version=4)))
+    words = capture.get()
+    assert "+0.500" in words and "+0.250" in words
+    assert words.index("code") < words.index("qa") < words.index("all")
+
+
+def test_sparkline_spans_zero_to_one() -> None:
+    """Rewards between 0 and 1 are comparable across domains; others widen the scale."""
+    assert sparkline([0.0, 1.0]) == "▁█"
+    assert sparkline([0.0, 2.0, 1.0]) == "▁█▅"

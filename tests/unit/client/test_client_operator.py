@@ -1,0 +1,178 @@
+"""The operator's SDK: bounded submission, results by tag, steps as they happen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from forge.client import operator as operator_module
+from forge.client.operator import BATCH_BYTES, BATCH_TASKS, Operator, batches
+from forge.core.errors import PermissionDenied
+from forge.runtime.coordination import Instance
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.security import Keyring, Security
+from forge.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from tests.support.scripted_gateway import Instances
+
+
+class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Remembers what was submitted, tells what it is given to tell."""
+
+    def __init__(self) -> None:
+        self.submitted: list[list[str]] = []
+        self.groups: list[scheduler_pb2.BatchGroup] = []
+
+    async def SubmitTasks(self, request: Any, context: Any) -> Any:
+        self.submitted.append([task.task_id for task in request.tasks])
+        return scheduler_pb2.SubmitTasksResponse(accepted=len(request.tasks))
+
+    async def ListGroups(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        for group in self.groups:
+            if group.group.task.tag == request.tag:
+                yield scheduler_pb2.ListGroupsResponse(group=group)
+
+
+class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
+    """Streams steps, two at a time, then breaks off."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.ending = grpc.StatusCode.UNAVAILABLE
+
+    async def WatchSteps(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.asked.append(request.after_step)
+        for step in range(request.after_step + 1, request.after_step + 3):
+            yield trainer_pb2.WatchStepsResponse(metrics=trainer_pb2.StepMetrics(step=step))
+        await context.abort(self.ending, "restarting")
+
+
+class Everywhere:
+    """A coordinator whose every kind is one address, and leads."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def discover(self, kind: str) -> Instances:
+        return Instances(
+            Instance(
+                kind=kind,
+                instance_id=f"{kind}-0",
+                address=self._address,
+                metadata={"leader": "true"},
+                revision=1,
+            )
+        )
+
+
+class System:
+    def __init__(self) -> None:
+        self.scheduler = Scheduler()
+        self.trainer = Trainer()
+
+
+@pytest.fixture
+def system() -> System:
+    return System()
+
+
+@pytest_asyncio.fixture
+async def operator(system: System, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Operator]:
+    monkeypatch.setattr(operator_module, "RECONNECT_S", 0.0)
+    server = grpc.aio.server()
+    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(system.scheduler, server)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(system.trainer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    channels = Channels(Security(Keyring.from_bytes(b"k" * 32)))
+    yield Operator(Everywhere(address), channels)  # type: ignore[arg-type]
+    await channels.close()
+    await server.stop(None)
+
+
+def make_tasks(count: int, *, payload_bytes: int = 2) -> list[common_pb2.Task]:
+    return [
+        common_pb2.Task(task_id=f"t{number}", payload_json="x" * payload_bytes, tag="test")
+        for number in range(count)
+    ]
+
+
+def group(name: str, domain: str, state: Any, *outcomes: float | None) -> scheduler_pb2.BatchGroup:
+    """A group with one trajectory per outcome; None for one that was abandoned."""
+    trajectories = [
+        common_pb2.TrajectorySummary(
+            state=common_pb2.TRAJECTORY_STATE_ABANDONED
+            if outcome is None
+            else common_pb2.TRAJECTORY_STATE_SEALED,
+            rewards=[
+                common_pb2.RewardEvent(
+                    name="right", kind=common_pb2.REWARD_KIND_OUTCOME, value=outcome or 0.0
+                ),
+                common_pb2.RewardEvent(name="speed", kind=common_pb2.REWARD_KIND_SPEED, value=0.5),
+            ],
+        )
+        for outcome in outcomes
+    ]
+    task = common_pb2.Task(task_id=name, domain=domain, group_size=2, tag="test")
+    record = common_pb2.GroupRecord(task=task, state=state)
+    return scheduler_pb2.BatchGroup(group=record, trajectories=trajectories)
+
+
+async def test_tasks_are_submitted_in_bounded_calls(operator: Operator, system: System) -> None:
+    """Any number of tasks goes through, in order; the answer counts the new ones."""
+    assert await operator.submit(make_tasks(2 * BATCH_TASKS + 1)) == 2 * BATCH_TASKS + 1
+    sizes = [len(batch) for batch in system.scheduler.submitted]
+    assert sizes == [BATCH_TASKS, BATCH_TASKS, 1]
+    submitted = itertools.chain.from_iterable(system.scheduler.submitted)
+    assert list(submitted) == [f"t{number}" for number in range(2 * BATCH_TASKS + 1)]
+
+
+def test_a_call_is_bounded_in_bytes_too() -> None:
+    """Large payloads make small calls; a task larger than the bound goes alone."""
+    large = make_tasks(5, payload_bytes=BATCH_BYTES * 2 // 5)
+    assert [len(batch) for batch in batches(large)] == [2, 2, 1]
+    assert [len(batch) for batch in batches(make_tasks(2, payload_bytes=2 * BATCH_BYTES))] == [1, 1]
+    assert list(batches([])) == []
+
+
+async def test_results_are_mean_outcomes_per_domain(operator: Operator, system: System) -> None:
+    """Only outcomes count; what was given up counts as 0, what still runs not at all."""
+    evaluated = common_pb2.GROUP_STATE_EVALUATED
+    tombstoned = common_pb2.GROUP_STATE_TOMBSTONED
+    system.scheduler.groups = [
+        group("a", "sums", evaluated, 1.0, 0.0),
+        group("b", "sums", tombstoned, 1.0, None),
+        group("c", "code", evaluated, 0.25, 0.25),
+        group("d", "code", common_pb2.GROUP_STATE_PENDING, 1.0),
+    ]
+    code, sums = await operator.results("test")
+    assert (code.domain, code.rollouts, code.failed, code.mean_outcome) == ("code", 2, 0, 0.25)
+    assert (sums.domain, sums.rollouts, sums.failed, sums.mean_outcome) == ("sums", 4, 1, 0.5)
+    assert await operator.results("other") == []
+
+
+async def test_tail_goes_on_where_a_trainer_broke_off(operator: Operator, system: System) -> None:
+    """A restarted trainer is asked for what comes after the last step seen."""
+    steps = []
+    async for metrics in operator.tail(after_step=3):
+        steps.append(metrics.step)
+        if len(steps) == 5:
+            break
+    assert steps == [4, 5, 6, 7, 8]
+    assert system.trainer.asked == [3, 5, 7]
+
+
+async def test_tail_ends_with_an_error_that_waiting_cannot_mend(
+    operator: Operator, system: System
+) -> None:
+    """Whoever may not watch is told so, once."""
+    system.trainer.ending = grpc.StatusCode.PERMISSION_DENIED
+    with pytest.raises(PermissionDenied):
+        async for _ in operator.tail():
+            pass
+    assert system.trainer.asked == [0]

@@ -1,0 +1,83 @@
+"""The composite reward, against values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.core.errors import InvalidArgument
+from forge.core.rewards import (
+    RewardComponent,
+    RewardWeights,
+    returns_to_go,
+    speed_reward,
+    turn_rewards,
+)
+
+seconds = st.floats(0, 1e6)
+
+
+def test_finishing_at_the_baseline_is_worth_one_half() -> None:
+    """h(0) = 1, h(1) = 1/2, h(3) = 1/4."""
+    assert [speed_reward(t, 2.0) for t in (0.0, 2.0, 6.0)] == [1.0, 0.5, 0.25]
+
+
+@given(seconds, seconds, st.floats(1e-3, 1e6))
+def test_slower_never_earns_more(one: float, other: float, baseline: float) -> None:
+    """The speed reward is in [0, 1] and falls with completion time."""
+    fast, slow = sorted((one, other))
+    assert 0 <= speed_reward(slow, baseline) <= speed_reward(fast, baseline) <= 1
+
+
+@pytest.mark.parametrize(
+    ("completion_s", "baseline_s"), [(-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, math.inf)]
+)
+def test_speed_needs_real_times(completion_s: float, baseline_s: float) -> None:
+    """A negative, infinite or missing time is an error, not a reward."""
+    with pytest.raises(InvalidArgument):
+        speed_reward(completion_s, baseline_s)
+
+
+def test_components_add_up_per_turn() -> None:
+    """r_t = alpha*process + beta*speed + outcome; -1 credits the last turn."""
+    rewards_T = turn_rewards(
+        [
+            RewardComponent(kind="process", value=-1.0, turn_index=0),
+            RewardComponent(kind="process", value=0.5, turn_index=2),
+            RewardComponent(kind="speed", value=0.5, turn_index=-1),
+            RewardComponent(kind="outcome", value=1.0, turn_index=-1),
+        ],
+        turns=3,
+        weights=RewardWeights(alpha=0.2, beta=0.1),
+    )
+    assert rewards_T == pytest.approx([-0.2, 0.0, 0.1 + 0.05 + 1.0])
+
+
+@pytest.mark.parametrize("turn_index", [3, -2])
+def test_a_reward_for_a_turn_that_is_not_there_is_refused(turn_index: int) -> None:
+    """Crediting a turn outside the trajectory names the turn."""
+    component = RewardComponent(kind="outcome", value=1.0, turn_index=turn_index)
+    with pytest.raises(InvalidArgument, match=str(turn_index)):
+        turn_rewards([component], turns=3, weights=RewardWeights())
+
+
+def test_an_infinite_reward_is_refused() -> None:
+    """One infinite reward would make every advantage of its group NaN."""
+    component = RewardComponent(kind="outcome", value=math.inf, turn_index=0)
+    with pytest.raises(InvalidArgument, match="inf"):
+        turn_rewards([component], turns=1, weights=RewardWeights())
+
+
+def test_returns_discount_what_comes_later() -> None:
+    """G = (1 + .5*(2 + .5*4), 2 + .5*4, 4)."""
+    assert returns_to_go([1.0, 2.0, 4.0], gamma=0.5) == [3.0, 4.0, 4.0]
+    assert returns_to_go([], gamma=0.5) == []
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=20))
+def test_without_discount_the_first_return_is_the_sum(rewards_T: list[float]) -> None:
+    """G_0 at gamma 1 is the total reward."""
+    assert returns_to_go(rewards_T, gamma=1.0)[0] == pytest.approx(math.fsum(rewards_T), abs=1e-9)

@@ -1,0 +1,126 @@
+"""The routing cost and the choice by it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.core.routing import Candidate, LearnedRate, LoadGuard, choose, cost_s
+
+
+def worker(
+    name: str,
+    *,
+    queue_s: float = 0.0,
+    cached: int = 0,
+    prefill_s: float = 1.0,
+    migration_s: float = math.inf,
+) -> Candidate:
+    return Candidate(
+        worker=name,
+        queue_delay_s=queue_s,
+        cached_tokens=cached,
+        prefill_s_per_token=prefill_s,
+        migration_s_per_token=migration_s,
+    )
+
+
+# Dynamo's documented example: 10 blocks, prefill 8, 5 and 2 of them, 10, 5 and 9 active blocks.
+DYNAMO = [
+    worker("worker-1", queue_s=10, cached=2),
+    worker("worker-2", queue_s=5, cached=5),
+    worker("worker-3", queue_s=9, cached=8),
+]
+
+
+def test_costs_are_those_of_dynamos_example() -> None:
+    """18, 10 and 11, so worker 2 it is, although worker 3 has more of the prompt cached."""
+    costs = [cost_s(one, prompt_tokens=10, cached_anywhere_tokens=8) for one in DYNAMO]
+    assert costs == [18, 10, 11]
+    chosen = choose(DYNAMO, prompt_tokens=10)
+    assert chosen is not None
+    assert chosen.worker == "worker-2"
+
+
+def test_tokens_cached_elsewhere_cost_the_cheaper_of_moving_and_computing() -> None:
+    """Migration counts for what others have, prefill for what nobody has."""
+    cheap = worker("a", cached=10, migration_s=0.1)
+    dear = worker("a", cached=10, migration_s=7.0)
+    assert cost_s(cheap, prompt_tokens=100, cached_anywhere_tokens=60) == pytest.approx(45)
+    assert cost_s(dear, prompt_tokens=100, cached_anywhere_tokens=60) == pytest.approx(90)
+
+
+def test_a_worker_with_everything_cached_costs_its_queue() -> None:
+    """Nothing to move and nothing to compute, however dear either would be."""
+    idle = worker("a", cached=100, prefill_s=math.inf)
+    assert cost_s(idle, prompt_tokens=50, cached_anywhere_tokens=100) == 0
+
+
+def test_locality_wins_until_the_guard_forbids_it() -> None:
+    """A hot prefix goes to a busy worker only within the guard; beyond, to the idle one."""
+    hot = worker("hot", queue_s=9, cached=100)
+    idle = worker("idle", queue_s=1)
+    unguarded = choose([hot, idle], prompt_tokens=100)
+    guarded = choose([hot, idle], prompt_tokens=100, guard=LoadGuard(ratio=2, slack_s=1))
+    assert unguarded is hot
+    assert guarded is idle
+
+
+def test_equals_go_to_the_idlest_then_the_first_name() -> None:
+    """The choice does not depend on the order of the candidates."""
+    busy = worker("a", queue_s=1, cached=1)
+    idle = [worker("c"), worker("b")]
+    assert choose([*idle, busy], prompt_tokens=1).worker == "b"  # type: ignore[union-attr]
+
+
+def test_without_candidates_there_is_no_choice() -> None:
+    """None, not an error: waiting is the caller's business."""
+    assert choose([], prompt_tokens=5) is None
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda queue, cached, rate: (queue, cached, rate),
+            st.floats(0, 100),
+            st.integers(0, 500),
+            st.floats(0.001, 1),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(1, 500),
+)
+def test_the_guard_bounds_the_queue_of_whoever_is_chosen(
+    shapes: list[tuple[float, int, float]], prompt_tokens: int
+) -> None:
+    """Whatever is cached where, nobody beyond the guard is chosen, and somebody always is."""
+    guard = LoadGuard(ratio=2, slack_s=0.5)
+    candidates = [
+        worker(f"w{n}", queue_s=queue, cached=cached, prefill_s=rate)
+        for n, (queue, cached, rate) in enumerate(shapes)
+    ]
+    chosen = choose(candidates, prompt_tokens=prompt_tokens, guard=guard)
+    idlest_s = min(one.queue_delay_s for one in candidates)
+    assert chosen is not None
+    assert chosen.queue_delay_s <= 2 * idlest_s + 0.5
+
+
+def test_a_rate_leaves_its_first_guess_for_what_it_sees() -> None:
+    """Observations outweigh the guess at once, and old ones fade."""
+    rate = LearnedRate(1.0, memory_units=100)
+    rate.observe(seconds=1.0, units=100)
+    assert rate.seconds < 0.05
+    for _ in range(10):
+        rate.observe(seconds=2.0, units=100)
+    assert rate.seconds == pytest.approx(0.02, rel=0.01)
+
+
+def test_a_rate_learns_nothing_from_no_work() -> None:
+    """Zero units neither change it nor divide by zero."""
+    rate = LearnedRate(0.5, memory_units=100)
+    rate.observe(seconds=3.0, units=0)
+    assert rate.seconds == 0.5

@@ -1,0 +1,62 @@
+"""Sequences of a growing trajectory and the prefixes they share."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.core.token_prefixes import NOTHING_SHARED, TokenPrefixes, common_tokens
+from forge.core.trajectory import int32_bytes
+
+sequences = st.lists(st.integers(0, 2), max_size=12)
+
+
+def agreement(left: list[int], right: list[int]) -> int:
+    agreed = 0
+    while agreed < min(len(left), len(right)) and left[agreed] == right[agreed]:
+        agreed += 1
+    return agreed
+
+
+@given(sequences, sequences)
+def test_common_tokens_counts_whole_tokens(left: list[int], right: list[int]) -> None:
+    """The count is that of a loop over tokens, whatever bytes they share beyond it."""
+    assert common_tokens(int32_bytes(left), int32_bytes(right)) == agreement(left, right)
+
+
+@given(st.lists(st.tuples(sequences, sequences), min_size=1, max_size=12), sequences)
+def test_longest_prefix_is_found_and_nothing_is_lost(
+    turns: list[tuple[list[int], list[int]]], asked: list[int]
+) -> None:
+    """Turns stored behind their longest shared prefix give back prompt, sample and sequence, and
+    the longest prefix of any other sequence is the best over all of them."""
+    prefixes = TokenPrefixes()
+    for prompt, sampled in turns:
+        shared = prefixes.longest(int32_bytes(prompt))
+        best = max(
+            (agreement(prompt, p + s) for p, s in turns[: len(prefixes)]),
+            default=0,
+        )
+        assert shared.tokens == best
+        prefixes.append(shared, int32_bytes(prompt[shared.tokens :]), int32_bytes(sampled))
+    for turn, (prompt, sampled) in enumerate(turns):
+        assert prefixes.prompt(turn) == int32_bytes(prompt)
+        assert prefixes.sampled(turn) == int32_bytes(sampled)
+        assert prefixes.sequence(turn) == int32_bytes(prompt + sampled)
+    longest = prefixes.longest(int32_bytes(asked))
+    assert longest.tokens == max(agreement(asked, p + s) for p, s in turns)
+    if longest.turn >= 0:
+        assert prefixes.sequence(longest.turn)[: longest.tokens * 4] == int32_bytes(
+            asked[: longest.tokens]
+        )
+
+
+def test_earliest_of_equals_is_the_parent() -> None:
+    """A prefix that several turns share is credited to the first of them, and none to nobody."""
+    prefixes = TokenPrefixes()
+    assert prefixes.longest(int32_bytes([1])) == NOTHING_SHARED
+    for _ in range(3):
+        prompt = int32_bytes([1, 2, 3])
+        shared = prefixes.longest(prompt)
+        prefixes.append(shared, prompt[shared.tokens * 4 :], int32_bytes([9]))
+    assert prefixes.longest(int32_bytes([1, 2, 3, 4])).turn == 0

@@ -1,0 +1,341 @@
+"""The training side of the generation queue: what the window lets out, and two-phase batches."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge.core.admission import Admission, QueueSettings
+from forge.core.errors import FailedPrecondition, NotFound
+from forge.core.generation import GenerationQueue
+from forge.core.groups import Attempt, AttemptState, Group, GroupSpec, Phase
+from forge.core.trajectory import TaskId
+
+
+def make_queue(domains: str, *, term: int = 0, **settings: object) -> GenerationQueue:
+    """One queued group per letter, of the domain the letter names: task `<letter><index>`."""
+    defaults: dict[str, object] = {
+        "concurrency": 64,
+        "window": 4,
+        "admission": Admission.RUNNING,
+        "short_batch_after_s": 5.0,
+    }
+    queue = GenerationQueue(QueueSettings(**(defaults | settings)), term=term)
+    for index, domain in enumerate(domains):
+        queue.add(make_group(domain, index), now_s=0.0)
+    return queue
+
+
+def make_group(domain: str, index: int, *, shard: str = "s0") -> Group:
+    spec = GroupSpec(
+        task_id=TaskId(f"{domain}{index}"), index=index, domain=domain, shard=shard, size=1
+    )
+    return Group(spec)
+
+
+def complete(queue: GenerationQueue, *task_ids: str) -> None:
+    """Start every group, and let these come to their end."""
+    queue.rollouts.lease(runner_id="r", max_rollouts=1000, now_s=0.0)
+    for task_id in task_ids:
+        queue.rollouts.complete(f"{task_id}:0:0")
+
+
+def take(
+    queue: GenerationQueue, size: int, *, trainer: str = "t", now_s: float = 0.0
+) -> tuple[str, ...]:
+    batch = queue.take(trainer_id=trainer, max_groups=size, now_s=now_s)
+    return batch.task_ids if batch else ()
+
+
+def train(queue: GenerationQueue, size: int, *, step: int, now_s: float = 0.0) -> str:
+    batch = queue.take(trainer_id="t", max_groups=size, now_s=now_s)
+    assert batch is not None
+    queue.batches.commit(batch.batch_id, step=step)
+    return batch.batch_id
+
+
+def test_any_complete_group_in_the_window_is_taken_at_once() -> None:
+    """Strict order is for generation: in the window, the hung head holds up nobody."""
+    queue = make_queue("aaaa")
+    complete(queue, "a2", "a3")
+    assert take(queue, 2) == ("a2", "a3")
+
+
+def test_group_at_the_far_edge_is_forbidden_even_when_complete() -> None:
+    """The window is half-open: H+W is outside."""
+    queue = make_queue("aaaaaa", window=4)
+    complete(queue, "a1", "a4", "a5")
+    assert take(queue, 1) == ("a1",)
+    assert take(queue, 2, trainer="other") == ()
+    status = queue.books.status()
+    assert (status.complete_in_window, status.complete_outside_window) == (0, 2)
+
+
+def test_head_moves_only_when_its_own_group_is_consumed() -> None:
+    """Groups after the head may be trained; the window waits for the head."""
+    queue = make_queue("aaaaaa", window=2)
+    complete(queue, "a1", "a2")
+    train(queue, 1, step=1)
+    assert queue.books.window.head == 0
+    assert take(queue, 1) == ()
+    queue.rollouts.complete("a0:0:0")
+    train(queue, 1, step=2)
+    assert queue.books.window.head == 2
+    assert take(queue, 1) == ("a2",)
+
+
+def test_batch_that_is_not_committed_does_not_move_the_head() -> None:
+    """H rests on what is durable."""
+    queue = make_queue("aa")
+    complete(queue, "a0", "a1")
+    batch = queue.take(trainer_id="t", max_groups=1, now_s=0.0)
+    assert batch is not None
+    assert queue.books.window.head == 0
+    queue.batches.commit(batch.batch_id, step=1)
+    assert queue.books.window.head == 1
+
+
+def test_trainer_that_asks_again_gets_the_batch_it_holds() -> None:
+    """An answer that got lost costs nothing."""
+    queue = make_queue("aaaa")
+    complete(queue, "a0", "a1", "a2", "a3")
+    assert take(queue, 2) == take(queue, 4) == ("a0", "a1")
+    assert take(queue, 2, trainer="other") == ("a2", "a3")
+
+
+def test_domains_fill_their_quotas() -> None:
+    """Shares hold in every batch, not the order of completion."""
+    queue = make_queue("aaaabb", window=6, domain_shares={"a": 0.5, "b": 0.5})
+    complete(queue, "a0", "a1", "a2", "a3", "b4", "b5")
+    assert take(queue, 4) == ("a0", "a1", "b4", "b5")
+
+
+def test_domain_that_is_short_waits_for_its_own_groups_in_the_window() -> None:
+    """As long as one of them may still complete, its part is kept for it."""
+    queue = make_queue("aaab", domain_shares={"a": 0.5, "b": 0.5})
+    complete(queue, "a0", "a1", "a2")
+    assert take(queue, 2) == ()
+    queue.rollouts.complete("b3:0:0")
+    assert take(queue, 2) == ("a0", "b3")
+
+
+def test_others_fill_the_part_of_a_domain_with_nothing_in_the_window() -> None:
+    """Shares never block when waiting could bring nothing better."""
+    queue = make_queue("aaaab", window=4, domain_shares={"a": 0.5, "b": 0.5})
+    complete(queue, "a0", "a1", "b4")
+    assert take(queue, 2) == ("a0", "a1")
+
+
+def test_domain_without_a_share_is_trained_when_the_window_is_full_of_it() -> None:
+    """It never blocks the queue: in the end it fills the batch."""
+    queue = make_queue("zzzz", domain_shares={"a": 1.0})
+    complete(queue, "z0", "z1", "z2", "z3")
+    assert take(queue, 2) == ("z0", "z1")
+
+
+def test_batch_waits_until_it_is_full() -> None:
+    """While a group in the window may still complete, a batch is not sent out short."""
+    queue = make_queue("aaaa")
+    complete(queue, "a0", "a1", "a2")
+    assert take(queue, 4) == ()
+    queue.rollouts.complete("a3:0:0")
+    assert take(queue, 4) == ("a0", "a1", "a2", "a3")
+
+
+def test_batch_larger_than_the_window_goes_out_short() -> None:
+    """A window that is complete can give no more: waiting for more would be forever."""
+    queue = make_queue("aaaaaa", window=2)
+    complete(queue, "a0", "a1", "a2", "a3", "a4", "a5")
+    assert take(queue, 8) == ("a0", "a1")
+
+
+def test_batch_larger_than_admission_allows_goes_out_short() -> None:
+    """With N below W, groups that may not start are not waited for."""
+    queue = make_queue("aaaaaa", window=6, concurrency=2, admission=Admission.WINDOW)
+    complete(queue, "a0", "a1")
+    assert take(queue, 4) == ("a0", "a1")
+
+
+def test_last_batch_of_a_queue_goes_out_short_after_a_while() -> None:
+    """What may be followed by more is waited for; a queue at its end is not."""
+    queue = make_queue("aaa", short_batch_after_s=5.0)
+    complete(queue, "a0", "a1", "a2")
+    assert take(queue, 4, now_s=4.9) == ()
+    assert take(queue, 4, now_s=5.0) == ("a0", "a1", "a2")
+
+
+def test_groups_of_a_shard_that_is_away_are_neither_taken_nor_waited_for() -> None:
+    """The batches of the other shards go on."""
+    queue = make_queue("")
+    for index, shard in enumerate(("s0", "s1", "s0", "s1")):
+        queue.add(make_group("a", index, shard=shard), now_s=0.0)
+    complete(queue, "a0", "a1", "a2")
+    queue.books.away = frozenset({"s1"})
+    assert take(queue, 3) == ("a0", "a2")
+    queue.books.away = frozenset()
+    assert take(queue, 1, trainer="other") == ("a1",)
+
+
+def test_late_batch_goes_back_and_keeps_its_place() -> None:
+    """A trainer that died gives its groups back by itself."""
+    queue = make_queue("aa", batch_lease_s=30.0)
+    complete(queue, "a0", "a1")
+    batch = queue.take(trainer_id="t", max_groups=2, now_s=0.0)
+    assert batch is not None
+    queue.batches.renew(batch.batch_id, now_s=10.0)
+    queue.expire(39.9)
+    assert queue.books.group("a0").phase is Phase.BATCHED
+    queue.expire(40.0)
+    with pytest.raises(NotFound, match=batch.batch_id):
+        queue.batches.renew(batch.batch_id, now_s=40.0)
+    assert take(queue, 2, trainer="other", now_s=40.0) == ("a0", "a1")
+
+
+def test_commit_is_idempotent_and_bound_to_its_step() -> None:
+    """The same commit again is nothing; the same batch under another step is a mistake."""
+    queue = make_queue("a")
+    complete(queue, "a0")
+    batch_id = train(queue, 1, step=7, now_s=9.0)
+    again = queue.batches.prepare_commit(batch_id, step=7, task_ids=("a0",), now_s=9.0)
+    assert again == ()
+    with pytest.raises(FailedPrecondition, match="by step 7, not by step 8"):
+        queue.batches.prepare_commit(batch_id, step=8, task_ids=("a0",), now_s=9.0)
+
+
+def test_batch_of_an_earlier_leader_is_committed_by_its_groups() -> None:
+    """A change of leader between step and commit must not train the groups twice."""
+    queue = make_queue("aa", term=1)
+    for task_id in ("a0", "a1"):
+        queue.rollouts.complete(f"{task_id}:0:0")
+    prepared = queue.batches.prepare_commit("batch-0-0", step=3, task_ids=("a0", "a1"), now_s=0.0)
+    assert prepared == ("a0", "a1")
+    queue.batches.commit("batch-0-0", step=3)
+    assert queue.books.status().trained == 2
+
+
+def test_batch_of_an_earlier_term_is_kept_from_others_while_its_trainer_works() -> None:
+    """A new leader hears what is being trained on before it grants anything: no step is lost."""
+    queue = make_queue("aa", term=1)
+    for task_id in ("a0", "a1"):
+        queue.rollouts.complete(f"{task_id}:0:0")
+    for _ in range(2):
+        queue.batches.adopt("batch-0-0", ("a0",), now_s=9.0)
+    assert take(queue, 1, now_s=9.0) == ("a1",)
+    assert queue.batches.prepare_commit("batch-0-0", step=3, task_ids=("a0",), now_s=9.0) == ("a0",)
+
+
+def test_batch_that_went_back_is_not_adopted() -> None:
+    """A claim that another has taken over by now is left to fail at its commit."""
+    queue = make_queue("a", term=1)
+    queue.rollouts.complete("a0:0:0")
+    assert take(queue, 1, trainer="other", now_s=9.0) == ("a0",)
+    queue.batches.adopt("batch-0-0", ("a0",), now_s=9.0)
+    assert queue.batches.get("batch-0-0") is None
+
+
+def test_half_stored_commit_is_completed() -> None:
+    """One shard stored its part, the other did not, and then the leader died."""
+    queue = make_queue("")
+    stored, lost = make_group("a", 0), make_group("a", 1)
+    stored.phase, stored.batch_id, stored.step = Phase.TRAINED, "batch-0-0", 3
+    for group in (stored, lost):
+        group.recall([Attempt(0, 0, AttemptState.SEALED)])
+    stored.close()
+    queue.add(stored, now_s=0.0)
+    queue.add(lost, now_s=0.0)
+    prepared = queue.batches.prepare_commit("batch-0-0", step=3, task_ids=("a0", "a1"), now_s=0.0)
+    assert prepared == ("a1",)
+
+
+def test_batch_whose_groups_went_to_another_cannot_be_committed() -> None:
+    """The late trainer is told to discard its step: the groups are trained once."""
+    queue = make_queue("a", batch_lease_s=10.0)
+    complete(queue, "a0")
+    late = queue.take(trainer_id="late", max_groups=1, now_s=5.0)
+    assert late is not None
+    queue.expire(15.0)
+    assert take(queue, 1, trainer="other", now_s=15.0) == ("a0",)
+    with pytest.raises(NotFound, match="'a0' is batched now: discard the step"):
+        queue.batches.prepare_commit(late.batch_id, step=1, task_ids=("a0",), now_s=15.0)
+
+
+def test_group_held_again_and_released_is_taken_once() -> None:
+    """However often a group comes back, it is in one batch at a time."""
+    queue = make_queue("aa", term=1)
+    for task_id in ("a0", "a1"):
+        queue.rollouts.complete(f"{task_id}:0:0")
+    for _ in range(3):
+        queue.batches.prepare_commit("batch-0-0", step=1, task_ids=("a0",), now_s=0.0)
+        queue.batches.release("batch-0-0")
+    assert take(queue, 2, now_s=9.0) == ("a0", "a1")
+
+
+def test_release_with_a_reason_gives_the_groups_up() -> None:
+    """What cannot be trained on counts as consumed, with the reason kept."""
+    queue = make_queue("aa")
+    complete(queue, "a0", "a1")
+    batch = queue.take(trainer_id="t", max_groups=1, now_s=0.0)
+    assert batch is not None
+    assert queue.batches.prepare_release(batch.batch_id, now_s=0.0) == ("a0",)
+    queue.batches.release(batch.batch_id, reason="checksum failed")
+    queue.batches.release(batch.batch_id, reason="checksum failed")
+    assert queue.books.group("a0").reason == "checksum failed"
+    assert queue.books.window.head == 1
+
+
+def test_rewind_makes_later_steps_visible_again() -> None:
+    """A trainer that went back to step 1 gets what steps 2 and 3 had consumed, and H follows."""
+    queue = make_queue("aaa")
+    complete(queue, "a0", "a1", "a2")
+    for step in (1, 2, 3):
+        train(queue, 1, step=step)
+    assert queue.books.window.head == 3
+    assert queue.batches.prepare_rewind(1) == ("a1", "a2")
+    assert queue.batches.rewind(1) == 2
+    assert queue.books.window.head == 1
+    assert queue.books.status().trained == 1
+    assert take(queue, 2) == ("a1", "a2")
+
+
+def test_rewind_takes_open_batches_back_for_good() -> None:
+    """The step of a trainer that was replaced is in no surviving checkpoint."""
+    queue = make_queue("a")
+    complete(queue, "a0")
+    batch = queue.take(trainer_id="t", max_groups=1, now_s=5.0)
+    assert batch is not None
+    queue.batches.prepare_rewind(0)
+    queue.batches.rewind(0)
+    with pytest.raises(NotFound, match="went back"):
+        queue.batches.prepare_commit(batch.batch_id, step=1, task_ids=("a0",), now_s=5.0)
+    assert take(queue, 1, now_s=5.0) == ("a0",)
+
+
+def test_missing_index_does_not_hold_the_head() -> None:
+    """A submission that failed leaves a hole; there is nothing to wait for."""
+    queue = make_queue("a")
+    queue.add(make_group("a", 2), now_s=0.0)
+    complete(queue, "a0")
+    train(queue, 1, step=1, now_s=9.0)
+    assert queue.books.window.head == 2
+    queue.add(make_group("a", 1), now_s=9.0)
+    assert queue.books.window.head == 1
+
+
+def test_long_queue_costs_nothing_to_take_from() -> None:
+    """Leasing, completing and taking look at the front, however long the queue is."""
+    queue = make_queue("a" * 20_000, window=32)
+    touched = 0
+    group_of = queue.books.window._groups
+
+    class Counting(dict):  # type: ignore[type-arg]
+        def __getitem__(self, key: int) -> Group:
+            nonlocal touched
+            touched += 1
+            return super().__getitem__(key)
+
+    queue.books.window._groups = Counting(group_of)
+    for step in range(1, 11):
+        for claim in queue.rollouts.lease(runner_id="r", max_rollouts=8, now_s=9.0):
+            queue.rollouts.complete(claim.trajectory_id)
+        train(queue, 8, step=step, now_s=9.0)
+    assert queue.books.status().trained == 80
+    assert touched < 80 * 8

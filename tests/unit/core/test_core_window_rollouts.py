@@ -1,0 +1,301 @@
+"""The sampling side of the generation queue: order, claims, retries, admission, leaders."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge.core.admission import Admission, QueueSettings
+from forge.core.errors import InvalidArgument, NotFound
+from forge.core.generation import GenerationQueue
+from forge.core.groups import Attempt, AttemptState, Group, GroupSpec, Phase
+from forge.core.trajectory import TaskId
+
+
+def make_queue(*, term: int = 0, hold_s: float = 0.0, **settings: object) -> GenerationQueue:
+    defaults: dict[str, object] = {"concurrency": 4, "window": 8, "rollout_lease_s": 10.0}
+    return GenerationQueue(
+        QueueSettings(**(defaults | settings)), term=term, hold_leases_until_s=hold_s
+    )
+
+
+def make_group(name: str, index: int, *, size: int = 1, **spec: object) -> Group:
+    return Group(
+        GroupSpec(
+            task_id=TaskId(name),
+            index=index,
+            size=size,
+            **({"domain": "code", "shard": "s0"} | spec),
+        )
+    )
+
+
+def add(queue: GenerationQueue, *groups: Group, now_s: float = 0.0) -> None:
+    for group in groups:
+        queue.add(group, now_s=now_s)
+
+
+def lease(queue: GenerationQueue, count: int = 100, *, now_s: float = 0.0) -> list[str]:
+    claims = queue.rollouts.lease(runner_id="r", max_rollouts=count, now_s=now_s)
+    return [claim.trajectory_id for claim in claims]
+
+
+def fail(queue: GenerationQueue, trajectory_id: str, *, now_s: float = 0.0, **kind: bool) -> bool:
+    return queue.rollouts.fail(
+        trajectory_id, reason="died", permanent=kind.get("permanent", False), now_s=now_s
+    )
+
+
+def test_rollouts_go_out_in_queue_order_and_rollout_order() -> None:
+    """Groups by index, and the rollouts of a group one after the other."""
+    queue = make_queue()
+    add(queue, make_group("a", 0, size=2), make_group("b", 1, size=2))
+    assert lease(queue, 3) == ["a:0:0", "a:1:0", "b:0:0"]
+    assert lease(queue, 3) == ["b:1:0"]
+
+
+def test_at_most_n_groups_run() -> None:
+    """The group after the N-th starts only when one of them has ended."""
+    queue = make_queue(concurrency=2, admission=Admission.RUNNING)
+    add(queue, *(make_group(name, index) for index, name in enumerate("abc")))
+    assert lease(queue) == ["a:0:0", "b:0:0"]
+    assert lease(queue) == []
+    queue.rollouts.complete("b:0:0")
+    assert lease(queue) == ["c:0:0"]
+
+
+def test_window_admission_counts_what_no_trainer_took() -> None:
+    """Complete groups hold generation back until a batch takes them."""
+    queue = make_queue(concurrency=2, admission=Admission.WINDOW)
+    add(queue, *(make_group(name, index) for index, name in enumerate("abc")))
+    for trajectory_id in lease(queue):
+        queue.rollouts.complete(trajectory_id)
+    assert lease(queue) == []
+    assert queue.take(trainer_id="t", max_groups=1, now_s=0.0) is not None
+    assert lease(queue) == ["c:0:0"]
+
+
+def test_ahead_admission_is_bounded_by_the_head() -> None:
+    """Only groups less than M positions from the head start."""
+    queue = make_queue(concurrency=4, admission=Admission.AHEAD, ahead=2)
+    add(queue, *(make_group(name, index) for index, name in enumerate("abcd")))
+    assert lease(queue) == ["a:0:0", "b:0:0"]
+    queue.rollouts.complete("b:0:0")
+    assert lease(queue) == []
+    queue.rollouts.complete("a:0:0")
+    batch = queue.take(trainer_id="t", max_groups=2, now_s=0.0)
+    assert batch is not None
+    queue.batches.commit(batch.batch_id, step=1)
+    assert lease(queue) == ["c:0:0", "d:0:0"]
+
+
+def test_evaluation_goes_first_and_is_never_in_a_batch() -> None:
+    """Evaluation groups have a queue of their own, ahead of training."""
+    queue = make_queue()
+    add(queue, make_group("a", 0), make_group("e", 0, evaluation=True))
+    assert lease(queue) == ["e:0:0", "a:0:0"]
+    queue.rollouts.complete("e:0:0")
+    assert queue.books.group("e").phase is Phase.EVALUATED
+    assert queue.take(trainer_id="t", max_groups=2, now_s=99.0) is None
+    assert queue.books.status().accepted == 1
+
+
+def test_failed_rollout_is_retried_after_a_back_off_under_a_new_attempt() -> None:
+    """The second attempt waits, and has a name of its own."""
+    queue = make_queue(retry_backoff_s=5.0)
+    add(queue, make_group("a", 0))
+    assert lease(queue) == ["a:0:0"]
+    assert fail(queue, "a:0:0")
+    assert lease(queue, now_s=4.9) == []
+    (claim,) = queue.rollouts.lease(runner_id="r", max_rollouts=1, now_s=5.0)
+    assert (claim.trajectory_id, claim.failures) == ("a:0:1", 1)
+
+
+def test_back_off_doubles_up_to_its_limit() -> None:
+    """Waits are retry_backoff_s, twice that, ... and never above max_backoff_s."""
+    settings = QueueSettings(concurrency=1, retry_backoff_s=1.0, max_backoff_s=5.0)
+    assert [settings.backoff_s(failures) for failures in (1, 2, 3, 4, 1000)] == [1, 2, 4, 5, 5]
+
+
+def test_group_is_tombstoned_when_a_rollout_has_no_attempts_left() -> None:
+    """A partial group is never trained on: it goes as a whole, with the reason, and H passes."""
+    queue = make_queue(max_attempts=2, retry_backoff_s=0.0)
+    add(queue, make_group("a", 0, size=2), make_group("b", 1))
+    lease(queue)
+    queue.rollouts.complete("a:0:0")
+    fail(queue, "a:1:0")
+    lease(queue)
+    fail(queue, "a:1:1")
+    group = queue.books.group("a")
+    assert (group.phase, group.reason) == (Phase.TOMBSTONED, "rollout 1: died")
+    assert queue.books.window.head == 1
+    assert queue.books.settled() == (group,)
+    assert group.sealed_ids() == ("a:0:0",)
+
+
+def test_permanent_failure_spares_the_other_attempts() -> None:
+    """What no other attempt could change is given up at once, and its other claims are lost."""
+    queue = make_queue(max_attempts=9)
+    add(queue, make_group("a", 0, size=2))
+    lease(queue)
+    fail(queue, "a:0:0", permanent=True)
+    assert queue.books.group("a").phase is Phase.TOMBSTONED
+    assert not queue.rollouts.renew("a:1:0", now_s=0.0)
+    assert len(queue.rollouts) == 0
+
+
+def test_expired_claim_is_named_until_its_fate_is_settled() -> None:
+    """Expiry decides nothing by itself: the pool may hold the sealed trajectory."""
+    queue = make_queue(rollout_lease_s=10.0, recheck_s=2.0)
+    add(queue, make_group("a", 0))
+    lease(queue)
+    assert queue.expire(9.9) == ()
+    assert queue.expire(10.0) == ("a:0:0",)
+    assert queue.expire(11.9) == ()
+    assert queue.expire(12.0) == ("a:0:0",)
+    assert queue.rollouts.complete("a:0:0")
+    assert queue.expire(99.0) == ()
+
+
+def test_renewed_claim_does_not_expire() -> None:
+    """A renewal moves the end of the claim."""
+    queue = make_queue(rollout_lease_s=10.0)
+    add(queue, make_group("a", 0))
+    lease(queue)
+    assert queue.rollouts.renew("a:0:0", now_s=8.0)
+    assert queue.expire(17.9) == ()
+    assert queue.expire(18.0) == ("a:0:0",)
+
+
+def test_rollout_that_never_ends_loses_its_claim() -> None:
+    """A hung head ends by rule: no renewal reaches beyond rollout_timeout_s."""
+    queue = make_queue(rollout_lease_s=10.0, rollout_timeout_s=15.0)
+    add(queue, make_group("a", 0))
+    lease(queue)
+    assert queue.rollouts.renew("a:0:0", now_s=9.0)
+    assert queue.expire(15.0) == ("a:0:0",)
+    assert not queue.rollouts.renew("a:0:0", now_s=15.0)
+
+
+def test_late_attempt_that_was_sealed_counts_and_ends_the_newer_one() -> None:
+    """Work that is done is not thrown away because its claim was lost."""
+    queue = make_queue(retry_backoff_s=0.0)
+    add(queue, make_group("a", 0))
+    lease(queue)
+    fail(queue, "a:0:0")
+    assert lease(queue) == ["a:0:1"]
+    assert queue.rollouts.complete("a:0:0")
+    assert not queue.rollouts.renew("a:0:1", now_s=0.0)
+    assert queue.books.group("a").sealed_ids() == ("a:0:0",)
+
+
+def test_second_sealed_attempt_is_surplus() -> None:
+    """One trajectory per rollout counts; another one changes nothing and is counted."""
+    queue = make_queue(retry_backoff_s=0.0)
+    add(queue, make_group("a", 0))
+    lease(queue)
+    fail(queue, "a:0:0")
+    lease(queue)
+    assert queue.rollouts.complete("a:0:1")
+    assert not queue.rollouts.complete("a:0:0")
+    assert not queue.rollouts.complete("a:0:1")
+    assert queue.rollouts.surplus == 1
+
+
+def test_seal_during_the_back_off_ends_the_retry() -> None:
+    """A rollout whose trajectory turns up while it waits is not sampled again."""
+    queue = make_queue(retry_backoff_s=5.0)
+    add(queue, make_group("a", 0, size=2))
+    lease(queue)
+    fail(queue, "a:0:0")
+    queue.rollouts.complete("a:0:0")
+    assert lease(queue, now_s=50.0) == []
+    assert queue.books.group("a").sealed == 1
+
+
+def test_repeated_failure_report_counts_once() -> None:
+    """FinishRollouts is idempotent."""
+    queue = make_queue(max_attempts=2)
+    add(queue, make_group("a", 0))
+    lease(queue)
+    assert fail(queue, "a:0:0")
+    assert not fail(queue, "a:0:0")
+    assert queue.rollouts.retries == 1
+
+
+def test_shard_that_is_away_is_passed_over_and_keeps_its_groups() -> None:
+    """An outage of one shard holds up its own groups alone; none is given up."""
+    queue = make_queue(concurrency=8)
+    add(queue, make_group("a", 0), make_group("b", 1, shard="s1"), make_group("c", 2))
+    queue.books.away = frozenset({"s0"})
+    assert lease(queue) == ["b:0:0"]
+    queue.books.away = frozenset()
+    assert lease(queue) == ["a:0:0", "c:0:0"]
+
+
+def test_new_leader_takes_over_claims_that_are_renewed() -> None:
+    """A change of leader loses no work in flight: runners renew, and keep what they hold."""
+    queue = make_queue(term=1, hold_s=10.0)
+    group = make_group("a", 0, size=2)
+    group.recall([Attempt(0, 0, AttemptState.OPEN)])
+    add(queue, group)
+    assert lease(queue, now_s=9.0) == []
+    assert queue.rollouts.renew("a:0:0", now_s=9.0)
+    assert lease(queue, now_s=10.0) == ["a:1:1000"]
+
+
+def test_attempts_of_two_leaders_never_share_a_name() -> None:
+    """An attempt the new leader never heard of may still be writing its trajectory."""
+    queue = make_queue(term=3)
+    add(queue, make_group("a", 0))
+    assert lease(queue) == ["a:0:3000"]
+    assert not queue.rollouts.renew("a:0:7", now_s=0.0), "somebody else has the rollout now"
+
+
+def test_claim_nobody_handed_out_cannot_be_renewed() -> None:
+    """An invented attempt of this very term is no claim."""
+    queue = make_queue()
+    add(queue, make_group("a", 0))
+    assert not queue.rollouts.renew("a:0:0", now_s=0.0)
+    assert not queue.rollouts.renew("nobody:0:0", now_s=0.0)
+
+
+def test_abandoned_attempts_of_an_earlier_term_count_as_failures() -> None:
+    """A rollout that fails under every leader ends all the same."""
+    queue = make_queue(term=1, max_attempts=2)
+    group = make_group("a", 0)
+    group.recall([Attempt(0, 0, AttemptState.ABANDONED)])
+    add(queue, group)
+    (trajectory_id,) = lease(queue)
+    fail(queue, trajectory_id)
+    assert queue.books.group("a").phase is Phase.TOMBSTONED
+
+
+def test_unknown_names_are_not_found() -> None:
+    """The message names the trajectory, or the range its index must be in."""
+    queue = make_queue()
+    add(queue, make_group("a", 0))
+    with pytest.raises(NotFound, match="'x' is not in the queue"):
+        queue.rollouts.complete("x:0:0")
+    with pytest.raises(NotFound, match="has rollouts 0 to 0"):
+        queue.rollouts.complete("a:1:0")
+    with pytest.raises(InvalidArgument, match="'garbage'"):
+        queue.rollouts.complete("garbage")
+
+
+def test_group_is_accepted_once() -> None:
+    """The same id again is an error here; the service answers repeated submissions before."""
+    queue = make_queue()
+    add(queue, make_group("a", 0))
+    with pytest.raises(InvalidArgument, match="'a' was submitted before"):
+        add(queue, make_group("a", 1))
+
+
+def test_next_event_is_the_earliest_thing_time_alone_brings() -> None:
+    """Whoever drives the queue need not poll it."""
+    queue = make_queue(retry_backoff_s=3.0, rollout_lease_s=10.0, short_batch_after_s=1.0)
+    add(queue, make_group("a", 0), make_group("b", 1))
+    assert queue.next_event_s(0.0) == 1.0
+    lease(queue)
+    assert queue.next_event_s(1.0) == 10.0
+    fail(queue, "a:0:0", now_s=1.0)
+    assert queue.next_event_s(1.0) == 4.0

@@ -1,0 +1,124 @@
+"""From tokens to answers: text in pieces, stop strings, calls with ids."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.core.errors import DataLoss
+from forge.core.formats import CallDelta, PlainParser, TextDelta
+from forge.core.trajectory import float32_bytes, int32_array, int32_bytes
+from forge.v1 import common_pb2
+from services.gateway.answer import AnswerReader
+from services.gateway.model import TextStream
+from tests.support.chat_templates import make_model
+
+MODEL = make_model("chatml")
+END = min(MODEL.stop_ids)
+
+
+def tokens(ids: list[int]) -> common_pb2.SampledTokens:
+    return common_pb2.SampledTokens(
+        ids=int32_bytes(ids),
+        logprobs=float32_bytes([-0.5] * len(ids)),
+        weight_versions=int32_bytes([1] * len(ids)),
+    )
+
+
+def spelt(text: str) -> list[int]:
+    """Ids of a text, one character at a time."""
+    return [i for char in text for i in int32_array(MODEL.encode(char))]
+
+
+def read(reader: AnswerReader, pieces: list[list[int]]) -> str:
+    """The streamed text of an answer."""
+    deltas = []
+    for piece in pieces:
+        deltas += reader.feed(tokens(piece))
+        if reader.stopped:
+            break
+    deltas += reader.finish()
+    return "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+
+
+def reader_of(**options: object) -> AnswerReader:
+    numbers = itertools.count()
+    parser = options.pop("parser", None) or PlainParser()
+    return AnswerReader(MODEL, parser, new_call_id=lambda: f"call-{next(numbers)}", **options)  # type: ignore[arg-type]
+
+
+def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:
+    pieces, rest = [], list(ids)
+    for size in sizes:
+        pieces.append(rest[:size])
+        del rest[:size]
+    return [*pieces, rest]
+
+
+@given(st.text("aé日🙂 \n", max_size=15), st.lists(st.integers(0, 4), max_size=6))
+def test_characters_are_never_split(text: str, sizes: list[int]) -> None:
+    """However tokens are batched, the pieces add up to the text and none has half a character."""
+    stream = TextStream(MODEL)
+    pieces = [stream.feed(ids) for ids in cut(spelt(text), sizes)]
+    pieces.append(stream.finish())
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(st.lists(st.integers(0, MODEL.vocabulary_tokens - 1), max_size=60))
+def test_any_tokens_become_some_text(ids: list[int]) -> None:
+    """A policy may sample nonsense: it is text all the same, and every token is kept."""
+    reader = reader_of()
+    read(reader, [[i] for i in ids])
+    assert bytes(reader.ids) == int32_bytes(ids)
+
+
+@given(
+    st.text("abST", max_size=12),
+    st.text("abST", max_size=4),
+    st.lists(st.integers(0, 3), max_size=8),
+)
+def test_stop_string_ends_text_and_tokens(before: str, after: str, sizes: list[int]) -> None:
+    """Text ends before the first stop string, tokens end with the one that completes it."""
+    text = before + "STOP" + after
+    reader = reader_of(stop=["STOP"])
+    assert read(reader, cut([*spelt(text), END], sizes)) == text.partition("STOP")[0]
+    assert reader.stopped
+    end = text.index("STOP") + len("STOP")
+    assert bytes(reader.ids) == int32_bytes(spelt(text[:end]))
+    assert len(reader.logprobs) == len(reader.weight_versions) == len(reader.ids)
+
+
+def test_half_a_stop_string_is_text_after_all() -> None:
+    """What looked like the beginning of a stop string is given at the end."""
+    reader = reader_of(stop=["STOP"])
+    assert read(reader, [[*spelt("ab STO"), END]]) == "ab STO"
+    assert not reader.stopped
+
+
+def test_end_token_is_kept_but_not_shown() -> None:
+    """The end-of-turn token was sampled, so it is trained on; it is no text."""
+    reader = reader_of()
+    assert read(reader, [[*spelt("hi"), END]]) == "hi"
+    assert int32_array(bytes(reader.ids))[-1] == END
+    assert [token.text for token in reader.token_logprobs()] == ["h", "i", "<|im_end|>"]
+
+
+def test_calls_get_ids_once() -> None:
+    """The id in the stream is the id in the message."""
+    text = '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>' * 2
+    reader = reader_of(parser=MODEL.format.parser())
+    deltas = [*reader.feed(tokens(spelt(text))), *reader.finish()]
+    calls = [delta for delta in deltas if isinstance(delta, CallDelta)]
+    assert [call.call_id for call in calls] == ["call-0", "call-1"]
+    assert reader.message().call_ids == ("call-0", "call-1")
+
+
+def test_unequal_columns_are_refused() -> None:
+    """An engine that sends a token without its log-prob is broken, and says so at once."""
+    broken = common_pb2.SampledTokens(ids=int32_bytes([5]), weight_versions=int32_bytes([1]))
+    with pytest.raises(DataLoss):
+        reader_of().feed(broken)

@@ -1,0 +1,181 @@
+"""Requests from the wire: whatever comes, it is understood or refused, and nothing breaks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from forge.core.errors import ForgeError, InvalidArgument
+from services.gateway.conversation import Conversation
+from services.gateway.http import schema
+from tests.support.chat_templates import make_model
+
+MODEL = make_model("chatml")
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=6,
+)
+
+
+def loosely(*likely: Any) -> st.SearchStrategy[Any]:
+    """One of the values a client would send, or anything at all."""
+    return st.one_of(st.sampled_from(likely), json_values)
+
+
+functions = st.fixed_dictionaries(
+    {}, optional={"name": loosely("look"), "arguments": loosely("{}", '{"a": "\\ud83d"}', "[")}
+)
+calls = st.fixed_dictionaries({}, optional={"id": loosely("x"), "function": functions})
+messages = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": loosely("user", "assistant", "system", "tool", "developer"),
+        "content": loosely("hi", "", None, [{"type": "text", "text": "hi"}]),
+        "tool_calls": st.lists(calls, max_size=2) | json_values,
+        "tool_call_id": loosely("x"),
+        "name": loosely("me"),
+        "reasoning_content": loosely("hm"),
+    },
+)
+tools = st.fixed_dictionaries(
+    {"type": st.just("function")},
+    optional={
+        "function": st.fixed_dictionaries(
+            {}, optional={"name": loosely("look"), "parameters": loosely({"type": "object"})}
+        )
+    },
+)
+bodies = st.fixed_dictionaries(
+    {"model": loosely("policy"), "messages": st.lists(messages, max_size=4) | json_values},
+    optional={
+        "tools": st.lists(tools, max_size=2) | json_values,
+        "tool_choice": loosely("none", "auto", "required", {"function": {"name": "look"}}),
+        "stop": loosely("x", ["x", ""]),
+        "n": loosely(1, 2, 10**6),
+        "temperature": loosely(0, 0.5, -1),
+        "top_p": loosely(1, 0, 2),
+        "top_k": loosely(-1, 5),
+        "seed": loosely(-5, 2**70),
+        "max_tokens": loosely(0, 5, 2**40),
+        "max_completion_tokens": loosely(7),
+        "logprobs": loosely(True),
+        "top_logprobs": loosely(0, 3),
+        "response_format": loosely({"type": "text"}, {"type": "json_object"}),
+        "stream": loosely(True),
+        "stream_options": loosely({"include_usage": True}),
+    },
+)
+
+
+def understand(body: bytes) -> None:
+    """Everything that is done with a request before it is sampled."""
+    request = schema.decode(body, schema.ChatCompletionRequest)
+    schema.required_tool(request, MODEL.format)
+    schema.sampling_of(request).SerializeToString()
+    schema.stop_of(request)
+    schema.choices_of(request)
+    conversation = Conversation(model=MODEL)
+    draft = conversation.draft(schema.messages_of(request), schema.tools_of(request.tools))
+    MODEL.encode(draft.text)
+
+
+@given(bodies)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_json_is_understood_or_refused(body: dict[str, Any]) -> None:
+    """No body of any shape raises anything but an error of our own."""
+    try:
+        understand(json.dumps(body).encode())
+    except ForgeError as error:
+        assert error.http_status == 400
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_refused(body: bytes) -> None:
+    """What is no JSON object is refused as such."""
+    with pytest.raises(InvalidArgument, match="not valid"):
+        schema.decode(body, schema.ChatCompletionRequest)
+
+
+@pytest.mark.parametrize("depth", [500, 900, 2000, 100_000])
+def test_deep_nesting_is_refused(depth: int) -> None:
+    """Tools nested beyond reason end in an error, at whatever layer notices first."""
+    deep = '{"a":' * depth + "1" + "}" * depth
+    body = (
+        '{"model": "policy", "messages": [{"role": "user", "content": "hi"}], "tools": '
+        f'[{{"type": "function", "function": {{"name": "look", "parameters": {deep}}}}}]}}'
+    )
+    with pytest.raises(InvalidArgument):
+        understand(body.encode())
+
+
+def test_everything_a_client_may_send_is_taken() -> None:
+    """A full request comes out as it was meant."""
+    request = schema.decode(
+        json.dumps(
+            {
+                "model": "policy",
+                "messages": [
+                    {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
+                    {"role": "user", "content": "hi", "name": "me"},
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "reasoning_content": "hm",
+                        "tool_calls": [
+                            {"id": "x", "type": "function", "function": {"name": "look"}}
+                        ],
+                    },
+                    {"role": "tool", "tool_call_id": "x", "content": "done"},
+                ],
+                "max_tokens": 5,
+                "max_completion_tokens": 7,
+                "temperature": 0,
+                "top_k": -1,
+                "seed": -1,
+                "stop": "END",
+                "user": "ignored",
+            }
+        ).encode(),
+        schema.ChatCompletionRequest,
+    )
+    system, user, assistant, tool = schema.messages_of(request)
+    assert (system.role, system.content) == ("system", "Be brief.")
+    assert user.name == "me"
+    assert (assistant.content, assistant.reasoning) == ("", "hm")
+    assert assistant.tool_calls[0].arguments == ""
+    assert tool.tool_call_id == "x"
+    sampling = schema.sampling_of(request)
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_k) == (7, 0.0, 0)
+    assert sampling.seed == 2**64 - 1
+    assert sampling.HasField("temperature")
+    assert not sampling.HasField("top_p")
+    assert schema.stop_of(request) == ["END"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "required"),
+    [
+        ("auto", None),
+        ("none", None),
+        ("required", "look"),
+        ({"type": "function", "function": {"name": "look"}}, "look"),
+    ],
+)
+def test_tool_choice(choice: Any, required: str | None) -> None:
+    """A single tool that is required is as good as named."""
+    body = {
+        "model": "policy",
+        "messages": [],
+        "tool_choice": choice,
+        "tools": [{"type": "function", "function": {"name": "look"}}],
+    }
+    request = schema.decode(json.dumps(body).encode(), schema.ChatCompletionRequest)
+    assert schema.required_tool(request, MODEL.format) == required
+    if required:
+        with pytest.raises(InvalidArgument, match="plain"):
+            schema.required_tool(request, make_model("smollm2").format)

@@ -1,0 +1,212 @@
+"""A session: what it admits, numbers, rebuilds and closes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from forge.core.errors import ResourceExhausted, Unavailable
+from forge.core.messages import Message
+from forge.core.trajectory import float32_bytes, int32_bytes
+from forge.runtime.actor import ActorRef, ActorSystem
+from forge.runtime.security import Claims
+from forge.v1 import common_pb2
+from services.gateway.actors.session import (
+    BeginChat,
+    BeginGenerate,
+    Closed,
+    Describe,
+    EndCall,
+    SessionActor,
+    SessionSettings,
+    StartClose,
+)
+from services.gateway.conversation import Prompt, Sampled
+from services.gateway.errors import ContextTooLong, SessionClosed
+from tests.support.chat_templates import make_model
+
+CLAIMS = Claims(subject="t:0:0", scopes=frozenset({"session"}), trajectory_id="t:0:0")
+TIMEOUT_S = 10.0
+
+
+@dataclass
+class World:
+    """A session's surroundings: the pool, the writer and the clock."""
+
+    kept: list[common_pb2.Turn] = field(default_factory=list)
+    stored: common_pb2.Trajectory | None = None
+    away: bool = False
+    """Whether the pool is."""
+    now_s: float = 100.0
+
+    async def fetch(self, _: Claims) -> common_pb2.Trajectory | None:
+        if self.away:
+            raise Unavailable("the pool is away")
+        return self.stored
+
+    def settings(self) -> SessionSettings:
+        return SessionSettings(
+            model=make_model("chatml", context_tokens=64),
+            max_calls=2,
+            fetch=self.fetch,
+            keep=self.kept.append,
+            clock=lambda: self.now_s,
+        )
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+Ask = Callable[[Any], Any]
+
+
+@pytest_asyncio.fixture
+async def session(world: World) -> AsyncIterator[ActorRef]:
+    system = ActorSystem("test")
+    yield await system.spawn(lambda: SessionActor(CLAIMS, world.settings()), name="session")
+    await system.stop()
+
+
+async def begin(
+    session: ActorRef, call_id: str, text: str = "One?", abort: Callable[[], None] = lambda: None
+) -> Prompt:
+    message = BeginChat(
+        call_id=call_id,
+        abort=abort,
+        messages=[Message(role="user", content=text)],
+        tools=(),
+        opening="",
+    )
+    prompt: Prompt = await session.ask(message, timeout_s=TIMEOUT_S)
+    return prompt
+
+
+async def end(
+    session: ActorRef,
+    call_id: str,
+    prompt: Prompt | None,
+    *,
+    started_s: float = 0.0,
+    parse_error: str = "",
+    sampled: bool = True,
+) -> int:
+    what = Sampled(
+        ids=int32_bytes([5, 6]),
+        logprobs=float32_bytes([-0.5, -0.5]),
+        weight_versions=int32_bytes([1, 1]),
+        finish_reason=common_pb2.FINISH_REASON_STOP,
+        answer=Message(role="assistant", content="Yes."),
+        parse_error=parse_error,
+    )
+    message = EndCall(
+        call_id=call_id,
+        prompt=prompt,
+        sampled=what if sampled else None,
+        temperature=1.0,
+        context_action="",
+        started_s=started_s,
+        started_unix_s=0.0,
+    )
+    turn_index: int = await session.ask(message, timeout_s=TIMEOUT_S)
+    return turn_index
+
+
+async def test_turns_are_numbered_as_they_end(session: ActorRef, world: World) -> None:
+    """Overlapping calls leave no gap, and a call that fails leaves no turn."""
+    first, second = await begin(session, "a"), await begin(session, "b")
+    assert await end(session, "b", second) == 0
+    assert await end(session, "a", first, sampled=False) == -1
+    third = await begin(session, "c")
+    assert await end(session, "c", third) == 1
+    assert [turn.turn_index for turn in world.kept] == [0, 1]
+
+
+async def test_agents_time_is_between_answer_and_request(session: ActorRef, world: World) -> None:
+    """It counts from the last answer, and never below zero for calls that overlap."""
+    await end(session, "a", await begin(session, "a"), started_s=99.0)
+    world.now_s = 110.0
+    await end(session, "b", await begin(session, "b"), started_s=103.5)
+    await end(session, "c", await begin(session, "c"), started_s=103.5)
+    assert [turn.timings.agent_s for turn in world.kept] == [0.0, 3.5, 0.0]
+
+
+async def test_too_many_calls_are_refused(session: ActorRef) -> None:
+    """A third call at once must wait; the end of one makes room, even if it never got a prompt."""
+    await begin(session, "a")
+    await begin(session, "b")
+    with pytest.raises(ResourceExhausted):
+        await begin(session, "c")
+    await end(session, "a", None, sampled=False)
+    await begin(session, "c")
+
+
+async def test_context_too_long_counts_as_no_call(session: ActorRef) -> None:
+    """A prompt beyond the context names both numbers and holds no place."""
+    for call_id in ("a", "b", "c"):
+        with pytest.raises(ContextTooLong, match="64 tokens"):
+            await begin(session, call_id, "word " * 100)
+    ids = int32_bytes(range(64))
+    with pytest.raises(ContextTooLong, match="take 64"):
+        await session.ask(
+            BeginGenerate(call_id="d", abort=lambda: None, prompt_ids=ids), timeout_s=TIMEOUT_S
+        )
+
+
+async def test_closing_aborts_calls_and_waits_for_their_turns(
+    session: ActorRef, world: World
+) -> None:
+    """No call begins any more; those in flight are aborted, and recorded before it goes on."""
+    aborted: list[str] = []
+    prompt = await begin(session, "a", abort=lambda: aborted.append("a"))
+    drained: asyncio.Future[None] = await session.ask(StartClose(), timeout_s=TIMEOUT_S)
+    assert (aborted, drained.done()) == (["a"], False)
+    with pytest.raises(SessionClosed):
+        await begin(session, "b")
+    await end(session, "a", prompt)
+    await asyncio.wait_for(drained, TIMEOUT_S)
+    await session.ask(Closed(), timeout_s=TIMEOUT_S)
+    facts = await session.ask(Describe(), timeout_s=TIMEOUT_S)
+    assert (facts.turns, facts.sampled_tokens, facts.closed) == (1, 2, True)
+    # What comes after the seal is too late for the record.
+    assert await end(session, "late", prompt) == -1
+    assert len(world.kept) == 1
+
+
+async def test_rebuilds_before_its_first_message(world: World) -> None:
+    """A session that the pool knows goes on where it stopped, malformed turns included."""
+    system = ActorSystem("test")
+    lost = await system.spawn(lambda: SessionActor(CLAIMS, world.settings()), name="lost")
+    await end(lost, "a", await begin(lost, "a"), parse_error="broken")
+    world.stored = common_pb2.Trajectory(
+        trajectory_id="t:0:0", state=common_pb2.TRAJECTORY_STATE_OPEN, turns=world.kept
+    )
+    found = await system.spawn(lambda: SessionActor(CLAIMS, world.settings()), name="found")
+    facts = await found.ask(Describe(), timeout_s=TIMEOUT_S)
+    assert (facts.turns, facts.malformed, facts.closed) == (1, (0,), False)
+    assert (await begin(found, "b")).draft.how == "repeated"
+    await system.stop()
+
+
+async def test_absent_pool_fails_the_message_and_not_the_session(
+    session: ActorRef, world: World
+) -> None:
+    """The first call fails while the pool is away; the next one finds it and goes through."""
+    world.away = True
+    with pytest.raises(Unavailable):
+        await begin(session, "a")
+    world.away = False
+    await begin(session, "a")
+
+
+async def test_sealed_trajectory_takes_no_calls(session: ActorRef, world: World) -> None:
+    """A token may outlive its rollout; the session does not."""
+    world.stored = common_pb2.Trajectory(state=common_pb2.TRAJECTORY_STATE_SEALED)
+    with pytest.raises(SessionClosed):
+        await begin(session, "a")

@@ -1,0 +1,202 @@
+"""The way of turns into a pool shard: acknowledged, refused, or sent again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+import services.gateway.actors.shard_writer as shard_writer
+from forge.core.errors import FailedPrecondition, ResourceExhausted
+from forge.runtime.actor import ActorRef, ActorSystem
+from forge.runtime.rpc.chunks import Joiner
+from forge.v1 import common_pb2, pool_pb2
+from services.gateway.actors.shard_writer import Append, Backlog, Flush, ShardWriter
+
+WAIT_S = 10.0
+
+
+class FakeShard:
+    """The pool's side: every stream that was opened, and the answers a test gives."""
+
+    def __init__(self) -> None:
+        self.streams: asyncio.Queue[FakeStream] = asyncio.Queue()
+
+    async def open(self) -> FakeStream:
+        stream = FakeStream()
+        self.streams.put_nowait(stream)
+        return stream
+
+    async def next_stream(self) -> FakeStream:
+        return await asyncio.wait_for(self.streams.get(), WAIT_S)
+
+
+class FakeStream:
+    def __init__(self) -> None:
+        self.received: asyncio.Queue[tuple[int, common_pb2.Turn]] = asyncio.Queue()
+        self._answers: asyncio.Queue[Any] = asyncio.Queue()
+        self._joiner = Joiner()
+
+    async def write(self, request: pool_pb2.AppendTurnsRequest) -> None:
+        whole = self._joiner.add(request.turn)
+        if whole is not None:
+            self.received.put_nowait((request.sequence, common_pb2.Turn.FromString(whole)))
+
+    async def read(self) -> Any:
+        answer = await self._answers.get()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def cancel(self) -> bool:
+        return True
+
+    async def turn(self) -> tuple[int, int]:
+        """Sequence number and index of the next turn that arrives."""
+        sequence, turn = await asyncio.wait_for(self.received.get(), WAIT_S)
+        return sequence, turn.turn_index
+
+    def answer(self, sequence: int, code: grpc.StatusCode = grpc.StatusCode.OK) -> None:
+        self._answers.put_nowait(
+            pool_pb2.AppendTurnsResponse(
+                sequence=sequence, status_code=code.value[0], error=code.name
+            )
+        )
+
+    def lose(self) -> None:
+        metadata = grpc.aio.Metadata()
+        error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, "gone")
+        self._answers.put_nowait(error)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_writer, "_RETRY_S", 0.0)
+
+
+@pytest.fixture
+def shard() -> FakeShard:
+    return FakeShard()
+
+
+@pytest.fixture
+def backlog() -> Backlog:
+    return Backlog(pool_shard="s0", max_bytes=1000)
+
+
+@pytest_asyncio.fixture
+async def writer(shard: FakeShard, backlog: Backlog) -> AsyncIterator[ActorRef]:
+    system = ActorSystem("test")
+    yield await system.spawn(lambda: ShardWriter(backlog, shard.open), name="writer")
+    await system.stop()
+
+
+def turn(index: int, trajectory_id: str = "t:0:0", size_bytes: int = 0) -> Append:
+    return Append(
+        turn=common_pb2.Turn(
+            trajectory_id=trajectory_id, turn_index=index, messages_json="x" * size_bytes
+        )
+    )
+
+
+async def flush(writer: ActorRef, trajectory_id: str = "t:0:0") -> asyncio.Future[None]:
+    done: asyncio.Future[None] = await writer.ask(
+        Flush(trajectory_id=trajectory_id), timeout_s=WAIT_S
+    )
+    return done
+
+
+async def test_flush_waits_for_every_acknowledgement(writer: ActorRef, shard: FakeShard) -> None:
+    """It is done when the last turn of its trajectory is, whatever others still wait for."""
+    for index in range(2):
+        writer.tell(turn(index))
+    writer.tell(turn(0, "other:0:0"))
+    done = await flush(writer)
+    stream = await shard.next_stream()
+    sequences = [(await stream.turn())[0] for _ in range(3)]
+    stream.answer(sequences[0])
+    assert not done.done()
+    stream.answer(sequences[1])
+    await asyncio.wait_for(done, WAIT_S)
+    assert not (await flush(writer, "other:0:0")).done()
+    assert (await flush(writer, "never-seen:0:0")).done()
+
+
+async def test_lost_stream_resends_what_was_not_acknowledged(
+    writer: ActorRef, shard: FakeShard
+) -> None:
+    """A new stream begins with the turns whose answers the old one took with it, in order."""
+    for index in range(3):
+        writer.tell(turn(index))
+    first = await shard.next_stream()
+    sequences = [(await first.turn())[0] for _ in range(3)]
+    first.answer(sequences[1])
+    first.lose()
+    second = await shard.next_stream()
+    resent = [await second.turn() for _ in range(2)]
+    assert [index for _, index in resent] == [0, 2]
+    for sequence, _ in resent:
+        second.answer(sequence)
+    await asyncio.wait_for(await flush(writer), WAIT_S)
+
+
+async def test_full_disk_is_waited_for(writer: ActorRef, shard: FakeShard) -> None:
+    """RESOURCE_EXHAUSTED refuses nothing for good: the turn is sent again on the same stream."""
+    writer.tell(turn(0))
+    stream = await shard.next_stream()
+    sequence, _ = await stream.turn()
+    stream.answer(sequence, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    again, index = await stream.turn()
+    assert (again, index) == (sequence, 0)
+    stream.answer(again)
+    await asyncio.wait_for(await flush(writer), WAIT_S)
+
+
+async def test_refused_turn_fails_the_flush(writer: ActorRef, shard: FakeShard) -> None:
+    """A turn the pool will never take makes its session impossible to seal, and says why."""
+    writer.tell(turn(0))
+    stream = await shard.next_stream()
+    stream.answer((await stream.turn())[0], grpc.StatusCode.INVALID_ARGUMENT)
+    with pytest.raises(FailedPrecondition, match="refused turn 0"):
+        await asyncio.wait_for(await flush(writer), WAIT_S)
+    with pytest.raises(FailedPrecondition):
+        await (await flush(writer))
+
+
+async def test_crashed_writer_loses_no_turn(backlog: Backlog, shard: FakeShard) -> None:
+    """The backlog outlives the actor: a fresh one sends what the old one had not finished."""
+    system = ActorSystem("test")
+    first = await system.spawn(lambda: ShardWriter(backlog, shard.open), name="one")
+    first.tell(turn(0))
+    await (await shard.next_stream()).turn()
+    await first.stop()
+    second = await system.spawn(lambda: ShardWriter(backlog, shard.open), name="two")
+    stream = await shard.next_stream()
+    sequence, index = await stream.turn()
+    assert index == 0
+    stream.answer(sequence)
+    await asyncio.wait_for(await flush(second), WAIT_S)
+    await system.stop()
+
+
+async def test_full_backlog_refuses_calls_but_takes_turns(
+    writer: ActorRef, shard: FakeShard, backlog: Backlog
+) -> None:
+    """Admission ends when too much waits; what was sampled meanwhile is taken all the same."""
+    backlog.admit()
+    for index in range(2):
+        writer.tell(turn(index, size_bytes=600))
+    stream = await shard.next_stream()
+    sequences = [(await stream.turn())[0] for _ in range(2)]
+    with pytest.raises(ResourceExhausted):
+        backlog.admit()
+    for sequence in sequences:
+        stream.answer(sequence)
+    await asyncio.wait_for(await flush(writer), WAIT_S)
+    backlog.admit()
+    assert backlog.bytes == 0

@@ -1,0 +1,246 @@
+"""The router's fleet and actor: placement, suspicion, the line, the figures."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from forge.core.errors import ResourceExhausted, Unavailable
+from services.inference.router.actor import (
+    MIN_ADMITTED,
+    Admit,
+    Decoded,
+    Failed,
+    FleetChanged,
+    Leave,
+    PlaceDecode,
+    PlacePrefill,
+    Prefilled,
+    Report,
+    RouterActor,
+    Sampled,
+)
+from services.inference.router.fleet import SUSPECT_S, Announced, Fleet
+
+
+def ids(*tokens: int) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def announced(
+    name: str, role: str, *, version: int = 1, address: str = "", **metadata: str
+) -> Announced:
+    return Announced(
+        instance_id=name,
+        role=role,
+        address=address or f"{name}:1",
+        metadata={
+            "weight_version": str(version),
+            "block_tokens": "4",
+            "cache_tokens": "400",
+            "capacity": "8",
+            **metadata,
+        },
+    )
+
+
+PROMPT = ids(*range(40))
+OTHER = ids(*range(100, 140))
+
+
+class Clock:
+    """A clock that stands still until told."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Harness:
+    """A RouterActor over a discovery that the test writes."""
+
+    def __init__(self, *workers: Announced, queue_limit: int = 4) -> None:
+        self.clock = Clock()
+        self._prefill = SimpleNamespace(kind="prefill", instances=())
+        self._decode = SimpleNamespace(kind="decode", instances=())
+        discoveries: list[Any] = [self._prefill, self._decode]
+        self.actor = RouterActor(discoveries, queue_limit=queue_limit, clock=self.clock)
+        self._show(workers)
+
+    def _show(self, workers: Sequence[Announced]) -> None:
+        self._prefill.instances = tuple(w for w in workers if w.role == "prefill")
+        self._decode.instances = tuple(w for w in workers if w.role == "decode")
+
+    async def change(self, *workers: Announced) -> None:
+        self._show(workers)
+        await self.actor.receive(FleetChanged())
+
+    async def prefill(self, prompt: bytes) -> str:
+        """Places and completes a prefill; where it went."""
+        placement = await self.actor.receive(PlacePrefill(ids=prompt))
+        done = Prefilled(placement=placement, ids=prompt, cached_tokens=0, prefill_s=0.01)
+        await self.actor.receive(done)
+        return str(placement.instance_id)
+
+
+DECODE = announced("d", "decode")
+
+
+async def harness(*workers: Announced, **options: Any) -> Harness:
+    made = Harness(*workers, **options)
+    await made.actor.started()
+    return made
+
+
+async def test_a_prefix_goes_where_it_is_cached() -> None:
+    """Two prompts settle on two workers, and their follow-ups find them again."""
+    router = await harness(announced("p0", "prefill"), announced("p1", "prefill"), DECODE)
+    first = await router.actor.receive(PlacePrefill(ids=PROMPT))
+    second = await router.actor.receive(PlacePrefill(ids=OTHER))
+    assert first.instance_id != second.instance_id
+    for placement, prompt in ((first, PROMPT), (second, OTHER)):
+        await router.actor.receive(
+            Prefilled(placement=placement, ids=prompt, cached_tokens=0, prefill_s=0.01)
+        )
+    assert await router.prefill(PROMPT + ids(7)) == first.instance_id
+    assert await router.prefill(OTHER + ids(7)) == second.instance_id
+
+
+async def test_load_beats_locality_in_the_end() -> None:
+    """One hot prefix does not draw everything to one decode worker."""
+    router = await harness(announced("d0", "decode"), announced("d1", "decode"))
+    placed = [await router.actor.receive(PlaceDecode(ids=PROMPT)) for _ in range(16)]
+    first = placed[0]
+    await router.actor.receive(Decoded(placement=first, ids=PROMPT, decode_s=1.0))
+    placed += [await router.actor.receive(PlaceDecode(ids=PROMPT)) for _ in range(8)]
+    counts = [sum(p.instance_id == name for p in placed) for name in ("d0", "d1")]
+    assert min(counts) >= 8
+
+
+async def test_a_worker_that_failed_is_left_alone_for_a_while() -> None:
+    """After a failure the other one is asked; alone, nobody is, until time has passed."""
+    router = await harness(announced("d0", "decode"), announced("d1", "decode"))
+    placement = await router.actor.receive(PlaceDecode(ids=PROMPT))
+    await router.actor.receive(Failed(placement=placement, dead=True))
+    other = await router.actor.receive(PlaceDecode(ids=PROMPT))
+    assert other.instance_id != placement.instance_id
+    await router.actor.receive(Failed(placement=other, dead=True))
+    with pytest.raises(Unavailable, match="decode"):
+        await router.actor.receive(PlaceDecode(ids=PROMPT))
+    router.clock.now_s += SUSPECT_S
+    await router.actor.receive(PlaceDecode(ids=PROMPT))
+
+
+async def test_nothing_is_prefilled_that_nobody_can_decode() -> None:
+    """Without a decode worker a prompt is not placed for prefill either."""
+    router = await harness(announced("p0", "prefill"))
+    with pytest.raises(Unavailable, match="decode"):
+        await router.actor.receive(PlacePrefill(ids=PROMPT))
+
+
+async def test_a_restarted_worker_is_asked_at_once() -> None:
+    """The same instance under a new address is a new worker, with nothing cached."""
+    router = await harness(announced("d0", "decode"))
+    placement = await router.actor.receive(PlaceDecode(ids=PROMPT))
+    await router.actor.receive(Failed(placement=placement, dead=True))
+    await router.change(announced("d0", "decode", address="d0:2"))
+    again = await router.actor.receive(PlaceDecode(ids=PROMPT))
+    assert again.address == "d0:2"
+    assert again.worker.cached.tokens == 0
+
+
+async def test_a_refusal_is_not_a_death() -> None:
+    """A worker that answers with an error of ours is asked again at once."""
+    router = await harness(announced("p0", "prefill"), DECODE)
+    placement = await router.actor.receive(PlacePrefill(ids=PROMPT))
+    await router.actor.receive(Failed(placement=placement, dead=False))
+    assert (await router.actor.receive(PlacePrefill(ids=PROMPT))).instance_id == "p0"
+
+
+async def test_the_line_is_bounded_and_moves() -> None:
+    """Beyond capacity requests wait, beyond the limit they are refused; a leaver lets one in."""
+    router = await harness(announced("d0", "decode", capacity="1"), queue_limit=2)
+    admitted = [await router.actor.receive(Admit()) for _ in range(MIN_ADMITTED)]
+    waiting = [await router.actor.receive(Admit()) for _ in range(2)]
+    assert all(one.granted.done() for one in admitted)
+    assert not any(one.granted.done() for one in waiting)
+    with pytest.raises(ResourceExhausted) as refused:
+        await router.actor.receive(Admit())
+    assert refused.value.retry_after_s is not None
+    await router.actor.receive(Leave(admission=admitted[0]))
+    assert waiting[0].granted.done()
+    assert not waiting[1].granted.done()
+
+
+async def test_who_leaves_the_line_takes_no_place() -> None:
+    """A caller that gave up while waiting neither blocks the line nor holds a slot."""
+    router = await harness(announced("d0", "decode", capacity="1"))
+    admitted = [await router.actor.receive(Admit()) for _ in range(MIN_ADMITTED)]
+    gave_up = await router.actor.receive(Admit())
+    waiting = await router.actor.receive(Admit())
+    gave_up.granted.cancel()
+    await router.actor.receive(Leave(admission=gave_up))
+    await router.actor.receive(Leave(admission=admitted[0]))
+    assert waiting.granted.done()
+
+
+async def test_more_decode_capacity_lets_more_in() -> None:
+    """A decode worker that joins serves those who wait."""
+    small = announced("d0", "decode", capacity="1")
+    router = await harness(small, queue_limit=100)
+    admissions = [await router.actor.receive(Admit()) for _ in range(40)]
+    assert sum(one.granted.done() for one in admissions) == MIN_ADMITTED
+    await router.change(small, announced("d1", "decode", capacity="100"))
+    assert all(one.granted.done() for one in admissions)
+
+
+async def test_the_report_counts_what_went_through() -> None:
+    """Versions, load, computed and cached tokens, and tokens per second over the window."""
+    router = await harness(
+        announced("p0", "prefill", version=3), announced("d0", "decode", version=2)
+    )
+    placement = await router.actor.receive(PlacePrefill(ids=PROMPT))
+    await router.actor.receive(
+        Prefilled(placement=placement, ids=PROMPT, cached_tokens=32, prefill_s=0.01)
+    )
+    await router.actor.receive(PlaceDecode(ids=PROMPT))
+    await router.actor.receive(Sampled(tokens=50))
+    router.clock.now_s += 5
+    await router.actor.receive(Sampled(tokens=50))
+    report = await router.actor.receive(Report())
+    assert report.weight_version == 2
+    assert report.sampled_tokens == 100
+    assert report.sampled_tokens_per_s == 10
+    prefill, decode = report.workers
+    assert (prefill.computed_tokens, prefill.cached_tokens) == (8, 32)
+    assert (decode.running, decode.queued) == (1, 0)
+    router.clock.now_s += 60
+    assert (await router.actor.receive(Report())).sampled_tokens_per_s == 0
+
+
+def test_new_weights_empty_what_a_worker_is_thought_to_cache() -> None:
+    """The worker emptied its cache with the swap; the router must not count on it."""
+    fleet = Fleet()
+    fleet.update([announced("p0", "prefill", version=1)])
+    worker = fleet.workers["p0"]
+    worker.cached.insert(PROMPT)
+    fleet.update([announced("p0", "prefill", version=2)])
+    assert fleet.workers["p0"] is worker
+    assert worker.cached.tokens == 0
+
+
+def test_a_worker_that_left_is_reported_once() -> None:
+    """It is gone from the fleet, and an unchanged fleet reports nothing."""
+    fleet = Fleet()
+    fleet.update([announced("p0", "prefill"), announced("d0", "decode")])
+    gone = fleet.update([announced("d0", "decode")])
+    assert [worker.instance_id for worker in gone] == ["p0"]
+    assert fleet.update([announced("d0", "decode")]) == []
+    with pytest.raises(Unavailable, match="prefill"):
+        fleet.place("prefill", PROMPT, now_s=0)

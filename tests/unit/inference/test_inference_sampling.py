@@ -1,0 +1,140 @@
+"""Drawing tokens: the distribution, its cuts, the log-probs and the random stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forge.rl.sampling import SampledBatch, sample, uniforms
+
+
+def draw(
+    logits: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seeds: Any = None,
+) -> SampledBatch:
+    rows = len(logits)
+    return sample(
+        logits,
+        temperature_B=torch.full((rows,), temperature),
+        top_p_B=torch.full((rows,), top_p),
+        top_k_B=torch.full((rows,), top_k),
+        uniform_B=uniforms(seeds or range(rows), [0] * rows),
+    )
+
+
+def kept_by_definition(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """The distribution after the cuts, written down naively for one row."""
+    order = logits.argsort(descending=True)
+    if top_k:
+        order = order[:top_k]
+    probs = logits[order].softmax(-1)
+    before = probs.cumsum(-1) - probs
+    order = order[before < top_p]
+    kept = torch.full_like(logits, -torch.inf)
+    kept[order] = logits[order]
+    return kept.log_softmax(-1)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 256, 1000])
+def test_frequencies_are_the_probabilities(vocabulary: int) -> None:
+    """Over 40,000 draws each token comes as often as its probability says, within 5 sigma."""
+    torch.manual_seed(0)
+    logits = torch.randn(vocabulary) * 2
+    drawn = draw(logits.expand(40_000, -1))
+    counts = torch.bincount(drawn.ids, minlength=vocabulary)
+    expected = logits.softmax(-1) * 40_000
+    sigma = expected.sqrt().clamp(min=1)
+    assert ((counts - expected).abs() < 5 * sigma).all()
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (0, 0.3), (7, 1.0), (7, 0.8), (1, 1.0)])
+def test_cuts_keep_what_their_definition_keeps(top_k: int, top_p: float) -> None:
+    """Only tokens within the cuts are drawn, with the renormalised log-prob; V over the guess."""
+    torch.manual_seed(1)
+    logits = torch.randn(700)
+    expected = kept_by_definition(logits, top_k, top_p)
+    drawn = draw(logits.expand(3000, -1), top_k=top_k, top_p=top_p)
+    assert torch.allclose(drawn.logprobs, expected[drawn.ids], atol=1e-5)
+    assert drawn.logprobs.isfinite().all()
+
+
+def test_rows_keep_their_own_settings() -> None:
+    """Greedy, cut and free rows of one batch do not touch each other."""
+    torch.manual_seed(2)
+    logits = torch.randn(3, 50)
+    drawn = sample(
+        logits,
+        temperature_B=torch.tensor([0.0, 0.5, 1.0]),
+        top_p_B=torch.tensor([1.0, 0.6, 1.0]),
+        top_k_B=torch.tensor([0, 10, 0]),
+        uniform_B=uniforms([1, 2, 3], [0, 0, 0]),
+    )
+    assert drawn.ids[0] == logits[0].argmax()
+    assert drawn.logprobs[0] == 0
+    cut = kept_by_definition(logits[1] / 0.5, 10, 0.6)
+    assert drawn.logprobs[1] == pytest.approx(cut[drawn.ids[1]].item(), abs=1e-5)
+    free = logits[2].log_softmax(-1)
+    assert drawn.logprobs[2] == pytest.approx(free[drawn.ids[2]].item(), abs=1e-6)
+
+
+def test_greedy_takes_the_likeliest_with_log_prob_zero() -> None:
+    """At temperature 0 nothing else could have been drawn."""
+    logits = torch.randn(8, 30)
+    drawn = draw(logits, temperature=0)
+    assert torch.equal(drawn.ids, logits.argmax(-1))
+    assert (drawn.logprobs == 0).all()
+
+
+def test_impossible_tokens_are_never_drawn() -> None:
+    """Tokens of probability zero at either end and in between, for draws at the very edges."""
+    logits = torch.full((1, 600), -torch.inf)
+    logits[0, [3, 301, 302]] = 0.0
+    edges = torch.tensor([0.0, 1 / 3, 2 / 3, 1 - 2**-24])
+    drawn = sample(
+        logits.expand(4, -1),
+        temperature_B=torch.ones(4),
+        top_p_B=torch.ones(4),
+        top_k_B=torch.zeros(4),
+        uniform_B=edges,
+    )
+    assert set(drawn.ids.tolist()) <= {3, 301, 302}
+    assert drawn.logprobs.isfinite().all()
+
+
+def test_broken_logits_show_in_the_log_prob() -> None:
+    """A row of NaN gives no finite log-prob, greedy or not, so that whoever draws can tell."""
+    logits = torch.full((2, 10), torch.nan)
+    drawn = sample(
+        logits,
+        temperature_B=torch.tensor([0.0, 1.0]),
+        top_p_B=torch.ones(2),
+        top_k_B=torch.zeros(2),
+        uniform_B=torch.zeros(2),
+    )
+    assert not drawn.logprobs.isfinite().any()
+
+
+def test_draws_depend_on_seed_and_position_alone() -> None:
+    """The same pair gives the same number in any batch; a neighbouring pair another one."""
+    alone = uniforms([7], [12])
+    among = uniforms([1, 7, 2**64 - 1], [3, 12, 12])
+    assert among[1] == alone[0]
+    assert len({*uniforms([7, 7, 8], [12, 13, 12]).tolist()}) == 3
+
+
+def test_draws_are_uniform() -> None:
+    """Consecutive positions and consecutive seeds both fill [0, 1) evenly."""
+    for seeds, positions in (([5] * 20_000, range(20_000)), (range(20_000), [5] * 20_000)):
+        numbers = uniforms(list(seeds), list(positions)).numpy()
+        assert numbers.min() >= 0
+        assert numbers.max() < 1
+        counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
+        assert abs(counts - 1000).max() < 5 * np.sqrt(1000)
+        assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03

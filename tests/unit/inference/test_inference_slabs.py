@@ -1,0 +1,92 @@
+"""Slabs: what is written for a sequence stays its own, however others come, grow and go."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from services.inference.engines.embedded.policy import KvShape
+from services.inference.engines.embedded.slabs import SlabRow, Slabs
+
+SHAPE = KvShape(
+    layers=2, windowed=False, heads=2, head_size=4, dtype=torch.float32, device=torch.device("cpu")
+)
+CONTEXT = 1024
+
+
+def slabs(capacity_tokens: int = 1 << 20) -> Slabs[SlabRow]:
+    return Slabs(SHAPE, context_tokens=CONTEXT, capacity_bytes=capacity_tokens * SHAPE.token_bytes)
+
+
+def write(row: SlabRow, mark: float) -> None:
+    row.slab.kv(row)[:, :, :, : row.tokens] = mark
+
+
+def holds(row: SlabRow, mark: float) -> bool:
+    return bool((row.slab.kv(row)[:, :, :, : row.tokens] == mark).all())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_sequence_ever_loses_or_mixes_its_contents(seed: int) -> None:
+    """Through 400 random joins, growths and leaves every row reads what was written to it."""
+    rng = random.Random(seed)
+    all_slabs = slabs()
+    marks: dict[SlabRow, float] = {}
+    for step in range(400):
+        if rng.random() < 0.4 or not marks:
+            row = SlabRow()
+            tokens = rng.randint(1, 600)
+            expected = tokens + rng.randint(1, 300)
+            assert all_slabs.add(row, tokens=tokens, expected_tokens=expected)
+            marks[row] = float(step)
+            write(row, marks[row])
+        elif rng.random() < 0.6:
+            row = rng.choice(list(marks))
+            grown = min(CONTEXT, row.tokens + rng.randint(1, 300))
+            while row.tokens < grown:
+                assert all_slabs.promote(row)
+                row.tokens = min(grown, row.slab.class_tokens)
+                write(row, marks[row])
+        else:
+            row = rng.choice(list(marks))
+            all_slabs.remove(row)
+            del marks[row]
+        assert all(holds(row, mark) for row, mark in marks.items())
+        assert set(all_slabs) == set(marks)
+    for row in list(marks):
+        all_slabs.remove(row)
+    assert all_slabs.bytes == 0
+
+
+def test_the_byte_bound_holds() -> None:
+    """Joins are refused once memory is full; leaving makes room again."""
+    small = slabs(capacity_tokens=4 * 256)
+    rows = [SlabRow() for _ in range(5)]
+    placed = [small.add(row, tokens=10, expected_tokens=200) for row in rows]
+    assert placed == [True] * 4 + [False]
+    small.remove(rows[0])
+    assert small.add(rows[4], tokens=10, expected_tokens=200)
+    assert small.bytes <= 4 * 256 * SHAPE.token_bytes
+
+
+def test_a_long_expectation_is_no_reason_to_refuse() -> None:
+    """A sequence that may get long starts in a small class when only that has room."""
+    small = slabs(capacity_tokens=64)
+    row = SlabRow()
+    assert small.add(row, tokens=10, expected_tokens=1000)
+    row.tokens = 64
+    assert not small.promote(row)
+
+
+def test_unused_rows_of_one_class_make_room_for_another() -> None:
+    """Rows that nobody uses are given back before a join is refused."""
+    small = slabs(capacity_tokens=4 * 256 + 512)
+    short = [SlabRow() for _ in range(4)]
+    for row in short:
+        small.add(row, tokens=10, expected_tokens=200)
+    for row in short[1:]:
+        small.remove(row)
+    long = [SlabRow() for _ in range(2)]
+    assert all(small.add(row, tokens=300, expected_tokens=300) for row in long)

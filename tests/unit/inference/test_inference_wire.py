@@ -1,0 +1,131 @@
+"""What the edge accepts, what it says when it does not, and what travels."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.core.errors import ConfigError, InvalidArgument
+from forge.runtime.rpc.chunks import CHUNK_BYTES, Joiner
+from forge.v1.common_pb2 import SampledTokens, SamplingParams
+from services.inference import wire
+from services.inference.engines.base import KvSpan, ModelLimits, NamedTensor, Tokens
+from services.inference.limits import read_limits
+
+LIMITS = ModelLimits(context_tokens=8, vocabulary=10)
+
+
+def ids(*tokens: int) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("prompt_ids", "sampling", "words"),
+    [
+        (b"", {}, ("prompt_ids", "empty")),
+        (b"\0\0\0", {}, ("prompt_ids", "3 bytes")),
+        (ids(*[1] * 8), {}, ("8 tokens", "context of 8", "at most 7")),
+        (ids(10), {}, ("token 10", "0 to 9")),
+        (ids(-1), {}, ("token -1", "0 to 9")),
+        (ids(1), {"max_tokens": 0}, ("sampling.max_tokens = 0",)),
+        (ids(1), {"top_p": 0.0}, ("sampling.top_p = 0",)),
+        (ids(1), {"top_p": 1.5}, ("sampling.top_p = 1.5",)),
+        (ids(1), {"top_p": float("nan")}, ("sampling.top_p = nan",)),
+        (ids(1), {"temperature": -0.5}, ("sampling.temperature = -0.5",)),
+        (ids(1), {"temperature": float("inf")}, ("sampling.temperature = inf",)),
+    ],
+)
+def test_bad_input_is_named_with_its_value(
+    prompt_ids: bytes, sampling: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    """InvalidArgument says which field, which value and what is allowed."""
+    params = SamplingParams(**{"max_tokens": 4, **sampling})
+    with pytest.raises(InvalidArgument) as refused:
+        wire.read_prompt("r", prompt_ids, params, LIMITS, seed=0)
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_unset_sampling_means_the_distribution_that_is_trained() -> None:
+    """Temperature and top-p 1, every token allowed, and the seed given by the caller of read."""
+    sampling = wire.read_sampling(SamplingParams(max_tokens=4), seed=99)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
+    assert sampling.seed == 99
+
+
+def test_sampling_survives_the_way_to_a_worker() -> None:
+    """Every field, zero temperature and a 64-bit seed among them, reads back as written."""
+    params = SamplingParams(
+        temperature=0.0, top_p=0.5, top_k=3, max_tokens=9, stop_token_ids=[4, 2], seed=2**64 - 1
+    )
+    sampling = wire.read_sampling(params, seed=0)
+    assert wire.read_sampling(wire.write_sampling(sampling), seed=0) == sampling
+    assert sampling.seed == 2**64 - 1
+
+
+def test_tokens_survive_the_way() -> None:
+    """Columns read back as written, and parts join in order."""
+    tokens = Tokens(ids=(3, 1), logprobs=(-0.5, -0.25), versions=(7, 8))
+    message = wire.write_tokens(tokens)
+    assert wire.read_tokens(message) == tokens
+    doubled = wire.read_tokens(wire.joined([message, message]))
+    assert doubled.ids == (3, 1, 3, 1)
+
+
+def test_columns_of_different_length_are_refused() -> None:
+    """A token without its log-prob is never taken in."""
+    with pytest.raises(InvalidArgument, match="disagree"):
+        wire.read_tokens(SampledTokens(ids=ids(1, 2), logprobs=b"\0" * 4, weight_versions=ids(1)))
+
+
+def test_spans_and_tensors_survive_chunking() -> None:
+    """More than one chunk's worth comes out whole, at most 1 MiB at a time."""
+    data = bytes(range(256)) * (CHUNK_BYTES // 128)
+    span = KvSpan(
+        from_token=3,
+        tokens=2,
+        version=5,
+        dtype="uint8",
+        shape=(1, 2, 1, 2, len(data) // 4),
+        data=data,
+    )
+    joiner = Joiner()
+    wholes = [whole for chunk in wire.write_span(span) if (whole := joiner.add(chunk)) is not None]
+    assert [wire.read_span(whole) for whole in wholes] == [span]
+    tensor = NamedTensor(name="w", dtype="uint8", shape=(len(data),), data=data)
+    wholes = [whole for chunk in wire.write_tensor(tensor) if (whole := joiner.add(chunk))]
+    assert [wire.read_tensor(whole) for whole in wholes] == [tensor]
+
+
+def test_limits_come_from_the_models_config(tmp_path: Path) -> None:
+    """Its own context unless a shorter one is set; a text_config counts before the rest."""
+    config = {"vocab_size": 50, "text_config": {"max_position_embeddings": 64, "vocab_size": 60}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_limits(str(tmp_path), context_tokens=0) == ModelLimits(
+        context_tokens=64, vocabulary=60
+    )
+    assert read_limits(str(tmp_path), context_tokens=32).context_tokens == 32
+    assert read_limits(str(tmp_path), context_tokens=128).context_tokens == 64
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}", '{"vocab_size": 5}'])
+def test_a_folder_without_a_usable_config_is_an_error(tmp_path: Path, content: str | None) -> None:
+    """ConfigError names model_path and what is wrong with it."""
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match="model_path"):
+        read_limits(str(tmp_path), context_tokens=0)
+
+
+def test_a_router_imports_no_torch() -> None:
+    """Its host has none installed."""
+    code = (
+        "import sys, services.inference.app, services.inference.router.role;"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

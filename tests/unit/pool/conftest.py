@@ -1,0 +1,31 @@
+"""A store in a fresh directory, and the commands its tests give it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.pool.store import PoolStore
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Iterator[Callable[..., PoolStore]]:
+    """Opens a store in the test's directory, closing the one opened before."""
+    opened: list[PoolStore] = []
+
+    def open_(**settings: object) -> PoolStore:
+        while opened:
+            opened.pop().close()
+        opened.append(PoolStore(tmp_path / "shard", **settings))
+        return opened[0]
+
+    yield open_
+    while opened:
+        opened.pop().close()
+
+
+@pytest.fixture
+def store(open_store: Callable[..., PoolStore]) -> PoolStore:
+    return open_store(shard="s0")

@@ -1,0 +1,215 @@
+"""The files of a shard: growth, a full disk, damage, and who may open them."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
+from forge.core.trajectory import parse_trajectory_id
+from forge.v1 import common_pb2
+from services.pool import validation
+from services.pool.commands import AppendTurns, PutGroups
+from services.pool.environment import SCHEMA_VERSION, Environment
+from services.pool.records import Table
+from services.pool.store import PoolStore
+from tests.support.pool_records import damage, make_group, make_turn
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def turn_of(index: int, size_bytes: int = 16 * KIB) -> common_pb2.Turn:
+    return make_turn(f"task:{index}:0", messages_json=chr(97 + index % 26) * size_bytes)
+
+
+def append(store: PoolStore, *turns: common_pb2.Turn) -> None:
+    new = tuple(validation.new_turn(turn.SerializeToString()) for turn in turns)
+    (answer,) = store.commit([AppendTurns(turns=new)])
+    if isinstance(answer, Exception):
+        raise answer
+    assert all(refused is None for refused in answer)
+
+
+def fetch(store: PoolStore, trajectory_id: str) -> common_pb2.Trajectory:
+    (stored,) = store.trajectories([parse_trajectory_id(trajectory_id)])
+    return common_pb2.Trajectory.FromString(stored)
+
+
+def stored_turns(store: PoolStore, count: int) -> list[common_pb2.Turn]:
+    return [fetch(store, f"task:{index}:0").turns[0] for index in range(count)]
+
+
+def test_the_map_grows_on_demand(open_store):
+    """Data eight times the first map size is taken, and a reopened shard has all of it."""
+    store = open_store(map_bytes=MIB)
+    for index in range(8):
+        append(store, turn_of(index, MIB))
+    assert store.stats().map_bytes >= 8 * MIB
+    assert stored_turns(open_store(map_bytes=MIB), 8) == [turn_of(i, MIB) for i in range(8)]
+
+
+def test_a_turn_bigger_than_the_map_is_taken(open_store):
+    """The map doubles as often as one commit needs."""
+    store = open_store(map_bytes=MIB)
+    append(store, turn_of(0, 10 * MIB))
+    assert fetch(store, "task:0:0").turns == [turn_of(0, 10 * MIB)]
+
+
+def test_readers_go_on_while_the_map_grows(open_store):
+    """Reads running all the time see whole, correct trajectories across every growth."""
+    store = open_store(map_bytes=MIB)
+    append(store, turn_of(0))
+    done = threading.Event()
+    wrong: list[object] = []
+
+    def read() -> None:
+        while not done.is_set():
+            try:
+                if fetch(store, "task:0:0").turns != [turn_of(0)]:
+                    wrong.append("other content")
+            except Exception as error:
+                wrong.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for index in range(1, 200):
+        append(store, turn_of(index, 64 * KIB))
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert wrong == []
+    assert store.stats().map_bytes >= 8 * MIB
+
+
+def test_a_shard_at_its_ceiling_refuses_and_keeps(open_store):
+    """At map_max_bytes turns are RESOURCE_EXHAUSTED, what was stored is whole, and a higher
+    ceiling takes the same turn."""
+    store = open_store(map_bytes=MIB, map_max_bytes=2 * MIB)
+    append(store, turn_of(0))
+    with pytest.raises(ResourceExhausted, match="map_max_bytes 2097152"):
+        append(store, turn_of(1, 4 * MIB))
+    assert fetch(store, "task:0:0").turns == [turn_of(0)]
+    store = open_store(map_bytes=MIB, map_max_bytes=64 * MIB)
+    append(store, turn_of(1, 4 * MIB))
+    assert fetch(store, "task:1:0").turns == [turn_of(1, 4 * MIB)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallDisk:
+    path: Path
+    grow: Callable[[], object]
+
+
+@contextmanager
+def small_mount(path: Path) -> Iterator[SmallDisk]:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting needs privileges this process lacks")
+    more = ["mount", "-o", "remount,size=64m", str(path)]
+    yield SmallDisk(path=path, grow=lambda: subprocess.run(more, check=True))
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@contextmanager
+def small_files(path: Path) -> Iterator[SmallDisk]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB, limits[1]))
+    lift = partial(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+    yield SmallDisk(path=path, grow=lift)
+    lift()
+
+
+@pytest.fixture(params=[small_mount, small_files])
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SmallDisk]:
+    """A place that really runs out of room after 4 MiB, and can be given more."""
+    with request.param(tmp_path) as disk:
+        yield disk
+
+
+def test_a_full_disk_loses_nothing_and_recovers(small_disk):
+    """When the disk is full every append is RESOURCE_EXHAUSTED, every acknowledged turn stays
+    readable, also after a restart, and with room again appends go on."""
+    store = PoolStore(small_disk.path / "shard")
+    acknowledged = 0
+    with pytest.raises(ResourceExhausted, match="nothing of it is stored"):
+        while True:
+            append(store, turn_of(acknowledged, 100 * KIB))
+            acknowledged += 1
+    assert acknowledged > 10
+    for _ in range(3):
+        with pytest.raises(ResourceExhausted):
+            append(store, turn_of(acknowledged, MIB))
+    expected = [turn_of(i, 100 * KIB) for i in range(acknowledged)]
+    assert stored_turns(store, acknowledged) == expected
+    store.close()
+    store = PoolStore(small_disk.path / "shard")
+    assert stored_turns(store, acknowledged) == expected
+    small_disk.grow()
+    append(store, turn_of(acknowledged, MIB))
+    assert stored_turns(store, acknowledged) == expected
+    assert fetch(store, f"task:{acknowledged}:0").turns == [turn_of(acknowledged, MIB)]
+    store.close()
+
+
+def test_batch_states_find_room_when_turns_no_longer_do(open_store):
+    """Below the reserve turns are refused while groups and their states are still written."""
+    store = open_store(disk_reserve_bytes=1 << 62)
+    with pytest.raises(ResourceExhausted, match="disk_reserve_bytes"):
+        append(store, turn_of(0))
+    assert store.commit([PutGroups(groups=(make_group(),), fence=1)]) == [None]
+
+
+def test_a_damaged_turn_is_data_loss_and_its_neighbours_are_not(open_store, tmp_path):
+    """One flipped byte on disk makes one trajectory unreadable, by name, and no other."""
+    store = open_store()
+    append(store, make_turn("t:0:0", messages_json="NEEDLE"), make_turn("t:1:0"))
+    store.close()
+    damage(tmp_path / "shard", b"NEEDLE")
+    store = PoolStore(tmp_path / "shard")
+    with pytest.raises(DataLoss, match=r"record b't:.*' in turns"):
+        fetch(store, "t:0:0")
+    assert len(fetch(store, "t:1:0").turns) == 1
+    store.close()
+
+
+def test_another_schema_version_is_refused_with_both_numbers(tmp_path):
+    """A shard of another schema is left alone, and the message tells what to do."""
+    settings = {"map_bytes": MIB, "map_max_bytes": MIB, "max_readers": 4}
+    environment = Environment(tmp_path, **settings)
+    environment.write(lambda records: records.put(Table.META, b"schema_version", b"999"))
+    environment.close()
+    with pytest.raises(ConfigError, match=f"version 999.*version {SCHEMA_VERSION}"):
+        Environment(tmp_path, **settings)
+
+
+def test_a_second_instance_is_kept_out(open_store, tmp_path):
+    """A data directory in use is refused in one line, and free again once it is closed."""
+    store = open_store()
+    with pytest.raises(ConfigError, match="in use by another pool instance"):
+        PoolStore(tmp_path / "shard")
+    store.close()
+    PoolStore(tmp_path / "shard").close()
+
+
+def test_a_file_that_is_no_shard_is_refused(tmp_path):
+    """Garbage in place of the data is DATA_LOSS, never overwritten."""
+    (tmp_path / "data.mdb").write_bytes(b"not a database" * 1000)
+    with pytest.raises(DataLoss, match="no pool shard"):
+        PoolStore(tmp_path)
+    assert (tmp_path / "data.mdb").read_bytes().startswith(b"not a database")
+
+
+def test_an_unusable_directory_is_refused(tmp_path):
+    """A path that cannot be a directory is a configuration error that names it."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"data_dir .*file/shard"):
+        PoolStore(tmp_path / "file" / "shard")

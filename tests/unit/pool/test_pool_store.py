@@ -1,0 +1,357 @@
+"""The rules of the store: idempotence, seals, fences, order."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge.core.errors import (
+    ConfigError,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    StaleFence,
+)
+from forge.core.trajectory import parse_trajectory_id
+from forge.v1 import common_pb2, pool_pb2
+from services.pool import validation
+from services.pool.commands import AppendTurns
+from services.pool.store import PoolStore
+from tests.support.pool_records import make_group, make_reward, make_turn
+
+SEALED = common_pb2.TRAJECTORY_STATE_SEALED
+ABANDONED = common_pb2.TRAJECTORY_STATE_ABANDONED
+
+
+def commit(store: PoolStore, command):
+    """The answer to one command; raises the error it was refused with."""
+    (answer,) = store.commit([command])
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def append(store: PoolStore, *turns: common_pb2.Turn) -> None:
+    new = tuple(validation.new_turn(turn.SerializeToString()) for turn in turns)
+    for refused in commit(store, AppendTurns(turns=new)):
+        if refused is not None:
+            raise refused
+
+
+def seal(store: PoolStore, trajectory_id="task:0:0", *, turns=1, state=SEALED, rewards=(), **more):
+    request = pool_pb2.SealTrajectoryRequest(
+        trajectory_id=trajectory_id,
+        domain="code",
+        turns=turns,
+        state=state,
+        rewards=rewards,
+        **more,
+    )
+    return commit(store, validation.seal_trajectory(request, now_unix_s=100.0))
+
+
+def reward(store: PoolStore, *rewards: common_pb2.RewardEvent, trajectory_id="task:0:0") -> None:
+    request = pool_pb2.AppendRewardsRequest(trajectory_id=trajectory_id, rewards=rewards)
+    commit(store, validation.append_rewards(request))
+
+
+def put_groups(store: PoolStore, *groups: common_pb2.GroupRecord, fence=1) -> None:
+    request = pool_pb2.PutGroupsRequest(groups=groups, fence=fence)
+    commit(store, validation.put_groups(request, shard=store.shard))
+
+
+def set_states(store: PoolStore, *changes, fence=1) -> None:
+    request = pool_pb2.SetGroupStatesRequest(changes=changes, fence=fence)
+    commit(store, validation.set_group_states(request))
+
+
+def change(task_id, state, **more) -> pool_pb2.SetGroupStatesRequest.Change:
+    return pool_pb2.SetGroupStatesRequest.Change(task_id=task_id, state=state, **more)
+
+
+def fetch(store: PoolStore, trajectory_id="task:0:0") -> common_pb2.Trajectory:
+    (stored,) = store.trajectories([parse_trajectory_id(trajectory_id)])
+    return common_pb2.Trajectory.FromString(stored)
+
+
+def summary(store: PoolStore, trajectory_id="task:0:0") -> common_pb2.TrajectorySummary:
+    (found,) = store.summaries([parse_trajectory_id(trajectory_id)])
+    return found
+
+
+def queued(store: PoolStore) -> list[str]:
+    return [response.group.task.task_id for response in store.groups().groups]
+
+
+def test_a_trajectory_is_read_back_as_it_was_written(store):
+    """Turns, rewards and header come back equal, turns in order however they came in."""
+    turns = [
+        make_turn(index=0),
+        make_turn(index=1, prefix=5),
+        make_turn(index=2, parent=0, prefix=2),
+    ]
+    append(store, turns[2], turns[0])
+    append(store, turns[1])
+    seal(store, turns=3, rewards=[make_reward("b"), make_reward("a", 0.5, turn_index=1)])
+    assert fetch(store) == common_pb2.Trajectory(
+        trajectory_id="task:0:0",
+        task_id="task",
+        domain="code",
+        state=SEALED,
+        turns=turns,
+        rewards=[make_reward("a", 0.5, turn_index=1), make_reward("b")],
+        sealed_unix_s=100.0,
+    )
+
+
+def test_the_first_turn_opens_its_trajectory(store):
+    """A trajectory nobody announced is open from its first turn on, and can be summarised."""
+    append(store, make_turn(version=7))
+    assert summary(store) == common_pb2.TrajectorySummary(
+        trajectory_id="task:0:0",
+        task_id="task",
+        state=common_pb2.TRAJECTORY_STATE_OPEN,
+        turns=1,
+        sampled_tokens=2,
+        min_weight_version=7,
+        max_weight_version=7,
+    )
+
+
+def test_the_same_turn_again_changes_nothing(store):
+    """A resent turn is acknowledged, even after the seal, and stored once."""
+    append(store, make_turn())
+    append(store, make_turn(), make_turn())
+    seal(store)
+    append(store, make_turn())
+    assert len(fetch(store).turns) == 1
+
+
+def test_a_turn_serialised_differently_is_the_same_turn(store):
+    """Content decides, not bytes: a sender whose library orders fields otherwise may resend."""
+    whole = make_turn()
+    first = common_pb2.Turn(trajectory_id=whole.trajectory_id)
+    rest = make_turn()
+    rest.ClearField("trajectory_id")
+    reordered = rest.SerializeToString() + first.SerializeToString()
+    append(store, whole)
+    (answer,) = store.commit([AppendTurns(turns=(validation.new_turn(reordered),))])
+    assert answer == (None,)
+
+
+def test_another_turn_under_the_same_index_is_refused(store):
+    """What is stored stays; the message names the turn."""
+    append(store, make_turn(sampled=(4, 5)))
+    with pytest.raises(InvalidArgument, match=r"turn 0 of task:0:0 .* other content"):
+        append(store, make_turn(sampled=(4, 6)))
+    assert fetch(store).turns == [make_turn(sampled=(4, 5))]
+
+
+def test_one_refused_turn_does_not_hold_up_its_neighbours(store):
+    """In one commit every turn has its own outcome."""
+    append(store, make_turn(index=0))
+    new = [make_turn(index=0, sampled=(9,)), make_turn(index=1, prefix=5)]
+    command = AppendTurns(turns=tuple(validation.new_turn(t.SerializeToString()) for t in new))
+    refused, accepted = commit(store, command)
+    assert isinstance(refused, InvalidArgument)
+    assert accepted is None
+    assert len(fetch(store).turns) == 2
+
+
+@pytest.mark.parametrize("state", [SEALED, ABANDONED])
+def test_a_closed_trajectory_takes_no_turn(store, state):
+    """After the seal a new turn is FAILED_PRECONDITION and nothing is stored."""
+    append(store, make_turn(index=0))
+    seal(store, state=state)
+    with pytest.raises(FailedPrecondition, match="takes no turn 1"):
+        append(store, make_turn(index=1))
+    assert len(fetch(store).turns) == 1
+
+
+def test_a_seal_counts_what_it_closes(store):
+    """The summary adds up sampled tokens and the range of weight versions."""
+    append(store, make_turn(index=0, version=3), make_turn(index=1, prefix=5, version=5))
+    sealed = seal(store, turns=2, rewards=[make_reward()])
+    assert (sealed.turns, sealed.sampled_tokens) == (2, 4)
+    assert (sealed.min_weight_version, sealed.max_weight_version) == (3, 5)
+    assert sealed.rewards == [make_reward()]
+    assert sealed == summary(store)
+
+
+def test_a_repeated_seal_gives_the_same_summary(store):
+    """A retry whose first answer was lost gets that answer."""
+    append(store, make_turn())
+    first = seal(store, rewards=[make_reward()])
+    assert seal(store, rewards=[make_reward()]) == first
+
+
+def test_a_seal_names_the_turns_that_have_not_arrived(store):
+    """Sealing early is FAILED_PRECONDITION, leaves the trajectory open, and says what to resend."""
+    append(store, make_turn(index=1))
+    with pytest.raises(FailedPrecondition, match="lacks 2 of its 3 turns: 0, 2"):
+        seal(store, turns=3)
+    assert summary(store).state == common_pb2.TRAJECTORY_STATE_OPEN
+
+
+def test_a_seal_with_fewer_turns_than_stored_is_refused(store):
+    """A writer that does not know of stored turns must not close the trajectory over them."""
+    append(store, make_turn(index=0), make_turn(index=1))
+    with pytest.raises(FailedPrecondition, match="2 turns stored, more than the 1"):
+        seal(store, turns=1)
+
+
+def test_a_seal_refuses_turns_that_form_no_tree(store):
+    """A prefix longer than the parent's sequence can spell no tokens, so it cannot be sealed."""
+    append(store, make_turn(index=0), make_turn(index=1, prefix=6))
+    with pytest.raises(InvalidArgument, match="prefix_tokens 6"):
+        seal(store, turns=2)
+
+
+def test_an_abandoned_trajectory_is_taken_as_it_is(store):
+    """Abandoning asks for no completeness, keeps the reason, and works before any turn."""
+    append(store, make_turn(index=1))
+    assert seal(store, turns=5, state=ABANDONED, reason="runner died").turns == 1
+    assert fetch(store).reason == "runner died"
+    assert seal(store, "task:1:0", turns=0, state=ABANDONED).state == ABANDONED
+
+
+def test_a_seal_is_final(store):
+    """What was sealed cannot be abandoned, nor sealed with another count."""
+    append(store, make_turn())
+    seal(store)
+    with pytest.raises(FailedPrecondition, match="is sealed with 1 turns"):
+        seal(store, state=ABANDONED)
+    with pytest.raises(FailedPrecondition, match="cannot become sealed with 2"):
+        seal(store, turns=2)
+
+
+def test_rewards_are_kept_once_by_event_id(store):
+    """The first value under an event id stays, before and after the seal."""
+    reward(store, make_reward("early", 0.25))
+    append(store, make_turn())
+    seal(store, rewards=[make_reward("early", 0.75), make_reward("at-seal")])
+    reward(store, make_reward("late"), make_reward("at-seal", 0.0))
+    assert {r.event_id: r.value for r in summary(store).rewards} == {
+        "early": 0.25,
+        "at-seal": 1.0,
+        "late": 1.0,
+    }
+
+
+def test_a_reward_for_a_turn_that_does_not_exist_is_refused(store):
+    """At the seal and after it, a credited turn must be one of the trajectory's."""
+    append(store, make_turn())
+    with pytest.raises(InvalidArgument, match="turn_index 1"):
+        seal(store, rewards=[make_reward(turn_index=1)])
+    seal(store)
+    with pytest.raises(InvalidArgument, match="turn_index 1"):
+        reward(store, make_reward(turn_index=1))
+
+
+def test_groups_are_listed_in_queue_order_with_their_trajectories(store):
+    """Order is by purpose and queue index; each group carries its own trajectories only."""
+    append(
+        store, make_turn("t10:1:0"), make_turn("t1:0:0"), make_turn("t10:0:2"), make_turn("t:0:0")
+    )
+    evaluation = make_group("t", 0, purpose=common_pb2.PURPOSE_EVAL)
+    put_groups(store, make_group("t10", 256), make_group("t1", 2), evaluation)
+    listed = store.groups().groups
+    assert [response.group.task.task_id for response in listed] == ["t1", "t10", "t"]
+    assert [t.trajectory_id for t in listed[1].trajectories] == ["t10:0:2", "t10:1:0"]
+    assert listed[0].group.state == common_pb2.GROUP_STATE_PENDING
+    assert listed[0].group.pool_shard == "s0"
+
+
+def test_pages_of_groups_add_up(store):
+    """Paging by count or by bytes visits every group once, in order."""
+    put_groups(store, *(make_group(f"t{index}", index) for index in range(10)))
+    for limits in ({"limit": 3}, {"limit_bytes": 1}):
+        found, after = [], b""
+        while not found or after:
+            page = store.groups(after=after, **limits)
+            found += [response.group.task.task_id for response in page.groups]
+            after = page.last_key
+        assert found == [f"t{index}" for index in range(10)]
+
+
+def test_a_group_is_put_once(store):
+    """Putting a group again leaves the record and its state as they are."""
+    put_groups(store, make_group(queue_index=1))
+    set_states(store, change("task", common_pb2.GROUP_STATE_TRAINED, batch_id="b", step=4))
+    put_groups(store, make_group(queue_index=9))
+    (only,) = store.groups().groups
+    assert only.group.queue_index == 1
+    assert (only.group.state, only.group.step) == (common_pb2.GROUP_STATE_TRAINED, 4)
+
+
+def test_a_state_replaces_the_one_before_it(store):
+    """Going back to pending, as a rewind does, leaves no batch and no step behind."""
+    put_groups(store, make_group())
+    set_states(store, change("task", common_pb2.GROUP_STATE_TRAINED, batch_id="b", step=4))
+    set_states(store, change("task", common_pb2.GROUP_STATE_PENDING))
+    (only,) = store.groups().groups
+    assert only.group == make_group_stored(common_pb2.GROUP_STATE_PENDING)
+
+
+def make_group_stored(state) -> common_pb2.GroupRecord:
+    group = make_group()
+    group.state = state
+    group.pool_shard = "s0"
+    return group
+
+
+def test_states_change_all_or_none(store):
+    """One unknown group refuses the whole request, by name."""
+    put_groups(store, make_group("known"))
+    with pytest.raises(NotFound, match="group unknown"):
+        set_states(
+            store,
+            change("known", common_pb2.GROUP_STATE_BATCHED),
+            change("unknown", common_pb2.GROUP_STATE_BATCHED),
+        )
+    (only,) = store.groups().groups
+    assert only.group.state == common_pb2.GROUP_STATE_PENDING
+
+
+def test_a_deposed_leader_is_refused_even_after_a_restart(store, open_store):
+    """The newest fence is durable: an older one writes no groups and no states, ever."""
+    put_groups(store, make_group("a"), fence=7)
+    store = open_store()
+    with pytest.raises(StaleFence, match="fence 6 is stale"):
+        put_groups(store, make_group("b"), fence=6)
+    with pytest.raises(StaleFence):
+        set_states(store, change("a", common_pb2.GROUP_STATE_TOMBSTONED), fence=6)
+    put_groups(store, make_group("c", 1), fence=7)
+    assert queued(store) == ["a", "c"]
+
+
+def test_a_put_of_no_groups_raises_the_fence(store):
+    """A new leader can shut its predecessor out before it scans."""
+    put_groups(store, fence=5)
+    with pytest.raises(StaleFence):
+        put_groups(store, make_group(), fence=4)
+
+
+def test_an_unknown_trajectory_is_not_found(store):
+    """A fetch names it; a listing of summaries leaves it out."""
+    with pytest.raises(NotFound, match="task:0:0"):
+        fetch(store)
+    assert store.summaries([parse_trajectory_id("task:0:0")]) == []
+
+
+def test_a_shard_keeps_its_name(open_store):
+    """A name is drawn once, kept with the data, and cannot be changed by a setting."""
+    name = open_store().shard
+    assert open_store().shard == name
+    assert open_store(shard=name).shard == name
+    with pytest.raises(ConfigError, match=rf"holds shard '{name}'"):
+        open_store(shard="other")
+
+
+def test_counts_follow_what_is_stored(store):
+    """Statistics count groups, trajectories and turns, and say how big the shard is."""
+    put_groups(store, make_group())
+    append(store, make_turn(), make_turn(index=1), make_turn("task:1:0"))
+    stats = store.stats()
+    assert (stats.pool_shard, stats.groups, stats.trajectories, stats.turns) == ("s0", 1, 2, 3)
+    assert 0 < stats.used_bytes <= stats.map_bytes
+    assert stats.disk_free_bytes > 0

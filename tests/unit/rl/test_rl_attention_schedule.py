@@ -1,0 +1,87 @@
+"""A schedule computes every ancestor of every token once, and nothing else."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.core.packing import Node, TreePlan, plan_trees
+from forge.rl import attention_schedule
+from forge.rl.attention_schedule import AttentionSchedule, schedule_attention
+from tests.support.rl_models import make_sample
+
+
+def ancestry(plan: TreePlan) -> torch.Tensor:
+    """[L, L]: is the key the query itself or an ancestor, by parent links alone."""
+    parents = list(range(-1, plan.tokens - 1))
+    for node in plan.nodes:
+        parents[node.start] = node.parent
+    seen = torch.zeros(plan.tokens, plan.tokens, dtype=torch.int)
+    for query in range(plan.tokens):
+        key = query
+        while key >= 0:
+            seen[query, key] += 1
+            key = parents[key]
+    return seen
+
+
+def coverage(schedule: AttentionSchedule) -> torch.Tensor:
+    """[L, L]: how often the calls compute each pair."""
+    seen = torch.zeros(schedule.tokens, schedule.tokens, dtype=torch.int)
+    for block in schedule.blocks:
+        span = slice(block.start, block.end)
+        size = block.end - block.start
+        causal = torch.ones(size, size, dtype=torch.bool).tril()
+        seen[span, span] += causal if block.causal else schedule.ancestry[block]
+    for start, end, subtree_end in schedule.slabs:
+        seen[end:subtree_end, start:end] += 1
+    return seen
+
+
+def plan_of(sequences: list[list[int]]) -> TreePlan:
+    rng = Random(0)
+    samples = [make_sample(ids, (1, len(ids)), rng=rng) for ids in sequences]
+    (plan,) = plan_trees(samples, token_budget=1 << 30)
+    return plan
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=12),
+    st.sampled_from([1, 30, 1000, 1 << 30]),
+    st.sampled_from([2, 192]),
+)
+def test_every_pair_is_computed_exactly_once(
+    sequences: list[list[int]], channels: int, chain_tokens: int
+) -> None:
+    """Whatever a call costs against a pair, the calls cover the ancestry and only that."""
+    plan = plan_of(sequences)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_schedule, "CALL_FLOPS", 6e4)
+        patch.setattr(attention_schedule, "CHAIN_TOKENS", chain_tokens)
+        schedule = schedule_attention(plan.nodes, channels=channels)
+    assert torch.equal(coverage(schedule), ancestry(plan))
+    assert [block.start for block in schedule.blocks] == [
+        0,
+        *(block.end for block in schedule.blocks[:-1]),
+    ]
+    assert schedule.depth == max(map(len, sequences))
+
+
+def test_a_bush_of_short_answers_is_one_call() -> None:
+    """Eight answers of two tokens under one prompt do not take seventeen calls."""
+    plan = plan_of([[9] * 4 + [token, token] for token in range(8)])
+    schedule = schedule_attention(plan.nodes, channels=256)
+    assert len(schedule.blocks) == 1 and not schedule.slabs
+
+
+def test_a_long_prompt_is_attended_in_full_slabs() -> None:
+    """Where masking would cost more than calls, nothing is masked."""
+    nodes = (Node(0, 1000, 3000, 0, -1), Node(1000, 2000, 2000, 1000, 999))
+    nodes += (Node(2000, 3000, 3000, 1000, 999),)
+    schedule = schedule_attention(nodes, channels=1024)
+    assert all(block.causal for block in schedule.blocks)
+    assert (0, 1000, 3000) in schedule.slabs

@@ -1,0 +1,154 @@
+"""The optimizer step: what it changes, what it refuses, and how it is repeated."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+
+from forge.core.errors import InvalidArgument
+from forge.core.packing import Sample
+from forge.core.trajectory import float32_bytes
+from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.policy import TreePolicy
+from tests.support.rl_models import make_sample, tiny_model
+
+SMALL = {
+    "vocab_size": 13,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+def learner(**settings: float) -> Learner:
+    config = replace(LearnerConfig(learning_rate=1e-2), **settings)
+    return Learner(TreePolicy(tiny_model("qwen3", torch.float32)), config)
+
+
+def samples() -> list[Sample]:
+    rng = Random(3)
+    prompt = [1, 2, 3, 4]
+    return [make_sample([*prompt, token, token + 1], (4, 6), rng=rng) for token in range(5)]
+
+
+def weights(one: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in one.policy.model.state_dict().items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_step_makes_rewarded_tokens_likelier() -> None:
+    """With positive advantages alone, the log-probs of what was sampled rise."""
+    one = learner()
+    rewarded = [replace(each, advantages=float32_bytes([1.0, 1.0])) for each in samples()]
+    plan = one.plan(rewarded)
+    (tree,) = plan.trees
+    before = one.policy.logprobs(tree)[0].sum()
+    result = one.step(plan, weight_version=1)
+    assert one.policy.logprobs(tree)[0].sum() > before
+    assert result.skipped == "" and one.steps == 1
+    assert result.grad_norm > 0 and result.stats.entropy > 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_changes_nothing(bad: float) -> None:
+    """Weights, optimizer state and step count stay; the reason is told."""
+    one = learner()
+    one.step(one.plan(samples()), weight_version=1)
+    before = weights(one)
+    poisoned = [replace(samples()[0], advantages=float32_bytes([bad, 1.0])), *samples()[1:]]
+    result = one.step(one.plan(poisoned), weight_version=1)
+    assert "loss" in result.skipped
+    assert same(weights(one), before) and one.steps == 1
+    assert one.step(one.plan(samples()), weight_version=1).skipped == ""
+
+
+def test_a_batch_without_a_trained_token_is_skipped() -> None:
+    """There is no gradient to step along."""
+    one = learner()
+    before = weights(one)
+    nothing = make_sample([1, 2, 3], rng=Random(0))
+    assert one.step(one.plan([nothing]), weight_version=1).skipped == "no trained tokens"
+    assert same(weights(one), before)
+
+
+def test_all_equal_rewards_have_a_loss_and_no_gradient() -> None:
+    """Zero advantages are an ordinary step of size zero."""
+    one = learner()
+    before = weights(one)
+    flat = [replace(each, advantages=float32_bytes([0.0, 0.0])) for each in samples()]
+    result = one.step(one.plan(flat), weight_version=1)
+    assert (result.loss, result.grad_norm, result.skipped) == (0.0, 0.0, "")
+    assert same(weights(one), before)
+
+
+def test_a_restored_learner_takes_the_same_steps_bit_for_bit() -> None:
+    """Weights and state_dict are all that the future depends on."""
+    one, other = learner(warmup_steps=4), learner(warmup_steps=4)
+    for _ in range(2):
+        one.step(one.plan(samples()), weight_version=1)
+    other.policy.model.load_state_dict(weights(one))
+    file = io.BytesIO()
+    torch.save(one.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    results = [each.step(each.plan(samples()), weight_version=1) for each in (one, other)]
+    assert results[0].loss == results[1].loss
+    assert same(weights(one), weights(other)) and other.steps == 3
+
+
+def test_the_learning_rate_warms_up_linearly() -> None:
+    """The first of four warm-up steps moves a quarter as far: AdamW's first step is its rate."""
+    moves = []
+    for warmup in (0, 4):
+        one = learner(warmup_steps=warmup)
+        before = weights(one)
+        one.step(one.plan(samples()), weight_version=1)
+        name = "model.layers.0.mlp.up_proj.weight"
+        moves.append(float((weights(one)[name] - before[name]).abs().max()))
+    assert moves[1] == pytest.approx(moves[0] / 4, rel=0.02)
+
+
+def test_a_plan_reports_what_merging_saves() -> None:
+    """Five answers of two tokens to a prompt of four: 30 tokens become 14."""
+    plan = learner().plan(samples())
+    assert (plan.sample_tokens, plan.tree_tokens, plan.trained_tokens) == (30, 14, 10)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_dense_model_passes_the_check(family: str) -> None:
+    """Merged log-probs equal the model's own."""
+    TreePolicy(tiny_model(family, torch.float32)).check()
+
+
+def test_a_sliding_window_is_refused() -> None:
+    """A window shorter than the sequences is not what tree attention computes."""
+    model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=3))
+    with pytest.raises(InvalidArgument, match="sliding window of 3"):
+        TreePolicy(model).check()
+
+
+def test_capped_logits_are_noticed() -> None:
+    """A head that is more than a matrix gives other log-probs, and the check says so."""
+    model = Gemma2ForCausalLM(
+        Gemma2Config(
+            **SMALL,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=0.5,
+            layer_types=["full_attention"] * 2,
+            initializer_range=1.0,
+        )
+    )
+    with pytest.raises(InvalidArgument, match="Gemma2ForCausalLM cannot be trained"):
+        TreePolicy(model).check()

@@ -1,0 +1,418 @@
+"""The life of an actor: messages, crashes, restarts and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from forge.core.errors import (
+    ActorStopped,
+    DeadlineExceeded,
+    FailedPrecondition,
+    MailboxFull,
+    NotFound,
+)
+from forge.runtime.actor import Actor, ActorSystem, Restart, ThreadActor
+
+AT_ONCE = Restart(max_restarts=3, backoff_s=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Double:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    pass
+
+
+class Doubler(Actor):
+    """Counts, so that a test sees whether it is the same incarnation."""
+
+    mailbox_size = 4
+
+    def __init__(self) -> None:
+        self.handled = 0
+
+    async def receive(self, message: Any) -> Any:
+        self.handled += 1
+        match message:
+            case Double(number):
+                return 2 * number
+            case Refuse():
+                raise NotFound("no such thing")
+            case Crash():
+                raise KeyError("a bug")
+            case "handled":
+                return self.handled
+            case _:
+                return await super().receive(message)
+
+
+class ThreadDoubler(ThreadActor):
+    """The same on a thread."""
+
+    mailbox_size = 4
+
+    def __init__(self) -> None:
+        self.handled = 0
+
+    def receive(self, message: Any) -> Any:
+        self.handled += 1
+        match message:
+            case Double(number):
+                return 2 * number
+            case Refuse():
+                raise NotFound("no such thing")
+            case Crash():
+                raise KeyError("a bug")
+            case "handled":
+                return self.handled
+            case _:
+                return super().receive(message)
+
+
+class Gate(Actor):
+    """Handles a message only once its gate is open."""
+
+    mailbox_size = 2
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.entered = asyncio.Event()
+        self.seen: list[Any] = []
+
+    async def receive(self, message: Any) -> Any:
+        self.entered.set()
+        await self.open.wait()
+        self.seen.append(message)
+        return message
+
+
+@pytest_asyncio.fixture
+async def system() -> AsyncIterator[ActorSystem]:
+    """An actor system that is stopped after the test."""
+    made = ActorSystem("test")
+    yield made
+    await made.stop()
+
+
+both = pytest.mark.parametrize("kind", [Doubler, ThreadDoubler])
+
+
+@both
+async def test_ask_is_answered_with_what_receive_returns(
+    system: ActorSystem, kind: Callable[[], Actor | ThreadActor]
+) -> None:
+    """The return value of receive is the answer."""
+    ref = await system.spawn(kind, name="a")
+    assert await ref.ask(Double(21), timeout_s=5) == 42
+
+
+@both
+async def test_refusal_reaches_the_asker_and_the_actor_goes_on(
+    system: ActorSystem, kind: Callable[[], Actor | ThreadActor]
+) -> None:
+    """A ForgeError is an answer, not a crash: the same incarnation handles what follows."""
+    ref = await system.spawn(kind, name="a")
+    with pytest.raises(NotFound, match="no such thing"):
+        await ref.ask(Refuse(), timeout_s=5)
+    assert await ref.ask("handled", timeout_s=5) == 2
+
+
+@both
+async def test_crash_reaches_the_asker_and_a_fresh_actor_takes_over(
+    system: ActorSystem, kind: Callable[[], Actor | ThreadActor]
+) -> None:
+    """Any other exception ends the incarnation; waiting messages are handled by the next."""
+    ref = await system.spawn(kind, name="a", restart=AT_ONCE)
+    crash = asyncio.create_task(ref.ask(Crash(), timeout_s=5))
+    after = asyncio.create_task(ref.ask("handled", timeout_s=5))
+    with pytest.raises(KeyError, match="a bug"):
+        await crash
+    assert await after == 1
+    assert ref.alive
+
+
+@both
+async def test_too_many_crashes_stop_the_actor_and_tell_the_supervisor(
+    kind: Callable[[], Actor | ThreadActor],
+) -> None:
+    """Past max_restarts the actor is gone, its name and last error are escalated."""
+    escalated: list[tuple[str, BaseException]] = []
+    system = ActorSystem("test", on_escalate=lambda name, error: escalated.append((name, error)))
+    ref = await system.spawn(kind, name="a", restart=Restart(max_restarts=2, backoff_s=0))
+    for _ in range(3):
+        with pytest.raises(KeyError):
+            await ref.ask(Crash(), timeout_s=5)
+    with pytest.raises(ActorStopped):
+        await ref.ask(Double(1), timeout_s=5)
+    ((name, error),) = escalated
+    assert (name, type(error)) == ("a", KeyError)
+    assert not ref.alive
+
+
+@both
+async def test_message_nobody_handles_is_a_bug_that_names_both(
+    system: ActorSystem, kind: Callable[[], Actor | ThreadActor]
+) -> None:
+    """An unknown message crashes with the actor's and the message's type."""
+    ref = await system.spawn(kind, name="a", restart=AT_ONCE)
+    with pytest.raises(NotImplementedError, match=r"Doubler handles no float"):
+        await ref.ask(1.5, timeout_s=5)
+
+
+async def test_full_mailbox_refuses_at_once(system: ActorSystem) -> None:
+    """Overload is an error with a retry hint, never a longer queue."""
+    gate = Gate()
+    ref = await system.spawn(lambda: gate, name="gate")
+    asks = [asyncio.create_task(ref.ask(number, timeout_s=5)) for number in range(1)]
+    await gate.entered.wait()
+    asks += [asyncio.create_task(ref.ask(number, timeout_s=5)) for number in (1, 2)]
+    await asyncio.sleep(0)
+    with pytest.raises(MailboxFull, match="gate has 2 messages waiting") as caught:
+        await ref.ask(3, timeout_s=5)
+    assert caught.value.retry_after_s is not None
+    with pytest.raises(MailboxFull):
+        ref.tell(3)
+    gate.open.set()
+    assert await asyncio.gather(*asks) == [0, 1, 2]
+
+
+async def test_late_answer_is_a_deadline_error_and_the_actor_goes_on(system: ActorSystem) -> None:
+    """The asker is told that the outcome is unknown; the actor finishes what it began."""
+    gate = Gate()
+    ref = await system.spawn(lambda: gate, name="gate")
+    with pytest.raises(DeadlineExceeded, match=r"gate gave no answer to str within 0\.01 s"):
+        await ref.ask("slow", timeout_s=0.01)
+    gate.open.set()
+    assert await ref.ask("next", timeout_s=5) == "next"
+    assert gate.seen == ["slow", "next"]
+
+
+async def test_message_whose_asker_gave_up_is_not_worked_on(system: ActorSystem) -> None:
+    """Under overload no time goes into answers nobody waits for."""
+    gate = Gate()
+    ref = await system.spawn(lambda: gate, name="gate")
+    first = asyncio.create_task(ref.ask("first", timeout_s=5))
+    await gate.entered.wait()
+    with pytest.raises(DeadlineExceeded):
+        await ref.ask("abandoned", timeout_s=0.01)
+    gate.open.set()
+    assert await first == "first"
+    assert await ref.ask("last", timeout_s=5) == "last"
+    assert gate.seen == ["first", "last"]
+
+
+async def test_stop_lets_the_message_in_hand_finish_and_answers_the_rest(
+    system: ActorSystem,
+) -> None:
+    """Every pending ask has an answer after stop, and nothing more is handled."""
+    gate = Gate()
+    ref = await system.spawn(lambda: gate, name="gate")
+    in_hand = asyncio.create_task(ref.ask("in hand", timeout_s=5))
+    await gate.entered.wait()
+    waiting = asyncio.create_task(ref.ask("waiting", timeout_s=5))
+    await asyncio.sleep(0)
+    stopping = asyncio.create_task(ref.stop())
+    with pytest.raises(ActorStopped):
+        await waiting
+    gate.open.set()
+    await stopping
+    assert await in_hand == "in hand"
+    assert gate.seen == ["in hand"]
+
+
+async def test_stop_cuts_off_a_message_that_takes_too_long(system: ActorSystem) -> None:
+    """Past its time-out, stop cancels; even that asker gets an answer."""
+    gate = Gate()
+    ref = await system.spawn(lambda: gate, name="gate")
+    stuck = asyncio.create_task(ref.ask("stuck", timeout_s=5))
+    await gate.entered.wait()
+    await ref.stop(timeout_s=0.01)
+    with pytest.raises(ActorStopped, match="in mid-message"):
+        await stuck
+
+
+async def test_stop_ends_a_back_off_at_once(system: ActorSystem) -> None:
+    """Who is asked to stop does not sit out the pause before a restart."""
+    ref = await system.spawn(Doubler, name="a", restart=Restart(backoff_s=300, max_backoff_s=300))
+    with pytest.raises(KeyError):
+        await ref.ask(Crash(), timeout_s=5)
+    waiting = asyncio.create_task(ref.ask(Double(1), timeout_s=5))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(ref.stop(), 5)
+    with pytest.raises(ActorStopped):
+        await waiting
+
+
+async def test_actor_may_stop_itself(system: ActorSystem) -> None:
+    """Stop from inside receive closes the mailbox and does not wait for its own end."""
+
+    class Suicidal(Actor):
+        async def receive(self, message: Any) -> Any:
+            await ref.stop()
+            return "done"
+
+    ref = await system.spawn(Suicidal, name="a")
+    assert await ref.ask("go", timeout_s=5) == "done"
+    with pytest.raises(ActorStopped):
+        ref.tell("more")
+
+
+async def test_cancelled_inner_task_is_a_crash_not_the_end(system: ActorSystem) -> None:
+    """A CancelledError that comes from within restarts the actor like any other bug."""
+
+    class Inner(Actor):
+        async def receive(self, message: Any) -> Any:
+            if message == "cancel":
+                raise asyncio.CancelledError
+            return "alive"
+
+    ref = await system.spawn(Inner, name="a", restart=AT_ONCE)
+    with pytest.raises(asyncio.CancelledError):
+        await ref.ask("cancel", timeout_s=5)
+    assert await ref.ask("still there?", timeout_s=5) == "alive"
+
+
+@pytest.mark.parametrize("base", [Actor, ThreadActor])
+async def test_failed_start_is_raised_to_who_spawns(system: ActorSystem, base: type[Any]) -> None:
+    """What `started` raises at first is the spawner's to handle; no restart hides it."""
+    if base is Actor:
+
+        class Loop(Actor):
+            async def started(self) -> None:
+                raise OSError("disk full")
+
+        factory: Callable[[], Actor | ThreadActor] = Loop
+    else:
+
+        class Thread(ThreadActor):
+            def started(self) -> None:
+                raise OSError("disk full")
+
+        factory = Thread
+    with pytest.raises(OSError, match="disk full"):
+        await system.spawn(factory, name="a")
+    await system.spawn(Doubler, name="a")
+
+
+async def test_failing_factory_on_restart_is_escalated() -> None:
+    """When no fresh actor can be made the supervisor is told, and no ask is left hanging."""
+    escalated = asyncio.Event()
+    system = ActorSystem("test", on_escalate=lambda *_: escalated.set())
+    made: list[Doubler] = []
+
+    def once() -> Doubler:
+        if made:
+            raise OSError("no more")
+        made.append(Doubler())
+        return made[0]
+
+    ref = await system.spawn(once, name="a", restart=AT_ONCE)
+    with pytest.raises(KeyError):
+        await ref.ask(Crash(), timeout_s=5)
+    await escalated.wait()
+    with pytest.raises(ActorStopped):
+        await ref.ask(Double(1), timeout_s=5)
+
+
+async def test_two_actors_cannot_have_one_name(system: ActorSystem) -> None:
+    """A name is an address; it is free again once its actor has stopped."""
+    first = await system.spawn(Doubler, name="a")
+    with pytest.raises(FailedPrecondition, match="an actor a already"):
+        await system.spawn(Doubler, name="a")
+    await first.stop()
+    await system.spawn(Doubler, name="a")
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+async def test_started_and_stopped_frame_every_incarnation(
+    system: ActorSystem, threaded: bool
+) -> None:
+    """Resources opened in started are closed in stopped, after a crash too."""
+    events: list[str] = []
+
+    class Loop(Actor):
+        async def started(self) -> None:
+            events.append("started")
+
+        async def receive(self, message: Any) -> Any:
+            raise KeyError(message)
+
+        async def stopped(self) -> None:
+            events.append("stopped")
+
+    class Thread(ThreadActor):
+        def started(self) -> None:
+            events.append("started")
+
+        def receive(self, message: Any) -> Any:
+            raise KeyError(message)
+
+        def stopped(self) -> None:
+            events.append("stopped")
+
+    factory: Callable[[], Actor | ThreadActor] = Thread if threaded else Loop
+    ref = await system.spawn(factory, name="a", restart=AT_ONCE)
+    with pytest.raises(KeyError):
+        await ref.ask("boom", timeout_s=5)
+    with pytest.raises(KeyError):
+        await ref.ask("boom", timeout_s=5)
+    await ref.stop()
+    assert events == ["started", "stopped"] * (len(events) // 2)
+    assert len(events) in (4, 6)
+
+
+async def test_system_stops_the_youngest_first(system: ActorSystem) -> None:
+    """Who was spawned later may rest on who was there before, never the other way round."""
+    order: list[str] = []
+
+    class Last(Actor):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def stopped(self) -> None:
+            order.append(self.name)
+
+    for name in ("store", "writer", "servicer"):
+        await system.spawn(lambda name=name: Last(name), name=name)  # type: ignore[misc]
+    await system.stop()
+    assert order == ["servicer", "writer", "store"]
+
+
+async def test_tell_is_safe_from_any_thread(system: ActorSystem) -> None:
+    """Messages told by other threads are all handled, each thread's in its order."""
+    seen: list[tuple[int, int]] = []
+    complete = asyncio.Event()
+
+    class Sink(Actor):
+        async def receive(self, message: Any) -> None:
+            seen.append(message)
+            if len(seen) == 400:
+                complete.set()
+
+    ref = await system.spawn(Sink, name="sink")
+
+    def tell(thread: int) -> None:
+        for number in range(100):
+            ref.tell((thread, number))
+
+    threads = [threading.Thread(target=tell, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    await asyncio.wait_for(complete.wait(), 30)
+    for index in range(4):
+        assert [number for owner, number in seen if owner == index] == list(range(100))

@@ -1,0 +1,202 @@
+"""Actors on threads: batches, idle work and the way back to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from forge.core.errors import ActorStopped, NotFound, ResourceExhausted
+from forge.runtime.actor import ActorSystem, Restart, ThreadActor
+
+
+@pytest_asyncio.fixture
+async def system() -> AsyncIterator[ActorSystem]:
+    """An actor system that is stopped after the test."""
+    made = ActorSystem("test")
+    yield made
+    await made.stop()
+
+
+class Batcher(ThreadActor):
+    """Shows the batches it gets; the first message holds it until the gate opens."""
+
+    batch_size = 4
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.batches: list[list[Any]] = []
+
+    def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
+        if not self.batches:
+            self.gate.wait(30)
+        self.batches.append(list(messages))
+        return [NotFound(message) if message == "bad" else message for message in messages]
+
+
+async def test_waiting_messages_come_in_batches_of_at_most_batch_size(system: ActorSystem) -> None:
+    """What gathered during one batch is the next, in order, none twice and none left out."""
+    batcher = Batcher()
+    ref = await system.spawn(lambda: batcher, name="batcher")
+    asks = [asyncio.create_task(ref.ask(number, timeout_s=30)) for number in range(11)]
+    await asyncio.sleep(0)
+    batcher.gate.set()
+    assert await asyncio.gather(*asks) == list(range(11))
+    assert [number for batch in batcher.batches for number in batch] == list(range(11))
+    assert max(map(len, batcher.batches)) == 4
+
+
+async def test_exception_as_outcome_fails_that_ask_alone(system: ActorSystem) -> None:
+    """One bad record of a group commit does not spoil the others."""
+    batcher = Batcher()
+    batcher.gate.set()
+    ref = await system.spawn(lambda: batcher, name="batcher")
+    outcomes = await asyncio.gather(
+        *(ref.ask(message, timeout_s=30) for message in ("a", "bad", "b")), return_exceptions=True
+    )
+    assert [outcomes[0], outcomes[2]] == ["a", "b"]
+    assert isinstance(outcomes[1], NotFound)
+
+
+async def test_refused_batch_refuses_each_ask_and_the_actor_goes_on(system: ActorSystem) -> None:
+    """A ForgeError of the whole batch, a full disk say, answers all of it without a restart."""
+
+    class Disk(ThreadActor):
+        batch_size = 8
+        full = True
+
+        def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
+            if self.full:
+                self.full = False
+                raise ResourceExhausted("disk full")
+            return messages
+
+    ref = await system.spawn(Disk, name="disk")
+    with pytest.raises(ResourceExhausted, match="disk full"):
+        await ref.ask(1, timeout_s=30)
+    assert await ref.ask(2, timeout_s=30) == 2
+
+
+async def test_wrong_number_of_outcomes_is_a_bug_every_asker_hears_of(system: ActorSystem) -> None:
+    """Rather no answer than somebody else's."""
+
+    class Short(ThreadActor):
+        def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
+            return []
+
+    ref = await system.spawn(Short, name="short", restart=Restart(backoff_s=0))
+    with pytest.raises(RuntimeError, match="0 outcomes for 1 messages"):
+        await ref.ask(1, timeout_s=30)
+
+
+async def test_first_message_of_a_batch_waits_for_more(system: ActorSystem) -> None:
+    """With batch_wait_s, messages that arrive one after another share a batch."""
+
+    class Patient(ThreadActor):
+        batch_size = 2
+        batch_wait_s = 30.0
+
+        def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
+            return [list(messages)] * len(messages)
+
+    ref = await system.spawn(Patient, name="patient")
+    first = asyncio.create_task(ref.ask(1, timeout_s=60))
+    await asyncio.sleep(0.05)
+    second = asyncio.create_task(ref.ask(2, timeout_s=60))
+    assert await asyncio.gather(first, second) == [[1, 2], [1, 2]]
+
+
+async def test_work_is_done_between_messages_until_there_is_none(system: ActorSystem) -> None:
+    """While work returns True it is called again, but a message comes first; then it sleeps."""
+    done = asyncio.Event()
+
+    class Engine(ThreadActor):
+        steps = 0
+        left = 3
+
+        def receive(self, message: Any) -> Any:
+            self.left += message
+            return self.steps
+
+        def work(self) -> bool:
+            if not self.left:
+                self.loop.call_soon_threadsafe(done.set)
+                return False
+            self.left -= 1
+            self.steps += 1
+            return True
+
+    ref = await system.spawn(Engine, name="engine")
+    await asyncio.wait_for(done.wait(), 30)
+    done.clear()
+    assert await ref.ask(2, timeout_s=30) == 3
+    await asyncio.wait_for(done.wait(), 30)
+    assert await ref.ask(0, timeout_s=30) == 5
+
+
+async def test_crash_in_work_restarts_the_actor(system: ActorSystem) -> None:
+    """Work has no asker; its failure is a crash like any other."""
+    incarnations: list[int] = []
+
+    class Engine(ThreadActor):
+        def started(self) -> None:
+            incarnations.append(threading.get_ident())
+
+        def receive(self, message: Any) -> Any:
+            return len(incarnations)
+
+        def work(self) -> bool:
+            if len(incarnations) == 1:
+                raise RuntimeError("out of memory")
+            return False
+
+    ref = await system.spawn(Engine, name="engine", restart=Restart(backoff_s=0))
+    while await ref.ask("which?", timeout_s=30) != 2:
+        pass
+    assert len(incarnations) == 2
+
+
+async def test_every_method_runs_on_the_actors_own_thread(system: ActorSystem) -> None:
+    """LMDB transactions and CUDA contexts belong to a thread; so do these actors."""
+    threads: set[int] = set()
+
+    class Tracer(ThreadActor):
+        def started(self) -> None:
+            threads.add(threading.get_ident())
+
+        def receive(self, message: Any) -> Any:
+            threads.add(threading.get_ident())
+
+        def work(self) -> bool:
+            threads.add(threading.get_ident())
+            return False
+
+        def stopped(self) -> None:
+            threads.add(threading.get_ident())
+
+    ref = await system.spawn(Tracer, name="tracer")
+    await ref.ask(1, timeout_s=30)
+    await ref.stop()
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+async def test_stop_answers_what_waits_behind_a_busy_thread(system: ActorSystem) -> None:
+    """A thread that cannot be interrupted finishes its batch; the rest is answered at once."""
+    batcher = Batcher()
+    ref = await system.spawn(lambda: batcher, name="batcher")
+    in_hand = asyncio.create_task(ref.ask("in hand", timeout_s=30))
+    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(ref.ask("waiting", timeout_s=30))
+    await asyncio.sleep(0)
+    stopping = asyncio.create_task(ref.stop())
+    with pytest.raises(ActorStopped):
+        await waiting
+    batcher.gate.set()
+    await stopping
+    assert await in_hand == "in hand"
+    assert batcher.batches == [["in hand"]]

@@ -1,0 +1,199 @@
+"""Where settings come from, and what a wrong one says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.core.errors import ConfigError
+from forge.runtime.config import ServiceConfig, load, setting, to_toml
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OvenConfig(ServiceConfig):
+    """Settings of an oven."""
+
+    heat_c: float = setting(180.0, help="how hot it gets", minimum=30, maximum=300)
+    trays: int = setting(2, help="trays that fit", minimum=1)
+    mode: str = setting("top", help="where the heat comes from", choices=("top", "bottom"))
+    fan: bool = setting(False, help="whether the fan turns")
+    recipes: tuple[str, ...] = setting((), help="what it can bake")
+    shares: dict[str, float] = setting(  # noqa: RUF009
+        {"bread": 1.0}, help="how the space is divided", minimum=0, maximum=1
+    )
+    label: str = setting("", help="shown on the door")
+
+
+def oven(
+    *argv: str, environ: Mapping[str, str] | None = None, toml: Path | None = None
+) -> OvenConfig:
+    words = [*argv, *(("--config", str(toml)) if toml else ())]
+    return load(OvenConfig, service="oven", argv=words, environ=environ or {})
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    return tmp_path / "oven.toml"
+
+
+def test_defaults_hold_where_nothing_is_set() -> None:
+    """No source, no surprise."""
+    assert oven() == OvenConfig()
+
+
+def test_flag_beats_service_variable_beats_variable_beats_file(toml: Path) -> None:
+    """The nearer to the process a source is, the stronger it is."""
+    toml.write_text('trays = 3\nhost = "127.0.0.2"\nlabel = "file"\nmode = "bottom"\n')
+    environ = {"FORGE_HOST": "127.0.0.3", "FORGE_TRAYS": "4", "FORGE_OVEN_TRAYS": "5"}
+    environ["FORGE_LABEL"] = "env"
+    config = oven("--label", "flag", environ=environ, toml=toml)
+    assert (config.mode, config.host, config.trays, config.label) == (
+        "bottom",
+        "127.0.0.3",
+        5,
+        "flag",
+    )
+
+
+def test_config_file_may_be_named_by_the_environment(toml: Path) -> None:
+    """FORGE_CONFIG is what a systemd unit sets."""
+    toml.write_text("trays = 7\n")
+    assert oven(environ={"FORGE_CONFIG": str(toml)}).trays == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (["--heat-c", "200"], "heat_c", 200.0),
+        (["--heat-c=200.5"], "heat_c", 200.5),
+        (["--trays=4"], "trays", 4),
+        (["--fan"], "fan", True),
+        (["--fan", "false"], "fan", False),
+        (["--fan=yes"], "fan", True),
+        (["--no-fan"], "fan", False),
+        (["--recipes", "bread, cake"], "recipes", ("bread", "cake")),
+        (["--shares", "a=0.25,b=0.75"], "shares", {"a": 0.25, "b": 0.75}),
+        (["--label", "--not-a-flag"], "label", "--not-a-flag"),
+        (["--label="], "label", ""),
+    ],
+)
+def test_flags_take_every_type_in_both_spellings(words: list[str], field: str, value: Any) -> None:
+    """`--key value` and `--key=value`, and --key / --no-key for a switch."""
+    assert getattr(oven(*words), field) == value
+
+
+def test_toml_takes_every_type(toml: Path) -> None:
+    """A file says the same as flags do, in TOML's own types."""
+    toml.write_text(
+        'heat_c = 200\nfan = true\nrecipes = ["bread"]\nmode = "bottom"\n[shares]\na = 1\n'
+    )
+    config = oven(toml=toml)
+    assert (config.heat_c, config.fan, config.recipes) == (200.0, True, ("bread",))
+    assert config.shares == {"a": 1.0}
+    assert isinstance(config.heat_c, float)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("heat_c = 500", "heat_c = 500 is not allowed: a number from 30 to 300"),
+        ("heat_c = nan", "heat_c = nan is not allowed: a number from 30 to 300"),
+        ('heat_c = "hot"', "heat_c = 'hot' is not allowed: a number from 30 to 300"),
+        ("trays = 0", "trays = 0 is not allowed: a whole number of at least 1"),
+        ("trays = 1.5", "trays = 1.5 is not allowed: a whole number of at least 1"),
+        ("trays = true", "trays = True is not allowed: a whole number of at least 1"),
+        ('mode = "left"', "mode = 'left' is not allowed: one of top, bottom"),
+        ("fan = 1", "fan = 1 is not allowed: true or false"),
+        ("[shares]\na = 2", "shares = {'a': 2} is not allowed: a table of numbers"),
+        ("heatc = 4", "there is no setting heatc = 4; did you mean heat_c (a number from 30"),
+        ("xyzzy = 4", "there is no setting xyzzy = 4; see --help"),
+        ("heat_c = ", "is not TOML"),
+    ],
+)
+def test_wrong_file_is_one_line_with_file_key_value_and_allowed(
+    toml: Path, text: str, message: str
+) -> None:
+    """Whoever reads the error can fix the file without looking anything up."""
+    toml.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        oven(toml=toml)
+    assert str(caught.value).startswith(f"{toml}: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "message"),
+    [
+        (["--trays", "none"], {}, "--trays: trays = 'none' is not allowed"),
+        (["--tray", "3"], {}, "--tray: there is no setting tray; did you mean trays"),
+        (["--trays"], {}, "--trays: a value must follow"),
+        (["trays=3"], {}, "settings are given as --key value"),
+        ([], {"FORGE_TRAYS": "x"}, "FORGE_TRAYS: trays = 'x' is not allowed"),
+        ([], {"FORGE_OVEN_TRAY": "3"}, "FORGE_OVEN_TRAY: there is no setting tray = '3'"),
+        (["--config", "/no/such.toml"], {}, "/no/such.toml: cannot be read: No such file"),
+    ],
+)
+def test_wrong_flag_or_variable_names_itself(
+    words: list[str], environ: dict[str, str], message: str
+) -> None:
+    """The source of a wrong value is part of the error."""
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        oven(*words, environ=environ)
+
+
+def test_variable_of_another_service_is_none_of_ours() -> None:
+    """One environment may carry the settings of several services."""
+    assert oven(environ={"FORGE_GRPC_ADDR": "h:1", "FORGE_STOVE_TRAYS": "9"}) == OvenConfig()
+
+
+def test_help_names_every_setting_with_default_range_and_meaning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """--help alone is enough to write a config file."""
+    with pytest.raises(SystemExit) as caught:
+        oven("--help")
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "--heat-c (default 180.0; a number from 30 to 300)" in text
+    assert "how hot it gets" in text
+    assert "--lease-ttl-s" in text
+    assert "FORGE_OVEN_<KEY>" in text
+
+
+def test_printed_config_reads_back_to_the_same(
+    toml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--print-config shows what is in force, as a file one can start from."""
+    with pytest.raises(SystemExit) as caught:
+        oven("--heat-c", "99", "--print-config", "--shares", "a=0.5")
+    assert caught.value.code == 0
+    toml.write_text(capsys.readouterr().out)
+    assert oven(toml=toml) == OvenConfig(heat_c=99.0, shares={"a": 0.5})
+
+
+@given(
+    config=st.builds(
+        OvenConfig,
+        heat_c=st.floats(30, 300),
+        trays=st.integers(1, 10**12),
+        fan=st.booleans(),
+        recipes=st.lists(st.text(min_size=1)).map(tuple),
+        shares=st.dictionaries(st.text(min_size=1), st.floats(0, 1)),
+        label=st.text(),
+    )
+)
+def test_any_config_survives_its_toml(
+    config: OvenConfig, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whatever text a setting holds, printing and reading it gives the same back."""
+    toml = tmp_path_factory.mktemp("toml") / "oven.toml"
+    toml.write_text(to_toml(config), encoding="utf-8")
+    assert oven(toml=toml) == config

@@ -1,0 +1,176 @@
+"""Tokens that cannot be forged, keys that can be rotated, TCP that stays at home."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.core.errors import ConfigError, Unauthenticated
+from forge.runtime.config import ServiceConfig
+from forge.runtime.security import Claims, Keyring, Security, is_loopback
+
+KEY = b"k" * 32
+SESSION = Claims(
+    subject="runner-1",
+    scopes=frozenset({"session"}),
+    trajectory_id="t:0:0",
+    task_id="t",
+    domain="code",
+    pool_shard="shard-a",
+    expires_unix_s=1000.0,
+)
+
+
+def test_verified_token_says_what_was_signed() -> None:
+    """Every claim comes back as it was."""
+    keyring = Keyring.from_bytes(KEY)
+    assert keyring.verify(keyring.sign(SESSION), now_s=999.0) == SESSION
+
+
+def test_expired_token_is_refused_even_when_it_was_verified_before() -> None:
+    """The cache of verified tokens does not outlive their expiry."""
+    keyring = Keyring.from_bytes(KEY)
+    token = keyring.sign(SESSION)
+    keyring.verify(token, now_s=999.0)
+    with pytest.raises(Unauthenticated, match="runner-1 has expired"):
+        keyring.verify(token, now_s=1000.0)
+
+
+def test_token_of_another_cluster_is_refused() -> None:
+    """Only who holds the key can sign."""
+    token = Keyring.from_bytes(b"x" * 32).sign(SESSION)
+    with pytest.raises(Unauthenticated, match="not signed by this cluster's key"):
+        Keyring.from_bytes(KEY).verify(token, now_s=0)
+
+
+@given(st.data())
+def test_no_changed_token_is_accepted(data: st.DataObject) -> None:
+    """Whatever character is changed, nothing but the very claims signed is ever accepted."""
+    keyring = Keyring.from_bytes(KEY)
+    token = keyring.sign(SESSION)
+    at = data.draw(st.integers(0, len(token) - 1))
+    other = data.draw(st.characters(min_codepoint=33, max_codepoint=126))
+    changed = token[:at] + other + token[at + 1 :]
+    try:
+        claims = keyring.verify(changed, now_s=0)
+    except Unauthenticated:
+        return
+    # base64 has spare bits in its last character: another spelling of the same mac.
+    assert claims == SESSION
+
+
+@given(st.text(max_size=60))
+def test_garbage_is_unauthenticated_and_nothing_else(token: str) -> None:
+    """No input whatever raises anything but Unauthenticated."""
+    with pytest.raises(Unauthenticated):
+        Keyring.from_bytes(KEY).verify(token, now_s=0)
+
+
+def test_rotated_key_still_verifies_what_the_old_one_signed() -> None:
+    """The first key signs, all verify: no token dies on the day of the change."""
+    old, new = Keyring.from_bytes(KEY), Keyring.from_bytes(b"n" * 32, KEY)
+    assert new.verify(old.sign(SESSION), now_s=0) == SESSION
+    with pytest.raises(Unauthenticated):
+        old.verify(new.sign(SESSION), now_s=0)
+
+
+def test_generated_key_is_for_its_owner_alone_and_is_not_replaced(tmp_path: Path) -> None:
+    """Generating twice keeps the first key: tokens in flight stay valid."""
+    path = tmp_path / "key"
+    first = Keyring.generate(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert Keyring.generate(path).verify(first.sign(SESSION), now_s=0) == SESSION
+
+
+def test_key_file_open_to_everybody_is_refused(tmp_path: Path) -> None:
+    """The error says how to close it."""
+    path = tmp_path / "key"
+    path.write_bytes(KEY)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="open to every user: chmod o= "):
+        Keyring.from_file(path)
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"", "each line"), (b"short\n", "at least 32")])
+def test_weak_key_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    """A key that could be guessed is an error at start."""
+    path = tmp_path / "key"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match=message):
+        Keyring.from_file(path)
+
+
+def test_missing_key_file_names_the_setting_and_the_file() -> None:
+    """One line says which setting points nowhere."""
+    with pytest.raises(ConfigError, match="key_file = '/no/such': No such file"):
+        Keyring.from_file("/no/such")
+    with pytest.raises(ConfigError, match="key_file is not set"):
+        Security.from_config(ServiceConfig())
+
+
+@pytest.mark.parametrize(
+    ("held", "needed", "allowed"),
+    [
+        ("service", "service", True),
+        ("service", "operator", True),
+        ("service", "runner", True),
+        ("service", "session", False),
+        ("operator", "service", False),
+        ("runner", "operator|runner", True),
+        ("session", "operator|runner", False),
+        ("session", "session", True),
+        ("session", "", True),
+    ],
+)
+def test_service_may_do_all_but_speak_for_a_session(held: str, needed: str, allowed: bool) -> None:
+    """Scopes are what a caller may do; "" is open to everybody."""
+    claims = Claims(subject="x", scopes=frozenset({held}))
+    assert claims.allows(needed) is allowed
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.0.1", True),
+        ("localhost", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("0.0.0.0", False),
+        ("10.0.0.1", False),
+        ("example.org", False),
+    ],
+)
+def test_loopback_is_what_no_other_host_can_reach(host: str, loopback: bool) -> None:
+    """A name that is not surely loopback is not."""
+    assert is_loopback(host) is loopback
+
+
+def test_plain_tcp_beyond_loopback_is_refused_with_the_keys_to_set() -> None:
+    """The error names the settings that would make it allowed; `insecure` allows it knowingly."""
+    keyring = Keyring.from_bytes(KEY)
+    with pytest.raises(ConfigError, match=r"tls_cert, tls_key and tls_ca \(or insecure = true"):
+        Security(keyring).server_credentials("0.0.0.0")
+    with pytest.raises(ConfigError, match="tls_ca"):
+        Security(keyring).channel_credentials("10.0.0.1:7000")
+    assert Security(keyring, insecure=True).server_credentials("0.0.0.0") is None
+
+
+def test_half_a_certificate_is_refused() -> None:
+    """A certificate without its key, or the other way round, is a mistake."""
+    with pytest.raises(ConfigError, match="tls_cert and tls_key must be set together"):
+        Security(Keyring.from_bytes(KEY), tls_cert="cert.pem")
+
+
+def test_service_token_is_kept_until_half_its_life() -> None:
+    """Signing is not paid per call."""
+    security = Security(Keyring.from_bytes(KEY), subject="pool-0")
+    token = security.service_token()
+    assert security.service_token() is token
+    claims = security.keyring.verify(token, now_s=0)
+    assert (claims.subject, claims.scopes) == ("pool-0", frozenset({"service"}))

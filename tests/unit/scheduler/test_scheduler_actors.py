@@ -1,0 +1,233 @@
+"""The actors of one leader's term, around a pool that comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from forge.core.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from forge.core.sharding import choose_shard
+from forge.v1 import common_pb2
+from services.scheduler import messages as m
+from tests.support.scheduler_cluster import make_task
+from tests.support.scheduler_term import Clock, FakeShards, TermActors
+
+ASK_S = 5.0
+
+
+def name_on(shard: str, prefix: str = "task") -> str:
+    """A task id that is placed on `shard`, of s0 and s1."""
+    names = (f"{prefix}-{number}" for number in range(100))
+    return next(name for name in names if choose_shard(name, {"s0", "s1"}) == shard)
+
+
+async def submit(term: TermActors, *tasks: common_pb2.Task) -> int:
+    submitted = m.Submit(tasks={task.task_id: task for task in tasks})
+    return int(await term.registrar.ask(submitted, timeout_s=ASK_S))
+
+
+async def lease(term: TermActors, count: int = 10) -> list[str]:
+    """Trajectory ids; none if there is nothing now."""
+    ask = m.LeaseRollouts(runner_id="r", max_rollouts=count)
+    future = await term.queue.ask(ask, timeout_s=ASK_S)
+    if not future.done():
+        future.cancel()
+        return []
+    return [grant.trajectory_id for grant in future.result()]
+
+
+async def complete(term: TermActors, *trajectory_ids: str) -> None:
+    for trajectory_id in trajectory_ids:
+        term.shards.seal(trajectory_id)
+    reports = [m.Report(trajectory_id=i, summary=term.shards.stored[i]) for i in trajectory_ids]
+    await term.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
+
+
+async def take(term: TermActors, size: int) -> m.BatchView:
+    future = await term.queue.ask(m.TakeBatch(trainer_id="t", max_groups=size), timeout_s=ASK_S)
+    view: m.BatchView = await future
+    return view
+
+
+async def status(term: TermActors) -> Any:
+    return await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+
+
+async def test_group_is_queued_only_once_it_is_stored(term: TermActors, shards: FakeShards) -> None:
+    """A shard that does not answer fails its own groups alone; a retry keeps their indices."""
+    here, there = name_on("s0"), name_on("s1")
+    shards.down.add("s1")
+    with pytest.raises(Unavailable, match="s1"):
+        await submit(term, make_task(there), make_task(here))
+    assert await lease(term) == [f"{here}:0:0"]
+    shards.down.clear()
+    assert await submit(term, make_task(there), make_task(here)) == 1
+    (late,) = shards.groups["s1"]
+    assert late.queue_index == 0
+    assert (await status(term)).accepted == 2
+
+
+async def test_unsettled_group_cannot_change_its_content(
+    term: TermActors, shards: FakeShards
+) -> None:
+    """What may be stored already is either submitted as it was, or not at all."""
+    shards.down |= {"s0", "s1"}
+    with pytest.raises(Unavailable):
+        await submit(term, make_task("a"))
+    with pytest.raises(InvalidArgument, match="'a' was submitted before with different content"):
+        await submit(term, make_task("a", size=2))
+
+
+async def test_known_group_is_not_accepted_twice(term: TermActors) -> None:
+    """SubmitTasks is idempotent by id, and strict about content."""
+    assert await submit(term, make_task("a")) == 1
+    assert await submit(term, make_task("a")) == 0
+    with pytest.raises(InvalidArgument, match="different content"):
+        await submit(term, make_task("a", domain="qa"))
+
+
+async def test_full_queue_refuses_with_a_hint(term: TermActors) -> None:
+    """Overload is answered, not remembered."""
+    await submit(term, *(make_task(f"a{i}") for i in range(100)))
+    with pytest.raises(ResourceExhausted, match="100 groups are pending") as refused:
+        await submit(term, make_task("b"))
+    assert refused.value.retry_after_s
+
+
+async def test_waiting_runner_gets_the_rollout_that_a_submission_brings(term: TermActors) -> None:
+    """Nobody polls: the call is answered by the change it waited for."""
+    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
+    future = await term.queue.ask(ask, timeout_s=ASK_S)
+    assert not future.done()
+    await submit(term, make_task("a"))
+    (grant,) = await asyncio.wait_for(future, ASK_S)
+    assert grant.trajectory_id == "a:0:0"
+
+
+async def test_runner_that_left_takes_nothing_with_it(term: TermActors) -> None:
+    """A cancelled wait is passed over."""
+    ask = m.LeaseRollouts(runner_id="gone", max_rollouts=1)
+    (await term.queue.ask(ask, timeout_s=ASK_S)).cancel()
+    await submit(term, make_task("a"))
+    assert await lease(term) == ["a:0:0"]
+
+
+async def test_those_who_wait_are_told_when_the_term_ends(term: TermActors) -> None:
+    """A deposed leader answers everybody, so that they ask the next one."""
+    future = await term.queue.ask(m.TakeBatch(trainer_id="t", max_groups=1), timeout_s=ASK_S)
+    await term.system.stop()
+    with pytest.raises(Unavailable, match="does not lead any more"):
+        await future
+
+
+async def test_commit_is_stored_before_it_counts(term: TermActors, shards: FakeShards) -> None:
+    """A pool that does not answer leaves the batch with its trainer, who tries again."""
+    await submit(term, make_task("a"))
+    await complete(term, *await lease(term))
+    batch = await take(term, 1)
+    commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
+    shards.down |= {"s0", "s1"}
+    with pytest.raises(Unavailable):
+        await term.ledger.ask(commit, timeout_s=ASK_S)
+    assert (await status(term)).trained == 0
+    shards.down.clear()
+    await term.ledger.ask(commit, timeout_s=ASK_S)
+    await term.ledger.ask(commit, timeout_s=ASK_S)
+    assert (await status(term)).trained == 1
+    assert shards.states() == {"a": common_pb2.GROUP_STATE_TRAINED}
+
+
+async def test_release_with_a_reason_is_stored_as_a_tombstone(
+    term: TermActors, shards: FakeShards
+) -> None:
+    """What a trainer gives up for good stays given up."""
+    await submit(term, make_task("a"))
+    await complete(term, *await lease(term))
+    batch = await take(term, 1)
+    release = m.ReleaseBatch(batch_id=batch.batch_id, reason="checksum failed")
+    await term.ledger.ask(release, timeout_s=ASK_S)
+    assert shards.states() == {"a": common_pb2.GROUP_STATE_TOMBSTONED}
+    assert (await status(term)).tombstoned == 1
+
+
+async def test_fate_waits_for_its_shard_and_holds_up_nobody(
+    term: TermActors, shards: FakeShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tombstone on a shard that is away is stored when it is back; others at once."""
+    monkeypatch.setattr("services.scheduler.actors.ledger.RETRY_FATES_S", 0.01)
+    here, there = name_on("s0"), name_on("s1")
+    await submit(term, make_task(here), make_task(there))
+    shards.down.add("s1")
+    reports = [
+        m.Report(trajectory_id=each, error="no such scaffold", permanent=True)
+        for each in await lease(term)
+    ]
+    await term.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
+    while here not in shards.states():
+        await asyncio.sleep(0)
+    assert there not in shards.states()
+    shards.down.clear()
+    while there not in shards.states():
+        await asyncio.sleep(0.001)
+    assert (await status(term)).tombstoned == 2
+
+
+async def test_expired_claim_is_settled_by_what_the_pool_holds(
+    term: TermActors, shards: FakeShards, clock: Clock
+) -> None:
+    """Sealed counts as complete; anything else is a failed attempt."""
+    await submit(term, make_task("a", size=2))
+    sealed, lost = await lease(term)
+    shards.seal(sealed)
+    clock.now_s = 11.0
+    await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+    while (await status(term)).running_rollouts:
+        await asyncio.sleep(0)
+    found = await status(term)
+    assert (found.retries, found.domains[0].completed_rollouts) == (1, 1)
+    assert await term.queue.ask(m.RenewRollouts(lease_ids=[lost]), timeout_s=ASK_S) == (lost,)
+
+
+async def test_claims_on_a_shard_that_is_away_are_left_alone(
+    term: TermActors, shards: FakeShards, clock: Clock
+) -> None:
+    """An outage of the pool costs no attempt."""
+    name = name_on("s1")
+    await submit(term, make_task(name))
+    (held,) = await lease(term)
+    await term.queue.ask(m.SetAway(shards=frozenset({"s1"})), timeout_s=ASK_S)
+    clock.now_s = 500.0
+    await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+    assert (await status(term)).running_rollouts == 1
+    await term.queue.ask(m.SetAway(shards=frozenset()), timeout_s=ASK_S)
+    assert await term.queue.ask(m.RenewRollouts(lease_ids=[held]), timeout_s=ASK_S) == ()
+
+
+async def test_unknown_trajectory_is_named(term: TermActors) -> None:
+    """A report on something nobody submitted is refused before it reaches the pool."""
+    with pytest.raises(NotFound, match="'nobody' is not in the queue"):
+        await term.queue.ask(m.LocateRollouts(trajectory_ids=["nobody:0:0"]), timeout_s=ASK_S)
+
+
+async def test_answer_never_outgrows_a_message(term: TermActors) -> None:
+    """Tasks with large payloads are handed out fewer at a time."""
+    tasks = []
+    for number in range(8):
+        task = make_task(f"big-{number}")
+        task.payload_json = '{"text": "' + "x" * 900_000 + '"}'
+        tasks.append(task)
+    await submit(term, *tasks)
+    first = await lease(term, 8)
+    assert 1 <= len(first) < 8
+    assert len(await lease(term, 8)) >= 1
+
+
+async def test_payload_is_forgotten_once_nobody_needs_it(term: TermActors) -> None:
+    """Memory follows what is open; the listing goes without payloads anyway."""
+    await submit(term, make_task("a"))
+    assert term.state.catalog.task("a").payload_json
+    await complete(term, *await lease(term))
+    assert term.state.catalog.task("a").payload_json == ""
+    assert await submit(term, make_task("a")) == 0

@@ -1,0 +1,116 @@
+"""From the pool's records back to the queue."""
+
+from __future__ import annotations
+
+from forge.core.admission import QueueSettings
+from forge.core.generation import GenerationQueue
+from forge.core.groups import Phase
+from forge.v1 import common_pb2, pool_pb2
+from services.scheduler.recovery import stored_group
+from services.scheduler.state import TermState
+from tests.support.pool_records import make_reward
+from tests.support.scheduler_cluster import make_task
+
+SEALED = common_pb2.TRAJECTORY_STATE_SEALED
+ABANDONED = common_pb2.TRAJECTORY_STATE_ABANDONED
+OPEN = common_pb2.TRAJECTORY_STATE_OPEN
+
+
+def scanned(
+    name: str,
+    index: int,
+    *attempts: tuple[str, common_pb2.TrajectoryState.ValueType],
+    size: int = 2,
+    evaluation: bool = False,
+    **record: object,
+) -> pool_pb2.ScanGroupsResponse:
+    """A group as a shard tells it; `attempts` are ("rollout:attempt", state)."""
+    return pool_pb2.ScanGroupsResponse(
+        group=common_pb2.GroupRecord(
+            task=make_task(name, size=size, evaluation=evaluation),
+            queue_index=index,
+            pool_shard="s0",
+            **({"state": common_pb2.GROUP_STATE_PENDING} | record),
+        ),
+        trajectories=[
+            common_pb2.TrajectorySummary(
+                trajectory_id=f"{name}:{attempt}",
+                state=state,
+                sealed_unix_s=1.0,
+                rewards=[make_reward(value=0.5)],
+            )
+            for attempt, state in attempts
+        ],
+    )
+
+
+def rebuild(*responses: pool_pb2.ScanGroupsResponse) -> TermState:
+    queue = GenerationQueue(QueueSettings(concurrency=8), term=1)
+    state = TermState(queue, max_pending=100)
+    for response in responses:
+        state.restore(stored_group(response), now_s=0.0)
+    return state
+
+
+def test_sealed_trajectories_make_a_group_complete() -> None:
+    """What was recorded before the change of leader need not be sampled again."""
+    state = rebuild(scanned("a", 0, ("0:0", SEALED), ("1:0", ABANDONED), ("1:1", SEALED)))
+    group = state.queue.books.group("a")
+    assert group.phase is Phase.COMPLETE
+    assert group.sealed_ids() == ("a:0:0", "a:1:1")
+    assert state.progress.completed("code") == 2
+    assert state.progress.recent_reward("code") == 0.5
+
+
+def test_partial_group_waits_for_its_missing_rollouts_alone() -> None:
+    """Only what is not sealed goes out again, under a name no earlier leader gave."""
+    state = rebuild(scanned("a", 0, ("1:0", SEALED), ("0:0", OPEN)))
+    (grant,) = state.grant(runner_id="r", max_rollouts=9, now_s=0.0)
+    assert grant.trajectory_id == "a:0:1000"
+
+
+def test_trained_and_tombstoned_groups_stay_consumed() -> None:
+    """The head passes them, the books count them, and a commit of theirs is known."""
+    state = rebuild(
+        scanned(
+            "a",
+            0,
+            ("0:0", SEALED),
+            ("1:0", SEALED),
+            state=common_pb2.GROUP_STATE_TRAINED,
+            step=3,
+            batch_id="batch-0-0",
+        ),
+        scanned("b", 1, state=common_pb2.GROUP_STATE_TOMBSTONED, reason="gone"),
+        scanned("c", 2),
+    )
+    books = state.queue.books.status()
+    assert (books.accepted, books.trained, books.tombstoned, books.pending) == (3, 1, 1, 1)
+    assert state.queue.books.window.head == 2
+    assert state.queue.books.group("b").reason == "gone"
+    done = state.prepare_commit("batch-0-0", step=3, task_ids=["a"], now_s=0.0)
+    assert done == {}
+    assert state.queue.batches.prepare_rewind(2) == ("a",)
+
+
+def test_open_batch_of_the_earlier_leader_is_pending_again() -> None:
+    """Batches are held in memory alone: what was not committed is still there."""
+    state = rebuild(
+        scanned("a", 0, ("0:0", SEALED), ("1:0", SEALED), state=common_pb2.GROUP_STATE_BATCHED)
+    )
+    assert state.queue.books.group("a").phase is Phase.COMPLETE
+
+
+def test_evaluation_that_was_complete_is_settled_anew() -> None:
+    """EVALUATED may not have been stored: it follows from the seals."""
+    state = rebuild(scanned("e", 0, ("0:0", SEALED), size=1, evaluation=True))
+    assert state.queue.books.group("e").phase is Phase.EVALUATED
+    ((shard, fate),) = state.take_fates()
+    assert (shard, fate.state) == ("s0", common_pb2.GROUP_STATE_EVALUATED)
+    assert state.progress.completed("code") == 0
+
+
+def test_trajectory_beyond_the_group_is_ignored() -> None:
+    """A record nobody can have been asked to write does no harm."""
+    state = rebuild(scanned("a", 0, ("7:0", SEALED)))
+    assert state.queue.books.group("a").phase is Phase.QUEUED

@@ -1,0 +1,88 @@
+"""Bad requests, each with a message that names field and value; and settings alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge.core.errors import ConfigError, InvalidArgument
+from forge.runtime.config import load
+from forge.v1 import common_pb2, scheduler_pb2
+from services.scheduler import validation
+from services.scheduler.config import SchedulerConfig
+from tests.support.scheduler_cluster import make_task
+
+
+def changed(**fields: object) -> common_pb2.Task:
+    task = make_task("a")
+    for field, value in fields.items():
+        setattr(task, field, value)
+    return task
+
+
+@pytest.mark.parametrize(
+    ("task", "complaint"),
+    [
+        (changed(task_id=""), "task_id '' must be 1 to 200"),
+        (changed(task_id="a:b"), "task_id 'a:b' must be"),
+        (changed(domain="two words"), "domain 'two words' must be"),
+        (changed(scaffold=""), "scaffold '' must be"),
+        (changed(group_size=0), "group_size 0 must be 1 to 16"),
+        (changed(group_size=17), "group_size 17 must be 1 to 16"),
+        (changed(tag="x" * 201), "has more than 200 bytes"),
+        (changed(payload_json=""), "payload_json '' is not JSON"),
+        (changed(payload_json="{"), "payload_json '{' is not JSON"),
+        (changed(payload_json="[" * 100_000), "is not JSON"),
+        (changed(payload_json="3"), "payload_json '3' is not a JSON object"),
+        (changed(payload_json='"' + "x" * (1 << 20) + '"'), "at most 1048576 are allowed"),
+    ],
+)
+def test_bad_task_is_named(task: common_pb2.Task, complaint: str) -> None:
+    """The position in the request, the field and the value are in the message."""
+    with pytest.raises(InvalidArgument, match=rf"tasks\[1\]: .*{complaint}"):
+        validation.check_tasks([make_task("fine"), task], max_group_size=16)
+
+
+def test_task_without_a_purpose_is_for_training() -> None:
+    """A client that leaves the field out, and one that fills it in, submit the same task."""
+    unset = changed(purpose=common_pb2.PURPOSE_UNSPECIFIED)
+    checked = validation.check_tasks([unset, make_task("a")], max_group_size=16)
+    assert checked["a"].purpose == common_pb2.PURPOSE_TRAIN
+
+
+def test_one_id_cannot_name_two_tasks_of_a_request() -> None:
+    """Which of them was meant, nobody could tell."""
+    with pytest.raises(InvalidArgument, match="'a' is twice in this request"):
+        validation.check_tasks([make_task("a"), make_task("a", size=2)], max_group_size=16)
+
+
+def test_claim_and_trajectory_must_agree() -> None:
+    """A claim is named by its trajectory."""
+    outcome = scheduler_pb2.FinishRolloutsRequest.Outcome(lease_id="a:0:1", trajectory_id="a:0:0")
+    with pytest.raises(InvalidArgument, match=r"outcomes\[4\]: lease_id 'a:0:1' is not"):
+        validation.check_outcome(outcome, 4)
+
+
+@pytest.mark.parametrize("wait_s", [-1.0, float("nan"), float("inf")])
+def test_wait_must_be_a_number_of_seconds(wait_s: float) -> None:
+    """A wait that never ends, or cannot be compared, is refused."""
+    with pytest.raises(InvalidArgument, match="wait_s"):
+        validation.check_wait_s(wait_s, max_wait_s=30.0)
+
+
+def test_wait_is_capped() -> None:
+    """No call occupies a server for longer than configured."""
+    assert validation.check_wait_s(1e9, max_wait_s=30.0) == 30.0
+
+
+def test_window_defaults_to_three_tenths_of_concurrency() -> None:
+    """W = ceil(0.3 N) unless it is set."""
+    config = load(SchedulerConfig, service="scheduler", argv=["--concurrency", "32"], environ={})
+    assert config.queue_settings().window_size == 10
+
+
+def test_share_of_zero_is_refused_by_name() -> None:
+    """A domain that should not be trained is left out of domain_shares."""
+    argv = ["--domain-shares", "code=1,qa=0"]
+    config = load(SchedulerConfig, service="scheduler", argv=argv, environ={})
+    with pytest.raises(ConfigError, match=r"qa = 0\.0 must be above 0"):
+        config.queue_settings()

@@ -1,0 +1,73 @@
+"""Long polls without polling, and progress over the last rollouts."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge.core.errors import ResourceExhausted, Unavailable
+from services.scheduler import waiting
+from services.scheduler.progress import RECENT_ROLLOUTS, Progress
+from services.scheduler.waiting import WaitingRoom
+
+
+async def test_first_come_first_served() -> None:
+    """What there is goes to who waited longest."""
+    stock: list[str] = []
+    room = WaitingRoom[str, str](
+        lambda name: f"{name}:{stock.pop()}" if stock else None, alike=True
+    )
+    first, second = room.enter("first"), room.enter("second")
+    stock.append("x")
+    room.serve()
+    assert first.result() == "first:x"
+    assert not second.done()
+
+
+async def test_those_who_are_not_alike_do_not_hold_each_other_up() -> None:
+    """A small batch can be served while a large one waits."""
+    room = WaitingRoom[int, int](lambda size: size if size <= 2 else None, alike=False)
+    large, small = room.enter(8), room.enter(2)
+    room.serve()
+    assert small.result() == 2
+    assert not large.done()
+
+
+async def test_who_left_is_passed_over() -> None:
+    """A caller that gave up takes nothing."""
+    room = WaitingRoom[str, str](lambda name: name, alike=True)
+    gone, present = room.enter("gone"), room.enter("present")
+    gone.cancel()
+    room.serve()
+    assert present.result() == "present"
+
+
+async def test_everybody_is_told_at_the_end() -> None:
+    """Closing answers all."""
+    room = WaitingRoom[str, str](lambda _: None, alike=True)
+    future = room.enter("a")
+    room.close(Unavailable("over"))
+    with pytest.raises(Unavailable, match="over"):
+        await future
+
+
+async def test_room_is_bounded_and_forgets_the_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overload is refused; those who left do not count."""
+    monkeypatch.setattr(waiting, "MAX_WAITING", 2)
+    room = WaitingRoom[str, str](lambda _: None, alike=True)
+    first = room.enter("a")
+    room.enter("b")
+    with pytest.raises(ResourceExhausted, match="2 calls are waiting"):
+        room.enter("c")
+    first.cancel()
+    room.enter("c")
+
+
+def test_recent_reward_is_over_the_last_rollouts_by_time_of_seal() -> None:
+    """A new leader counts them in any order, and comes to the same mean."""
+    progress = Progress()
+    for second in reversed(range(2 * RECENT_ROLLOUTS)):
+        old = second < RECENT_ROLLOUTS
+        progress.record("code", sealed_unix_s=second, outcome=0.0 if old else 1.0)
+    assert progress.recent_reward("code") == 1.0
+    assert progress.completed("code") == 2 * RECENT_ROLLOUTS
+    assert progress.recent_reward("qa") == 0.0

@@ -1,0 +1,247 @@
+"""Batches are claimed, kept, fetched and prepared one ahead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest_asyncio
+
+from forge.core.errors import DataLoss, ForgeError, NotFound
+from forge.core.rewards import RewardWeights
+from forge.rl.learner import BatchPlan
+from forge.runtime.rpc.chunks import split
+from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
+from services.trainer.batches import BatchSource, SourceSettings
+from services.trainer.samples import CreditRules
+from tests.support.pool_records import make_reward, make_turn
+
+RULES = CreditRules(weights=RewardWeights(), baseline="group_mean", normalize_std=False)
+
+
+class FakeScheduler:
+    """Hands out batches the way the scheduler does: one per name at a time."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.held: dict[str, str] = {}
+        self.available = asyncio.Semaphore(0)
+        self.renewed = asyncio.Event()
+        self.renewal_fault: ForgeError | None = None
+        self.lease_s = 60.0
+        self._issued = 0
+
+    async def call(self, method: str, request: Any, **_: Any) -> Any:
+        self.calls.append((method, request))
+        return await getattr(self, f"_{method}")(request)
+
+    def asked(self, method: str) -> list[Any]:
+        return [request for name, request in self.calls if name == method]
+
+    async def _LeaseBatch(
+        self, request: scheduler_pb2.LeaseBatchRequest
+    ) -> scheduler_pb2.LeaseBatchResponse:
+        if request.trainer_id not in self.held:
+            await self.available.acquire()
+            self.held[request.trainer_id] = f"batch-{self._issued}"
+            self._issued += 1
+        batch_id = self.held[request.trainer_id]
+        return scheduler_pb2.LeaseBatchResponse(
+            batch_id=batch_id, lease_s=self.lease_s, groups=[group(batch_id)]
+        )
+
+    async def _RenewBatch(self, _: Any) -> None:
+        self.renewed.set()
+        if self.renewal_fault is not None:
+            raise self.renewal_fault
+
+    async def _CommitBatch(self, request: Any) -> None:
+        self._let_go(request.batch_id)
+
+    async def _ReleaseBatch(self, request: Any) -> None:
+        self._let_go(request.batch_id)
+
+    async def _Rewind(self, _: Any) -> scheduler_pb2.RewindResponse:
+        self.held.clear()
+        return scheduler_pb2.RewindResponse()
+
+    def _let_go(self, batch_id: str) -> None:
+        self.held = {name: held for name, held in self.held.items() if held != batch_id}
+
+
+def group(batch_id: str) -> scheduler_pb2.BatchGroup:
+    """Two rollouts that are sealed and one that was abandoned."""
+    states = (
+        common_pb2.TRAJECTORY_STATE_SEALED,
+        common_pb2.TRAJECTORY_STATE_ABANDONED,
+        common_pb2.TRAJECTORY_STATE_SEALED,
+    )
+    return scheduler_pb2.BatchGroup(
+        group=common_pb2.GroupRecord(
+            task=common_pb2.Task(task_id=f"{batch_id}-task"), pool_shard="s0"
+        ),
+        trajectories=[
+            common_pb2.TrajectorySummary(trajectory_id=f"{batch_id}-task:{n}:0", state=state)
+            for n, state in enumerate(states)
+        ],
+    )
+
+
+class FakePool:
+    """Streams trajectories; a fault cuts the stream after the first."""
+
+    def __init__(self) -> None:
+        self.fault: ForgeError | None = None
+        self.fetched: list[list[str]] = []
+
+    async def pick(self, *, where: Callable[[Any], bool], timeout_s: float) -> tuple[None, Any]:
+        return None, self
+
+    async def FetchTrajectories(
+        self, request: pool_pb2.FetchTrajectoriesRequest, timeout: float
+    ) -> AsyncIterator[pool_pb2.FetchTrajectoriesResponse]:
+        self.fetched.append(list(request.trajectory_ids))
+        for trajectory_id in request.trajectory_ids:
+            trajectory = common_pb2.Trajectory(
+                trajectory_id=trajectory_id,
+                domain="code",
+                turns=[make_turn(trajectory_id)],
+                rewards=[make_reward()],
+            )
+            for chunk in split(trajectory.SerializeToString()):
+                yield pool_pb2.FetchTrajectoriesResponse(
+                    trajectory_id=trajectory_id, trajectory=chunk
+                )
+            fault, self.fault = self.fault, None
+            if fault is not None:
+                raise fault
+
+
+class Cluster:
+    """A source with what it talks to."""
+
+    def __init__(self) -> None:
+        self.scheduler: Any = FakeScheduler()
+        self.pool: Any = FakePool()
+        self.source = BatchSource(
+            self.scheduler,
+            self.pool,
+            plan=lambda samples: BatchPlan(trees=(), plan_s=float(len(samples))),
+            rules=RULES,
+            settings=SourceSettings(trainer_id="trainer", max_groups=3, patience_s=60.0),
+        )
+
+
+@pytest_asyncio.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    made = Cluster()
+    yield made
+    await made.source.drop()
+
+
+async def test_a_batch_holds_the_sealed_trajectories_of_its_groups(cluster: Cluster) -> None:
+    """Abandoned rollouts are not even fetched."""
+    cluster.scheduler.available.release()
+    batch = await cluster.source.take(wait_s=5)
+    assert batch is not None
+    assert batch.claim.task_ids == ("batch-0-task",)
+    assert cluster.pool.fetched == [["batch-0-task:0:0", "batch-0-task:2:0"]]
+    assert batch.samples.trajectories == 2 and batch.plan.plan_s == 2.0
+    assert cluster.scheduler.asked("LeaseBatch")[0].max_groups == 3
+
+
+async def test_no_batch_yet_is_none(cluster: Cluster) -> None:
+    """And the claim that is being waited for is not asked for twice."""
+    assert await cluster.source.take(wait_s=0) is None
+    assert await cluster.source.take(wait_s=0) is None
+    assert len(cluster.scheduler.asked("LeaseBatch")) <= 1
+
+
+async def test_the_next_batch_is_prepared_while_one_is_held(cluster: Cluster) -> None:
+    """It is leased under another name: the same name would get the same batch."""
+    cluster.scheduler.available.release()
+    cluster.scheduler.available.release()
+    first = await cluster.source.take(wait_s=5)
+    await cluster.source.prepare()
+    assert first is not None
+    assert set(cluster.scheduler.held.values()) == {"batch-0", "batch-1"}
+    await cluster.source.commit(first.claim, step=1)
+    second = await cluster.source.take(wait_s=5)
+    assert second is not None and second.claim.batch_id == "batch-1"
+    (commit,) = cluster.scheduler.asked("CommitBatch")
+    assert (commit.batch_id, commit.step, list(commit.task_ids)) == (
+        "batch-0",
+        1,
+        ["batch-0-task"],
+    )
+
+
+async def test_a_claim_is_renewed_until_it_is_settled(cluster: Cluster) -> None:
+    """While the learner computes, the lease is kept alive; after the commit it is let go."""
+    cluster.scheduler.lease_s = 0.003
+    cluster.scheduler.available.release()
+    batch = await cluster.source.take(wait_s=5)
+    assert batch is not None
+    async with asyncio.timeout(5):
+        await cluster.scheduler.renewed.wait()
+    await cluster.source.commit(batch.claim, step=1)
+    await asyncio.wait({batch.claim.renewal})
+    assert batch.claim.renewal.cancelled()
+
+
+async def test_a_lost_claim_is_left_to_the_commit(cluster: Cluster) -> None:
+    """A scheduler that changed hands forgot it: renewing ends, training goes on."""
+    cluster.scheduler.lease_s = 0.003
+    cluster.scheduler.renewal_fault = NotFound("not held")
+    cluster.scheduler.available.release()
+    batch = await cluster.source.take(wait_s=5)
+    assert batch is not None
+    async with asyncio.timeout(5):
+        await batch.claim.renewal
+    await cluster.source.commit(batch.claim, step=1)
+
+
+async def test_a_cut_stream_is_taken_up_where_it_broke(cluster: Cluster) -> None:
+    """What has arrived is not fetched again."""
+    cluster.pool.fault = ForgeError("cut")
+    cluster.pool.fault.retryable = True  # type: ignore[misc]
+    cluster.scheduler.available.release()
+    batch = await cluster.source.take(wait_s=5)
+    assert batch is not None and batch.samples.trajectories == 2
+    assert cluster.pool.fetched[1] == ["batch-0-task:2:0"]
+
+
+async def test_an_unreadable_batch_is_tombstoned(cluster: Cluster) -> None:
+    """With the reason; the next one takes its place."""
+    cluster.pool.fault = DataLoss("checksum of batch-0-task:0:0")
+    cluster.scheduler.available.release()
+    cluster.scheduler.available.release()
+    batch = await cluster.source.take(wait_s=5)
+    assert batch is not None and batch.claim.batch_id == "batch-1"
+    (release,) = cluster.scheduler.asked("ReleaseBatch")
+    assert (release.batch_id, release.reason) == (
+        "batch-0",
+        "data loss: checksum of batch-0-task:0:0",
+    )
+
+
+async def test_what_was_prepared_in_vain_is_given_back(cluster: Cluster) -> None:
+    """At the end of a run its groups go back into the window, without a tombstone."""
+    cluster.scheduler.available.release()
+    await cluster.source.prepare()
+    await cluster.source.release()
+    (release,) = cluster.scheduler.asked("ReleaseBatch")
+    assert (release.batch_id, release.reason) == ("batch-0", "")
+
+
+async def test_a_rewind_forgets_what_was_prepared(cluster: Cluster) -> None:
+    """The scheduler took every claim back; the next batch is leased anew."""
+    cluster.scheduler.available.release()
+    await cluster.source.prepare()
+    await cluster.source.rewind(4)
+    (rewind,) = cluster.scheduler.asked("Rewind")
+    assert rewind.step == 4
+    cluster.scheduler.available.release()
+    batch = await cluster.source.take(wait_s=5)
+    assert batch is not None and batch.claim.batch_id == "batch-1"

@@ -1,0 +1,105 @@
+"""The record of a run, and the yield computed from it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from forge.core.errors import Unavailable
+from forge.v1 import trainer_pb2 as pb
+from services.trainer.metrics import training_yield
+from services.trainer.record import TrainingRecord
+
+
+def step(number: int, *, reward: float = 0.0) -> pb.StepMetrics:
+    return pb.StepMetrics(
+        step=number,
+        mean_reward=reward,
+        reward_by_domain={"code": reward},
+        trained_tokens=100,
+        trajectories=10,
+        step_s=1.0,
+        wait_s=0.5,
+        publish_s=0.5,
+    )
+
+
+def record(metrics_file: Path | str = "") -> TrainingRecord:
+    return TrainingRecord(max_steps=9, metrics_file=str(metrics_file))
+
+
+async def test_a_watcher_gets_the_past_and_then_the_present() -> None:
+    """Every step once, in order."""
+    one = record()
+    one.append(step(1))
+    one.append(step(2))
+    watch = one.watch(1)
+    assert (await anext(watch)).step == 2
+    waiting = asyncio.ensure_future(anext(watch))
+    await asyncio.sleep(0)
+    one.append(step(3))
+    assert (await waiting).step == 3
+
+
+async def test_steps_taken_again_come_again() -> None:
+    """After a restore, a watcher sees the lineage that survives."""
+    one = record()
+    for number in (1, 2, 3):
+        one.append(step(number))
+    watch = one.watch(0)
+    assert [(await anext(watch)).step for _ in range(3)] == [1, 2, 3]
+    history = one.history()[:1]
+    one.rewind(history)
+    one.append(step(2, reward=0.5))
+    again = await anext(watch)
+    assert (again.step, again.mean_reward) == (2, 0.5)
+    assert one.step == 2
+
+
+async def test_watchers_are_told_when_it_ends() -> None:
+    """A stream does not hold up the end of the process."""
+    one = record()
+    waiting = asyncio.ensure_future(anext(one.watch(0)))
+    await asyncio.sleep(0)
+    one.close()
+    with pytest.raises(Unavailable):
+        await waiting
+
+
+def test_the_metrics_file_follows_the_lineage(tmp_path: Path) -> None:
+    """A line per step; a restore takes back the lines of the steps it undid."""
+    path = tmp_path / "run" / "metrics.jsonl"
+    one = record(path)
+    one.rewind([])
+    for number in (1, 2, 3):
+        one.append(step(number, reward=0.25))
+    other = record(path)
+    other.rewind(one.history()[:2])
+    other.append(step(3, reward=0.75))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[2]["mean_reward"] == 0.75 and lines[0]["reward_by_domain"] == {"code": 0.25}
+
+
+def test_status_tells_where_training_stands() -> None:
+    """Before the first step there is no latest one."""
+    one = record()
+    assert not one.status().HasField("latest")
+    one.append(step(4))
+    status = one.status()
+    assert (status.step, status.max_steps, status.latest.step) == (4, 9, 4)
+
+
+def test_the_yield_is_throughput_times_gain_per_trajectory() -> None:
+    """100 tokens in 2 s a step; reward from .2 to .6 over 40 trajectories: 50 * .4 / 40."""
+    steps = [step(1, reward=0.2), step(2, reward=0.2), step(3, reward=0.6), step(4, reward=0.6)]
+    assert training_yield(steps) == pytest.approx(50 * 0.4 / 40)
+
+
+def test_there_is_no_yield_before_there_is_a_difference() -> None:
+    """One step is not a gain; getting worse is a negative one."""
+    assert training_yield([]) == training_yield([step(1, reward=0.5)]) == 0.0
+    assert training_yield([step(1, reward=0.5), step(2, reward=0.1)]) < 0

@@ -1,0 +1,135 @@
+"""Trajectories become samples: which tokens are trained, and with which advantage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from forge.core.rewards import RewardWeights
+from forge.core.trajectory import float32_array, float32_bytes, int32_array, int32_bytes
+from forge.v1 import common_pb2 as pb
+from services.trainer.samples import CreditRules, build_samples
+
+RULES = CreditRules(
+    weights=RewardWeights(alpha=0.5, beta=0.25, gamma=1.0),
+    baseline="group_mean",
+    normalize_std=False,
+)
+
+
+def turn(
+    index: int, prompt: Sequence[int], sampled: Sequence[int], *, parent: int = -1, prefix: int = 0
+) -> pb.Turn:
+    return pb.Turn(
+        turn_index=index,
+        parent_turn=parent,
+        prefix_tokens=prefix,
+        prompt_ids=int32_bytes(prompt),
+        sampled=pb.SampledTokens(
+            ids=int32_bytes(sampled),
+            logprobs=float32_bytes([-0.5 - n for n in range(len(sampled))]),
+            weight_versions=int32_bytes([3] * len(sampled)),
+        ),
+        finish_reason=pb.FINISH_REASON_STOP,
+        temperature=0.7,
+    )
+
+
+def reward(kind: pb.RewardKind.ValueType, value: float, turn_index: int = -1) -> pb.RewardEvent:
+    return pb.RewardEvent(event_id=f"{kind}-{turn_index}", kind=kind, value=value,
+                          turn_index=turn_index)  # fmt: skip
+
+
+def outcome(value: float) -> pb.RewardEvent:
+    return reward(pb.REWARD_KIND_OUTCOME, value)
+
+
+def trajectory(
+    turns: Sequence[pb.Turn], rewards: Sequence[pb.RewardEvent], *, domain: str = "code"
+) -> pb.Trajectory:
+    return pb.Trajectory(
+        trajectory_id="task:0:0",
+        domain=domain,
+        state=pb.TRAJECTORY_STATE_SEALED,
+        turns=turns,
+        rewards=rewards,
+    )
+
+
+def one_turn(value: float, **settings: str) -> pb.Trajectory:
+    return trajectory([turn(0, [1, 2], [3])], [outcome(value)], **settings)
+
+
+def test_each_turn_is_a_sample_of_its_whole_sequence() -> None:
+    """Contexts are put together again; loss falls on sampled tokens, each exactly once."""
+    turns = [turn(0, [1, 2], [3, 4]), turn(1, [5], [6], parent=0, prefix=4)]
+    samples = build_samples([[trajectory(turns, [outcome(1)])]], RULES).samples
+    assert [int32_array(one.ids).tolist() for one in samples] == [
+        [1, 2, 3, 4],
+        [1, 2, 3, 4, 5, 6],
+    ]
+    assert [one.trained for one in samples] == [((2, 4),), ((5, 6),)]
+    assert float32_array(samples[0].behavior_logprobs).tolist() == [-0.5, -1.5]
+    assert int32_array(samples[0].weight_versions).tolist() == [3, 3]
+    assert samples[0].temperature == pytest.approx(0.7)
+
+
+def test_a_rewritten_history_keeps_what_was_sampled_before_it() -> None:
+    """A branch trains its own tokens; the tokens it dropped are trained where they were."""
+    turns = [turn(0, [1, 2], [3, 4]), turn(1, [9], [8], parent=0, prefix=2)]
+    samples = build_samples([[trajectory(turns, [outcome(1)])]], RULES).samples
+    assert [int32_array(one.ids).tolist() for one in samples] == [[1, 2, 3, 4], [1, 2, 9, 8]]
+
+
+def test_advantages_are_returns_to_go_less_the_group_mean() -> None:
+    """Two turns: process -1 on the first, outcome 1; the other rollout fails.
+
+    G = (-.5 + 1, 1) and (0); the totals' mean is .25.
+    """
+    first = trajectory(
+        [turn(0, [1], [2]), turn(1, [3], [4], parent=0, prefix=2)],
+        [reward(pb.REWARD_KIND_PROCESS, -1.0, 0), outcome(1)],
+    )
+    second = trajectory([turn(0, [1], [5])], [outcome(0)])
+    samples = build_samples([[first, second]], RULES).samples
+    assert [float32_array(one.advantages).tolist() for one in samples] == [[0.25], [0.75], [-0.25]]
+
+
+def test_groups_do_not_share_a_baseline() -> None:
+    """Each group is compared with itself; equal rewards make it flat."""
+    batch = build_samples(
+        [[one_turn(1), one_turn(1)], [one_turn(1), one_turn(0, domain="qa")]], RULES
+    )
+    advantages = [float32_array(one.advantages)[0] for one in batch.samples]
+    assert advantages == [0.0, 0.0, 0.5, -0.5]
+    assert (batch.groups, batch.trajectories, batch.flat_groups) == (2, 4, 1)
+    assert batch.outcomes == {"code": [1, 1, 1], "qa": [0]}
+    assert batch.mean_outcome == 0.75
+    assert batch.sampled_tokens == 4
+
+
+def test_aborted_and_greedy_turns_are_not_trained() -> None:
+    """Nobody saw the one; the other has no distribution."""
+    aborted, greedy = turn(0, [1], [2]), turn(1, [1], [2])
+    aborted.finish_reason = pb.FINISH_REASON_ABORTED
+    greedy.temperature = 0.0
+    batch = build_samples([[trajectory([aborted, greedy], [outcome(1)])]], RULES)
+    assert batch.samples == () and batch.trajectories == 1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        trajectory([turn(0, [1], [2])], [reward(pb.REWARD_KIND_OUTCOME, 1.0, 5)]),
+        trajectory([turn(0, [1], [2])], [reward(pb.REWARD_KIND_OUTCOME, float("nan"))]),
+        trajectory([turn(0, [1], [2])], [reward(pb.REWARD_KIND_UNSPECIFIED, 1.0)]),
+        trajectory([turn(0, [1], [2], prefix=3)], [outcome(1)]),
+        trajectory([], [outcome(1)]),
+    ],
+)
+def test_a_trajectory_that_does_not_add_up_is_left_out(bad: pb.Trajectory) -> None:
+    """It is counted, it shifts no baseline, and the rest of the batch is trained."""
+    batch = build_samples([[bad, one_turn(1), one_turn(0)]], RULES)
+    assert (batch.excluded, batch.trajectories) == (1, 2)
+    assert [float32_array(one.advantages)[0] for one in batch.samples] == [0.5, -0.5]

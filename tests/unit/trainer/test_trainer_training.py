@@ -1,0 +1,258 @@
+"""The order of a training step, and what a failure at each point of it means."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
+from forge.rl.learner import BatchPlan, StepResult
+from forge.rl.losses import PolicyStats
+from forge.runtime.actor import Actor, ActorRef, ActorSystem
+from forge.v1 import trainer_pb2 as pb
+from services.trainer.actors.learner import Restore, Save, Step, TakeSnapshot
+from services.trainer.actors.training import Advance, SaveCheckpoint, Training
+from services.trainer.batches import Claim, PreparedBatch
+from services.trainer.checkpoints import Checkpoint
+from services.trainer.config import TrainerConfig
+from services.trainer.record import TrainingRecord
+from services.trainer.samples import BatchSamples
+from services.trainer.weights import Snapshot
+
+
+@dataclass(slots=True, kw_only=True)
+class World:
+    """Everything around the training actor: what it did, and what is to go wrong."""
+
+    events: list[str] = field(default_factory=list)
+    faults: dict[str, Exception] = field(default_factory=dict)
+    """Raised once, when that is done next."""
+    skip: str = ""
+    saved: Checkpoint | None = None
+    batches: int = 100
+
+    def do(self, event: str) -> None:
+        fault = self.faults.pop(event.split()[0], None)
+        if fault is not None:
+            self.events.append(f"{event} fails")
+            raise fault
+        self.events.append(event)
+
+
+class FakeLearner(Actor):
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def receive(self, message: Any) -> Any:
+        world = self._world
+        match message:
+            case Step():
+                world.do("step")
+                skipped, world.skip = world.skip, ""
+                return StepResult(
+                    loss=0.5, grad_norm=1.0, skipped=skipped, stats=PolicyStats(), compute_s=0.0
+                )
+            case TakeSnapshot(step=step):
+                return Snapshot(step=step, tensors=[])
+            case Save(step=step, weight_version=version, history=history):
+                world.do(f"save {step}")
+                world.saved = Checkpoint(
+                    path=Path("/saved"), step=step, weight_version=version, history=history
+                )
+                return world.saved.path
+            case Restore():
+                world.do("restore")
+                return world.saved
+        return await super().receive(message)
+
+
+class FakeSource:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def take(self, *, wait_s: float) -> PreparedBatch | None:
+        if not self._world.batches:
+            return None
+        self._world.batches -= 1
+        self._world.do("take")
+        idle = asyncio.create_task(asyncio.sleep(0))
+        samples = BatchSamples(
+            samples=(), outcomes={"code": [1.0]}, sampled_tokens=3, groups=1, trajectories=1,
+            flat_groups=0, excluded=0,
+        )  # fmt: skip
+        return PreparedBatch(
+            claim=Claim(batch_id="b", task_ids=("t",), renewal=idle),
+            samples=samples,
+            plan=BatchPlan(trees=(), plan_s=0.0),
+        )
+
+    def prepare(self) -> None:
+        self._world.do("prepare")
+
+    async def commit(self, claim: Claim, *, step: int) -> None:
+        self._world.do(f"commit {step}")
+
+    async def tombstone(self, claim: Claim, reason: str) -> None:
+        self._world.do(f"tombstone {reason}")
+
+    async def rewind(self, step: int) -> None:
+        self._world.do(f"rewind {step}")
+
+    async def release(self) -> None:
+        self._world.do("release")
+
+    async def drop(self) -> None:
+        pass
+
+
+class FakePublisher:
+    def __init__(self, world: World, floor: int) -> None:
+        self._world = world
+        self.version = floor
+
+    async def publish(self, snapshot: Snapshot) -> int:
+        self._world.do(f"publish {snapshot.step}")
+        self.version += 1
+        return self.version
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A training actor in its world."""
+
+    world: World
+    record: TrainingRecord
+    training: ActorRef
+
+    async def advance(self, times: int = 1) -> list[str]:
+        """What was done, in order."""
+        self.world.events.clear()
+        for _ in range(times):
+            await self.training.ask(Advance(), timeout_s=5)
+        return list(self.world.events)
+
+
+@pytest_asyncio.fixture
+async def run() -> AsyncIterator[Run]:
+    """Three steps, a checkpoint every second one."""
+    world = World()
+    actors = ActorSystem("test")
+    record = TrainingRecord(max_steps=3, metrics_file="")
+    learner = await actors.spawn(lambda: FakeLearner(world), name="learner")
+    source: Any = FakeSource(world)
+    publisher: Any = lambda floor: FakePublisher(world, floor)  # noqa: E731
+    training = await actors.spawn(
+        lambda: Training(
+            TrainerConfig(max_steps=3, checkpoint_every_steps=2),
+            learner=learner,
+            source=source,
+            record=record,
+            make_publisher=publisher,
+        ),
+        name="training",
+    )
+    yield Run(world=world, record=record, training=training)
+    await actors.stop()
+
+
+RESUME = ["restore", "rewind 0", "publish 0"]
+
+
+async def test_a_step_is_committed_before_it_is_told_and_saved(run: Run) -> None:
+    """From a fresh start to the end, in exactly this order."""
+    assert await run.advance() == RESUME
+    assert await run.advance() == ["take", "prepare", "step", "commit 1", "publish 1"]
+    assert await run.advance() == ["take", "prepare", "step", "commit 2", "publish 2", "save 2"]
+    # Nothing is prepared beyond the last step.
+    assert await run.advance() == ["take", "step", "commit 3", "publish 3"]
+    assert await run.training.ask(Advance(), timeout_s=5) is False
+    assert run.world.events[-2:] == ["save 3", "release"]
+    assert run.record.phase == pb.TRAINER_PHASE_FINISHED
+    assert (run.record.step, run.record.checkpoint_step, run.record.weight_version) == (3, 3, 4)
+    assert await run.advance() == []
+
+
+async def test_without_a_batch_it_waits(run: Run) -> None:
+    """And says so."""
+    await run.advance()
+    run.world.batches = 0
+    assert await run.advance() == []
+    assert run.record.phase == pb.TRAINER_PHASE_WAITING
+
+
+@pytest.mark.parametrize("error", [NotFound("taken back"), FailedPrecondition("another step")])
+async def test_a_step_that_cannot_be_committed_never_was(run: Run, error: Exception) -> None:
+    """The learner goes back to the checkpoint, the scheduler with it; nothing was published."""
+    await run.advance(3)
+    run.world.faults["commit"] = error
+    assert await run.advance() == ["take", "step", "commit 3 fails"]
+    assert run.record.step == 2
+    assert await run.advance() == ["restore", "rewind 2", "publish 2"]
+    assert await run.advance() == ["take", "step", "commit 3", "publish 3"]
+
+
+async def test_a_scheduler_out_of_reach_at_commit_ends_in_a_resume(run: Run) -> None:
+    """Once the patience is over, the outcome is unknown: only the checkpoint is certain."""
+    await run.advance(2)
+    run.world.faults["commit"] = Unavailable("no scheduler")
+    with pytest.raises(Unavailable):
+        await run.advance()
+    assert await run.advance() == RESUME
+    assert run.record.step == 0
+
+
+async def test_a_crashed_learner_ends_in_a_resume(run: Run) -> None:
+    """Its supervisor starts a fresh one, which knows nothing."""
+    await run.advance(2)
+    run.world.faults["step"] = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError):
+        await run.advance()
+    assert await run.advance() == RESUME
+
+
+async def test_a_step_that_is_not_finite_is_tombstoned(run: Run) -> None:
+    """The batch is given up with the reason, the step number is free for the next one."""
+    await run.advance()
+    run.world.skip = "loss nan"
+    events = await run.advance()
+    assert events == ["take", "prepare", "step", "tombstone step 1 skipped: loss nan"]
+    assert run.record.step == 0
+    assert await run.advance() == ["take", "prepare", "step", "commit 1", "publish 1"]
+
+
+async def test_an_etcd_outage_only_delays_publication(run: Run) -> None:
+    """Training goes on; the end waits until the last weights are announced."""
+    await run.advance()
+    for step in (1, 2, 3):
+        run.world.faults["publish"] = Unavailable("etcd is away")
+        assert f"commit {step}" in await run.advance()
+    assert run.record.weight_version == 1
+    run.world.faults["publish"] = Unavailable("etcd is away")
+    with pytest.raises(Unavailable):
+        await run.advance()
+    assert run.record.phase != pb.TRAINER_PHASE_FINISHED
+    assert await run.advance() == ["publish 3", "save 3", "release"]
+    assert run.record.weight_version == 2
+
+
+async def test_a_full_disk_does_not_stop_training(run: Run) -> None:
+    """The checkpoint is tried again with the next step."""
+    await run.advance(2)
+    run.world.faults["save"] = ResourceExhausted("disk full")
+    assert (await run.advance())[-1] == "save 2 fails"
+    assert (await run.advance())[-1] == "save 3"
+
+
+async def test_a_checkpoint_is_only_taken_of_what_is_consistent(run: Run) -> None:
+    """Before the books agree with the learner there is nothing to save."""
+    with pytest.raises(Unavailable, match="being resumed"):
+        await run.training.ask(SaveCheckpoint(), timeout_s=5)
+    await run.advance(2)
+    assert await run.training.ask(SaveCheckpoint(), timeout_s=5) == (1, "/saved")
+    assert run.record.checkpoint_step == 1

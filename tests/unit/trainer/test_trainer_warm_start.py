@@ -1,0 +1,82 @@
+"""The tiny policy's tokenizer, lessons and starting weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from services.trainer.tiny.lessons import batches, lessons, padded
+from services.trainer.tiny.policy import new_policy
+from services.trainer.tiny.tokenizer import END, START
+from services.trainer.warm_start import Course, make_tokenizer, warm_start
+
+SHORT = Course(flawless_steps=4, imperfect_steps=2, batch_tokens=256)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.mark.parametrize(
+    "text", ["Answer: 7", "v = [41, 17]; print(max(v))", "caf\u00e9 \u4f60\u597d \x00"]
+)
+def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    """Decoding gives back exactly what was encoded; nothing is unknown."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_only_the_teachers_words_are_taught(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Prompts and tool results are read, never imitated; each answer ends with its mark."""
+    for row in lessons(tokenizer, "test", 3, flawless=True):
+        taught = tokenizer.decode(
+            [token for token, is_taught in zip(row.ids, row.taught, strict=True) if is_taught]
+        )
+        read = tokenizer.decode(
+            [token for token, is_taught in zip(row.ids, row.taught, strict=True) if not is_taught]
+        )
+        assert taught.endswith(END) and START not in taught
+        assert "<tool_response>" not in taught and "user" in read
+
+
+def test_batches_hold_every_row_at_most_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Rows are grouped by length, within the token budget, without repeats."""
+    rows = lessons(tokenizer, "test", 6, flawless=True)
+    dealt = [id(row) for batch in batches(rows, 256, Random(0)) for row in batch]
+    assert len(dealt) == len(set(dealt)) <= len(rows)
+    ids_BT, taught_BT = padded(rows[:3], tokenizer.pad_token_id)
+    assert ids_BT.shape == taught_BT.shape
+    assert int(taught_BT.sum()) == sum(sum(row.taught) for row in rows[:3])
+
+
+def test_starting_weights_look_things_up(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Before any training, a token seen before draws attention to what followed it."""
+    policy = new_policy(tokenizer, seed=0)
+    policy.set_attn_implementation("eager")
+    once = torch.randperm(len(tokenizer), generator=torch.Generator().manual_seed(0))[:24]
+    ids = torch.cat([once, once])[None]
+    with torch.no_grad():
+        attentions = policy(input_ids=ids, output_attentions=True).attentions
+    before = attentions[0][0].diagonal(offset=-1, dim1=-2, dim2=-1).mean()
+    follower = attentions[1][0].diagonal(offset=1 - len(once), dim1=-2, dim2=-1).mean()
+    assert before > 0.9
+    assert follower > 4 / len(once)
+
+
+def test_same_seed_gives_the_same_complete_model(tmp_path: Path) -> None:
+    """What is written loads as a transformers model with tokenizer, template and end token."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        warm_start(path, seed=3, course=SHORT, console=Console(quiet=True))
+    first, second = (AutoModelForCausalLM.from_pretrained(path) for path in paths)
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name]), name
+    tokenizer = AutoTokenizer.from_pretrained(paths[0])
+    assert first.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert "<tool_call>" in (tokenizer.chat_template or "")

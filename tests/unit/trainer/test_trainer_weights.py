@@ -1,0 +1,142 @@
+"""Versions only rise, announced weights can be had, and a second trainer is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from forge.core.errors import NotFound, StaleFence, Unavailable
+from forge.runtime.rpc.chunks import Joiner
+from forge.v1 import common_pb2, inference_pb2
+from services.trainer.weights import (
+    KEY,
+    NamedTensor,
+    Publisher,
+    Snapshot,
+    Superseded,
+    WeightServicer,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    value: bytes
+    mod_revision: int
+
+
+class FakeRegister:
+    """etcd's compare-and-swap, with outages on demand."""
+
+    def __init__(self) -> None:
+        self.entry: Entry | None = None
+        self.lose_answer = False
+        self.away = False
+
+    async def get(self, key: str) -> Entry | None:
+        assert key == KEY
+        if self.away:
+            raise Unavailable("etcd is away")
+        return self.entry
+
+    async def compare_and_swap(self, key: str, value: bytes, *, expected_revision: int) -> int:
+        revision = self.entry.mod_revision if self.entry else 0
+        if revision != expected_revision:
+            raise StaleFence("somebody was faster")
+        self.entry = Entry(value=value, mod_revision=revision + 1)
+        if self.lose_answer:
+            raise Unavailable("the answer was lost")
+        return revision + 1
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        assert self.entry is not None
+        manifest: dict[str, Any] = json.loads(self.entry.value)
+        return manifest
+
+
+def snapshot(step: int) -> Snapshot:
+    data = memoryview(bytes([step, 1, 2, 3]))
+    return Snapshot(
+        step=step, tensors=[NamedTensor(name="w", dtype="float32", shape=(1,), data=data)]
+    )
+
+
+def publisher(register: FakeRegister, *, source: str = "host:1", floor: int = 0) -> Publisher:
+    return Publisher(register, source=source, floor=floor)
+
+
+async def test_the_manifest_describes_the_snapshot() -> None:
+    """Numbers are JSON numbers; the digest is over the data."""
+    register = FakeRegister()
+    assert await publisher(register).publish(snapshot(7)) == 1
+    assert register.manifest == {
+        "weight_version": 1,
+        "step": 7,
+        "tensor_names": ["w"],
+        "total_bytes": 4,
+        "digest": hashlib.sha256(bytes([7, 1, 2, 3])).hexdigest(),
+        "source": "host:1",
+    }
+
+
+async def test_a_restarted_trainer_goes_on_counting() -> None:
+    """Above what is announced, and above what its checkpoint knew, if etcd was lost."""
+    register = FakeRegister()
+    for step in range(3):
+        await publisher(register).publish(snapshot(step))
+    assert await publisher(register, source="host:2").publish(snapshot(0)) == 4
+    assert await publisher(FakeRegister(), floor=9).publish(snapshot(0)) == 10
+
+
+async def test_a_version_of_unknown_fate_is_never_used_again() -> None:
+    """When the answer is lost, the next publication takes a higher number."""
+    register = FakeRegister()
+    own = publisher(register)
+    register.lose_answer = True
+    with pytest.raises(Unavailable):
+        await own.publish(snapshot(1))
+    register.lose_answer = False
+    assert await own.publish(snapshot(2)) == 2
+    register.away = True
+    with pytest.raises(Unavailable):
+        await own.publish(snapshot(3))
+    register.away = False
+    assert await own.publish(snapshot(4)) == 3
+
+
+async def test_an_older_trainer_gives_way() -> None:
+    """It may not announce over what a newer one announced."""
+    register = FakeRegister()
+    older, newer = publisher(register, source="host:1"), publisher(register, source="host:2")
+    await older.publish(snapshot(1))
+    await newer.publish(snapshot(0))
+    with pytest.raises(Superseded, match="host:2, published version 2"):
+        await older.publish(snapshot(2))
+    assert register.manifest["source"] == "host:2"
+
+
+async def fetch(servicer: WeightServicer, version: int) -> list[common_pb2.Tensor]:
+    joiner = Joiner()
+    request = inference_pb2.FetchWeightsRequest(weight_version=version)
+    return [
+        common_pb2.Tensor.FromString(whole)
+        async for response in servicer.FetchWeights(request, None)
+        if (whole := joiner.add(response.tensor)) is not None
+    ]
+
+
+async def test_the_last_two_versions_can_be_fetched() -> None:
+    """A worker in the middle of a fetch is not cut off by the next version."""
+    servicer = WeightServicer()
+    with pytest.raises(NotFound, match="no weights"):
+        await fetch(servicer, 1)
+    servicer.publisher = publisher(FakeRegister())
+    for step in (1, 2, 3):
+        await servicer.publisher.publish(snapshot(step))
+    assert [(await fetch(servicer, version))[0].data[0] for version in (2, 3)] == [2, 3]
+    with pytest.raises(NotFound, match="weight_version 1 is not held here"):
+        await fetch(servicer, 1)
