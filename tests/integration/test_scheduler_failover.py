@@ -177,7 +177,7 @@ async def test_outage_of_one_shard_holds_up_its_own_groups_alone(forge: Schedule
     while len(pools.instances) > 1:
         await pools.changed()
     live = sum(shard == "s0" for shard in shards.values())
-    await forge.complete(live)
+    await forge.complete_until(groups=live)
     batch = await forge.take(groups=8)
     assert {task_id for task_id, shard in shards.items() if shard == "s0"} == set(ids_of(batch))
     await forge.commit(batch, 1)
@@ -186,7 +186,7 @@ async def test_outage_of_one_shard_holds_up_its_own_groups_alone(forge: Schedule
 
     forge.start_pool("s1")
     await forge.seal(orphans[0])
-    await forge.complete(len(orphans) - 1)
+    await forge.complete_until(groups=len(orphans))
     batch = await forge.take(groups=8)
     assert {task_id for task_id, shard in shards.items() if shard == "s1"} == set(ids_of(batch))
     assert not scheduler.logged("group_tombstoned")
