@@ -15,6 +15,7 @@ from forge.v1 import common_pb2, gateway_pb2_grpc, inference_pb2_grpc, pool_pb2_
 from services.gateway.actors.session import SessionSettings
 from services.gateway.actors.shard_writer import Backlog
 from services.gateway.config import GatewayConfig
+from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
 from services.gateway.model import ChatModel
 from services.gateway.pool import Pool
@@ -113,14 +114,14 @@ class GatewayApp:
     async def _listen(
         self, config: GatewayConfig, turns: Turns, sessions: Sessions, pool: Pool
     ) -> None:
-        self._http = HttpServer(
-            turns,
-            sessions,
-            pool,
-            self._context.security,
+        edge = Edge(
+            turns=turns,
+            sessions=sessions,
+            pool=pool,
+            security=self._context.security,
             model_names=frozenset({turns.model.name, *config.model_aliases}),
-            max_body_bytes=int(config.max_body_mib * (1 << 20)),
         )
+        self._http = HttpServer(edge, max_body_bytes=int(config.max_body_mib * (1 << 20)))
         port = await self._http.start(config.host, config.http_port, _tls(config))
         self._context.metadata["http"] = f"{config.advertise_host or config.host}:{port}"
 

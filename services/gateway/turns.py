@@ -132,6 +132,14 @@ class Turns:
                 if not ended:
                     session.actor.tell(self._ending(call, request, prompt, attempt.remains()))
 
+    async def whole(self, session: Session, request: TurnRequest) -> Turn:
+        """The turn when it is finished; raises as `run` does."""
+        async with aclosing(self.run(session, request)) as events:
+            async for event in events:
+                if isinstance(event, Turn):
+                    return event
+        raise AssertionError("a run ends with its turn or with an error")
+
     async def _begin(
         self, session: Session, request: TurnRequest, opening: str, call: SampleCall
     ) -> Prompt:

@@ -14,7 +14,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from forge.core.errors import ForgeError
@@ -22,11 +21,53 @@ from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
 from forge.core.messages import to_openai
 from forge.core.trajectory import int32_array
 from forge.v1 import common_pb2
-from services.gateway.http.errors import error_body
+from services.gateway.http import schema
+from services.gateway.http.edge import Edge, json_response, sse, stream_events
+from services.gateway.http.errors import Failure, openai_error
 from services.gateway.sessions import Session
 from services.gateway.turns import Piece, Turn, TurnRequest, Turns
 
-SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+
+class ChatCompletions:
+    """`POST /v1/chat/completions`."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        router.add_post(f"{prefix}/v1/chat/completions", self._create)
+
+    async def _create(self, request: web.Request) -> web.StreamResponse:
+        arrived_s, arrived_unix_s = time.monotonic(), time.time()
+        edge = self._edge
+        claims = edge.claims(request)
+        asked = schema.decode(await request.read(), schema.ChatCompletionRequest)
+        edge.check_model(asked.model)
+        turn = TurnRequest(
+            messages=schema.messages_of(asked),
+            tools=schema.tools_of(asked.tools),
+            call_tools=asked.tool_choice != "none",
+            required_tool=schema.required_tool(asked, edge.turns.model.format),
+            sampling=schema.sampling_of(asked),
+            stop=schema.stop_of(asked),
+            stream=bool(asked.stream),
+            arrived_s=arrived_s,
+            arrived_unix_s=arrived_unix_s,
+        )
+        choices = schema.choices_of(asked)
+        async with edge.sessions.use(claims) as session:
+            completion = Completion(
+                turns=edge.turns,
+                session=session,
+                request=turn,
+                choices=choices,
+                logprobs=bool(asked.logprobs),
+                include_usage=bool(asked.stream_options and asked.stream_options.include_usage),
+            )
+            if turn.stream:
+                # OpenAI's clients look for an error event.
+                return await stream_events(request, completion.events(), error_event=_error_event)
+            return json_response(await completion.whole())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +86,10 @@ class Completion:
     async def whole(self) -> dict[str, Any]:
         """The completion object."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._turn()) for _ in range(self.choices)]
+            tasks = [
+                group.create_task(self.turns.whole(self.session, self.request))
+                for _ in range(self.choices)
+            ]
         turns = [task.result() for task in tasks]
         return self._envelope("chat.completion") | {
             "system_fingerprint": _fingerprint(turns),
@@ -53,30 +97,12 @@ class Completion:
             "usage": usage(turns),
         }
 
-    async def stream(self, http_request: web.Request) -> web.StreamResponse:
-        """Server-sent events, to the end. Raises `ForgeError` only before the first of them."""
-        response = web.StreamResponse(headers=SSE_HEADERS)
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The same as server-sent events."""
         async with aclosing(self._chunks()) as chunks:
-            try:
-                async for chunk in chunks:
-                    if not response.prepared:
-                        await response.prepare(http_request)
-                    await response.write(_event(chunk))
-            except ForgeError as error:
-                if not response.prepared:
-                    raise
-                # The status is sent already: OpenAI's clients look for an error event.
-                await response.write(_event(error_body(error)))
-                return response
-            await response.write(b"data: [DONE]\n\n")
-        return response
-
-    async def _turn(self) -> Turn:
-        async with aclosing(self.turns.run(self.session, self.request)) as events:
-            async for event in events:
-                if isinstance(event, Turn):
-                    return event
-        raise AssertionError("a run ends with its turn or with an error")
+            async for chunk in chunks:
+                yield sse(chunk)
+        yield b"data: [DONE]\n\n"
 
     async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         choices = [_StreamedChoice(self, index) for index in range(self.choices)]
@@ -239,5 +265,5 @@ def _logprobs(turn: Turn) -> list[dict[str, Any]]:
     ]
 
 
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+def _error_event(error: ForgeError) -> bytes:
+    return sse(openai_error(Failure.of(error)))

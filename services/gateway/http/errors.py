@@ -1,13 +1,19 @@
-"""Errors as OpenAI's clients know them."""
+"""Errors as the clients of each protocol know them.
+
+Owns the two shapes, OpenAI's and Anthropic's, and who is answered with which.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
+
+from aiohttp import web
 
 from forge.core.errors import ForgeError, Unauthenticated
 from services.gateway.errors import ContextTooLong, UnknownModel
 
-_TYPES = {
+_OPENAI_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -16,6 +22,19 @@ _TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    # Anthropic has no conflicts: a closed session is a request that cannot be.
+    405: "invalid_request_error",
+    409: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _CODES: dict[type[ForgeError], str] = {
     ContextTooLong: "context_length_exceeded",
     UnknownModel: "model_not_found",
@@ -23,16 +42,44 @@ _CODES: dict[type[ForgeError], str] = {
 }
 
 
-def error_body(error: ForgeError) -> dict[str, Any]:
-    return body(error.http_status, str(error), _CODES.get(type(error), error.code.lower()))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a request has no answer, before it is put in the words of a protocol."""
+
+    status: int
+    message: str
+    code: str
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: ForgeError) -> Failure:
+        return cls(
+            status=error.http_status,
+            message=str(error),
+            code=_CODES.get(type(error), error.code.lower()),
+            headers=_headers(error),
+        )
 
 
-def body(status: int, message: str, code: str) -> dict[str, Any]:
-    kind = _TYPES.get(status, "server_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+def openai_error(failure: Failure) -> dict[str, Any]:
+    kind = _OPENAI_TYPES.get(failure.status, "server_error")
+    error = {"message": failure.message, "type": kind, "param": None, "code": failure.code}
+    return {"error": error}
 
 
-def error_headers(error: ForgeError) -> dict[str, str]:
+def anthropic_error(failure: Failure, request_id: str) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(failure.status, "api_error")
+    error = {"type": kind, "message": failure.message}
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
+def speaks_anthropic(request: web.Request) -> bool:
+    """Anthropic's clients name a version of its protocol with every request; who writes requests
+    by hand may not, and is known by the path."""
+    return "anthropic-version" in request.headers or "/v1/messages" in request.path
+
+
+def _headers(error: ForgeError) -> dict[str, str]:
     """When to come back, and whether: clients retry by status, and some statuses mislead them."""
     headers = {"x-should-retry": "true" if error.retryable else "false"}
     if error.retryable:

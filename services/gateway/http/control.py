@@ -1,0 +1,32 @@
+"""Forge's own endpoint: an agent that ends its rollout itself."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from services.gateway.closing import close_session
+from services.gateway.http import schema
+from services.gateway.http.edge import Edge, json_response
+
+
+class Control:
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        router.add_post(f"{prefix}/v1/forge/close", self._close)
+
+    async def _close(self, request: web.Request) -> web.Response:
+        edge = self._edge
+        claims = edge.claims(request)
+        asked = schema.decode(await request.read(), schema.CloseRequest)
+        async with edge.sessions.use(claims) as session:
+            summary = await close_session(
+                edge.sessions,
+                edge.pool,
+                session,
+                rewards=schema.rewards_of(asked),
+                abandon_reason=asked.abandon_reason,
+                min_turns=asked.min_turns,
+            )
+        return json_response({"turns": summary.turns, "sampled_tokens": summary.sampled_tokens})

@@ -1,0 +1,115 @@
+"""What every protocol needs of the gateway: whose session it is, which model, how to answer.
+
+Owns credentials and model names, and the streaming of events. Owns no protocol: each is a class of
+its own with `add_routes`, made of an `Edge`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
+from forge.runtime.security import Claims, Security
+from forge.runtime.telemetry import bind_context
+from services.gateway.errors import UnknownModel
+from services.gateway.pool import Pool
+from services.gateway.sessions import Sessions
+from services.gateway.turns import Turns
+
+SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+
+
+class Endpoints(Protocol):
+    """One protocol's share of the HTTP surface."""
+
+    def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        """Adds its routes below `prefix`: "" or "/s/{token}"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """The gateway as protocols see it."""
+
+    turns: Turns
+    sessions: Sessions
+    pool: Pool
+    security: Security
+    model_names: frozenset[str]
+    """Names that the model answers to; "*" is any."""
+
+    def claims(self, request: web.Request) -> Claims:
+        """Whose session this is. Raises `Unauthenticated` or `PermissionDenied`."""
+        token = request.match_info.get("token") or _bearer(request.headers)
+        claims = self.security.keyring.verify(token, now_s=time.time())
+        if not claims.allows("session"):
+            raise PermissionDenied(
+                f"the token of {claims.subject} is not a session's, and only sessions sample"
+            )
+        bind_context(trajectory_id=claims.trajectory_id)
+        return claims
+
+    def check_model(self, name: str) -> None:
+        """Raises `UnknownModel` for another than the one served here."""
+        if name not in self.model_names and "*" not in self.model_names:
+            raise UnknownModel(
+                f"model {name[:100]!r} is not served here; {self.turns.model.name!r} is"
+            )
+
+
+def json_response(
+    value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(value),
+        status=status,
+        headers=headers,
+        content_type="application/json",
+    )
+
+
+def sse(data: Any, *, event: str = "") -> bytes:
+    """One server-sent event, named where the protocol names them."""
+    name = f"event: {event}\n".encode() if event else b""
+    return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+async def stream_events(
+    request: web.Request,
+    events: AsyncGenerator[bytes, None],
+    *,
+    error_event: Callable[[ForgeError], bytes],
+) -> web.StreamResponse:
+    """Sends server-sent events, to the end.
+
+    The answer begins with the first of them: a `ForgeError` before it is raised, and has its
+    status; one behind it is sent as an event.
+    """
+    response = web.StreamResponse(headers=SSE_HEADERS)
+    async with aclosing(events):
+        try:
+            async for event in events:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(event)
+        except ForgeError as error:
+            if not response.prepared:
+                raise
+            await response.write(error_event(error))
+    return response
+
+
+def _bearer(headers: Mapping[str, str]) -> str:
+    kind, _, token = headers.get("Authorization", "").partition(" ")
+    if kind.lower() == "bearer" and token:
+        return token.strip()
+    key = headers.get("x-api-key", "")
+    if not key:
+        raise Unauthenticated("no session token: give it as the API key")
+    return key

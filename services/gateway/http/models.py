@@ -1,0 +1,56 @@
+"""The list of models, which has one: OpenAI's objects, and Anthropic's for its clients."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from aiohttp import web
+
+from services.gateway.http.edge import Edge, json_response
+from services.gateway.http.errors import speaks_anthropic
+
+
+class Models:
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+        self._started_unix_s = int(time.time())
+
+    def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        router.add_get(f"{prefix}/v1/models", self._list)
+        router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._one)
+
+    async def _list(self, request: web.Request) -> web.Response:
+        self._edge.claims(request)
+        if speaks_anthropic(request):
+            model = self._anthropic()
+            page = {"has_more": False, "first_id": model["id"], "last_id": model["id"]}
+            return json_response({"data": [model]} | page)
+        return json_response({"object": "list", "data": [self._openai()]})
+
+    async def _one(self, request: web.Request) -> web.Response:
+        self._edge.claims(request)
+        self._edge.check_model(request.match_info["model"])
+        return json_response(self._anthropic() if speaks_anthropic(request) else self._openai())
+
+    def _openai(self) -> dict[str, Any]:
+        model = self._edge.turns.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._started_unix_s,
+            "owned_by": "forge",
+            "context_tokens": model.context_tokens,
+        }
+
+    def _anthropic(self) -> dict[str, Any]:
+        model = self._edge.turns.model
+        return {
+            "type": "model",
+            "id": model.name,
+            "display_name": model.name,
+            "created_at": datetime.fromtimestamp(self._started_unix_s, UTC).isoformat(),
+            "max_input_tokens": model.context_tokens,
+            "max_tokens": model.context_tokens,
+        }
