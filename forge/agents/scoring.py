@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from forge.agents.environments.base import Domain, Episode, Reward, Transcript
-from forge.client.session import reward_event
+from forge.client.turns import reward_event
 from forge.core.errors import ForgeError
 from forge.core.rewards import speed_reward
 from forge.v1 import common_pb2 as pb

@@ -20,6 +20,25 @@ FIRST_DELAY_S = 0.05
 MAX_DELAY_S = 2.0
 
 
+class Patience:
+    """How long one call is still worth repeating, and after which pauses."""
+
+    def __init__(self, retry_for_s: float, *, clock: Callable[[], float], rng: Random) -> None:
+        self._clock = clock
+        self._rng = rng
+        self._deadline_s = clock() + retry_for_s
+        self._delay_s = FIRST_DELAY_S
+
+    def pause_s(self, error: ForgeError) -> float:
+        """How long to wait before the next attempt. Raises `error` when there is to be none."""
+        # The server's own word on when to come back beats our guess.
+        pause_s = error.retry_after_s or self._delay_s * self._rng.uniform(0.5, 1.5)
+        if not error.retryable or self._clock() + pause_s > self._deadline_s:
+            raise error
+        self._delay_s = min(self._delay_s * 2, MAX_DELAY_S)
+        return pause_s
+
+
 async def retried(
     attempt: Callable[[], Awaitable[Result]],
     *,
@@ -34,16 +53,26 @@ async def retried(
     Errors that are not retryable, or not in `retry_on`, end it at once; so does the first error
     after which the next attempt would begin later than `retry_for_s` from now.
     """
-    random = rng or Random()
-    deadline = clock() + retry_for_s
-    delay_s = FIRST_DELAY_S
+    patience = Patience(retry_for_s, clock=clock, rng=rng or Random())
     while True:
         try:
             return await attempt()
         except retry_on as error:
-            # The server's own word on when to come back beats our guess.
-            pause_s = error.retry_after_s or delay_s * random.uniform(0.5, 1.5)
-            if not error.retryable or clock() + pause_s > deadline:
-                raise
+            pause_s = patience.pause_s(error)
         await sleep(pause_s)
-        delay_s = min(delay_s * 2, MAX_DELAY_S)
+
+
+def retried_sync(
+    attempt: Callable[[], Result],
+    *,
+    retry_for_s: float,
+    retry_on: tuple[type[ForgeError], ...] = (ForgeError,),
+) -> Result:
+    """`retried` for callers without an event loop; pauses block the calling thread."""
+    patience = Patience(retry_for_s, clock=time.monotonic, rng=Random())
+    while True:
+        try:
+            return attempt()
+        except retry_on as error:
+            pause_s = patience.pause_s(error)
+        time.sleep(pause_s)

@@ -175,9 +175,9 @@ class Security:
             raise ConfigError("tls_cert and tls_key must be set together")
         self.keyring = keyring
         self._subject = subject
-        self._cert = _pem("tls_cert", tls_cert)
-        self._key = _pem("tls_key", tls_key)
-        self._ca = _pem("tls_ca", tls_ca)
+        self._cert = read_pem("tls_cert", tls_cert)
+        self._key = read_pem("tls_key", tls_key)
+        self._ca = read_pem("tls_ca", tls_ca)
         self._client_auth = tls_client_auth
         self._insecure = insecure
         self._token = ""
@@ -260,7 +260,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _pem(name: str, path: str) -> bytes | None:
+def read_pem(name: str, path: str) -> bytes | None:
+    """A PEM file, None for "". Raises `ConfigError` naming the setting `name` and the path."""
     if not path:
         return None
     try:

@@ -21,7 +21,7 @@ from openai import (
     PermissionDeniedError,
 )
 
-from forge.client.session import Answer, reward_event
+from forge.client.turns import Answer, reward_event
 from forge.core.errors import FailedPrecondition, InvalidArgument, Unauthenticated
 from forge.core.trajectory import float32_array, int32_array
 from forge.runtime.coordination import Coordinator, Instance

@@ -6,6 +6,7 @@ agents and the SDK are tested against real clients' behaviour. It renders no tok
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import ssl
@@ -91,14 +92,20 @@ class ScriptedGateway:
         *,
         instance_id: str = "gateway-0",
         tls: ssl.SSLContext | None = None,
+        credentials: grpc.ServerCredentials | None = None,
     ) -> None:
-        """`tls` is for HTTP alone."""
+        """`tls` is for HTTP, `credentials` are for gRPC; without them either is plain."""
         self.script = script
         self.sessions: dict[str, Session] = {}
         self.failures: list[tuple[grpc.StatusCode, str]] = []
         """Given out one by one, before anything else, by the next gRPC calls."""
+        self.hold_after_first_word = False
+        """gRPC chats stop there, until the caller goes away."""
+        self.aborted = asyncio.Event()
+        """Set when a held caller has gone."""
         self._instance_id = instance_id
         self._tls = tls
+        self._credentials = credentials
         self._server = grpc.aio.server()
         self._site: web.AppRunner | None = None
         self.grpc_port = 0
@@ -106,7 +113,11 @@ class ScriptedGateway:
 
     async def __aenter__(self) -> ScriptedGateway:
         add_GatewayServiceServicer_to_server(_Servicer(self), self._server)
-        self.grpc_port = self._server.add_insecure_port("127.0.0.1:0")
+        self.grpc_port = (
+            self._server.add_secure_port("127.0.0.1:0", self._credentials)
+            if self._credentials
+            else self._server.add_insecure_port("127.0.0.1:0")
+        )
         await self._server.start()
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
@@ -145,6 +156,12 @@ class ScriptedGateway:
         session.max_tokens.append(seen["max_tokens"])
         session.context_actions.append(seen.get("context_action", ""))
         return await self.script(token, messages)
+
+    async def until_aborted(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.aborted.set()
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
@@ -198,6 +215,8 @@ class _Servicer(GatewayServiceServicer):
             await context.abort(*aborted[0])
         for word in message["content"].split(" "):
             yield gateway_pb2.ChatResponse(delta=word)
+            if self._gateway.hold_after_first_word:
+                await self._gateway.until_aborted()
         yield gateway_pb2.ChatResponse(
             message=to_proto(message),
             finish_reason=common_pb2.FINISH_REASON_STOP,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -69,10 +70,12 @@ def trailing_metadata(error: BaseException) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
-def from_rpc_error(error: grpc.aio.AioRpcError) -> ForgeError:
+def from_rpc_error(error: grpc.RpcError) -> ForgeError:
     """The ForgeError that the other side raised, or that the lost connection amounts to."""
     code, details = error.code(), error.details() or error.code().name
-    metadata = {str(key): value for key, value in error.trailing_metadata() or ()}
+    # Pairs, whether the call was asynchronous or blocking; the stubs know only the former's.
+    pairs: Any = error.trailing_metadata() or ()
+    metadata = {str(key): value for key, value in pairs}
     error_type = _BY_NAME.get(str(metadata.get(ERROR_KEY, "")), _BY_CODE.get(code, ForgeError))
     if error_type is ForgeError and any(phrase in details for phrase in _CONNECTION_LOST):
         error_type = errors.Unavailable

@@ -1,24 +1,98 @@
-"""The agent's SDK against a gateway on real sockets."""
+"""The agent's SDK against a gateway on real sockets: one contract, kept by both clients."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
+import trustme
 
-from forge.client import AgentSession, Answer, reward_event
-from forge.core.errors import ConfigError, FailedPrecondition, InvalidArgument, Unauthenticated
-from tests.support.scripted_gateway import ScriptedGateway, calls, replay, text
+from forge.client import AgentSession, Answer, Sampled, SessionInfo, SyncAgentSession, reward_event
+from forge.core.errors import (
+    ConfigError,
+    FailedPrecondition,
+    ForgeError,
+    InvalidArgument,
+    Unauthenticated,
+)
+from tests.support.scripted_gateway import Message, ScriptedGateway, calls, replay, text
 
 QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]
+
+
+class InThreads:
+    """A blocking session, each call in a thread, so that a test can drive both kinds alike."""
+
+    def __init__(self, session: SyncAgentSession) -> None:
+        self._session = session
+
+    @classmethod
+    def connect(cls, *arguments: Any, **options: Any) -> InThreads:
+        return cls(SyncAgentSession.connect(*arguments, **options))
+
+    @classmethod
+    def from_env(cls, environ: dict[str, str]) -> InThreads:
+        return cls(SyncAgentSession.from_env(environ))
+
+    async def __aenter__(self) -> InThreads:
+        await asyncio.to_thread(self._session.__enter__)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self._session.__exit__, kind, error, trace)
+
+    async def open(self) -> SessionInfo:
+        return await asyncio.to_thread(self._session.open)
+
+    async def chat(self, messages: Any, **options: Any) -> Answer:
+        return await asyncio.to_thread(self._session.chat, messages, **options)
+
+    async def stream(self, messages: Any, **options: Any) -> AsyncGenerator[str | Answer, None]:
+        pieces = self._session.stream(messages, **options)
+        try:
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                yield piece
+        finally:
+            await asyncio.to_thread(pieces.close)
+
+    async def generate(self, prompt_ids: Any, **options: Any) -> Sampled:
+        return await asyncio.to_thread(self._session.generate, prompt_ids, **options)
+
+    async def annotate(self, *rewards: Any) -> None:
+        await asyncio.to_thread(self._session.annotate, *rewards)
+
+    async def close(self, *rewards: Any, **options: Any) -> int:
+        return await asyncio.to_thread(self._session.close, *rewards, **options)
+
+
+@pytest.fixture(params=[AgentSession, InThreads], ids=["asynchronous", "blocking"])
+def client(request: pytest.FixtureRequest) -> Any:
+    """Each of the two clients in turn."""
+    return request.param
 
 
 @pytest_asyncio.fixture
 async def gateway() -> AsyncIterator[ScriptedGateway]:
     async with ScriptedGateway(replay(text("it is 4"))) as running:
         yield running
+
+
+@pytest.fixture
+def connected(client: Any, gateway: ScriptedGateway) -> Callable[..., Any]:
+    """Makes a session that owns its rollout."""
+    return lambda **options: client.connect(f"127.0.0.1:{gateway.grpc_port}", "token", **options)
 
 
 def environment(gateway: ScriptedGateway) -> dict[str, str]:
@@ -28,13 +102,9 @@ def environment(gateway: ScriptedGateway) -> dict[str, str]:
     }
 
 
-def connected(gateway: ScriptedGateway, **options: float) -> AgentSession:
-    return AgentSession.connect(f"127.0.0.1:{gateway.grpc_port}", "token", **options)
-
-
-async def test_a_chat_returns_the_whole_answer(gateway: ScriptedGateway) -> None:
+async def test_a_chat_returns_the_whole_answer(gateway: ScriptedGateway, connected: Any) -> None:
     """The answer carries the message to append and the counts of its turn."""
-    async with connected(gateway) as session:
+    async with connected() as session:
         answer = await session.chat(QUESTION, max_tokens=16)
     assert answer.text == "it is 4"
     assert answer.message == {"role": "assistant", "content": "it is 4"}
@@ -42,11 +112,11 @@ async def test_a_chat_returns_the_whole_answer(gateway: ScriptedGateway) -> None
     assert gateway.session("token").max_tokens == [16]
 
 
-async def test_tool_calls_arrive_in_openai_shape(gateway: ScriptedGateway) -> None:
+async def test_tool_calls_arrive_in_openai_shape(gateway: ScriptedGateway, connected: Any) -> None:
     """A white-box agent reads and sends back tool calls as an OpenAI client does."""
     gateway.script = replay(calls(("add", '{"a": 1}')), text("done"))
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
-    async with connected(gateway) as session:
+    async with connected() as session:
         answer = await session.chat(QUESTION, tools=[tool])
         (call,) = answer.tool_calls
         assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
@@ -57,18 +127,22 @@ async def test_tool_calls_arrive_in_openai_shape(gateway: ScriptedGateway) -> No
     assert gateway.session("token").tools == [[tool], [tool]]
 
 
-async def test_a_stream_yields_text_then_the_answer(gateway: ScriptedGateway) -> None:
+async def test_a_stream_yields_text_then_the_answer(
+    gateway: ScriptedGateway, connected: Any
+) -> None:
     """Text comes in pieces; the last item is the whole answer."""
-    async with connected(gateway) as session:
+    async with connected() as session:
         pieces = [piece async for piece in session.stream(QUESTION)]
     assert pieces[:-1] == ["it", "is", "4"]
     assert isinstance(pieces[-1], Answer)
     assert pieces[-1].text == "it is 4"
 
 
-async def test_generate_takes_and_returns_token_ids(gateway: ScriptedGateway) -> None:
+async def test_generate_takes_and_returns_token_ids(
+    gateway: ScriptedGateway, connected: Any
+) -> None:
     """Ids go in and come out with log-prob and weight version, one entry per token."""
-    async with connected(gateway) as session:
+    async with connected() as session:
         sampled = await session.generate([5, 70_000, 2])
     assert list(sampled.ids) == [5, 70_000, 2]
     assert list(sampled.logprobs) == [-0.5] * 3
@@ -76,72 +150,172 @@ async def test_generate_takes_and_returns_token_ids(gateway: ScriptedGateway) ->
     assert sampled.finish_reason == "length"
 
 
-async def test_a_normal_end_seals_the_trajectory(gateway: ScriptedGateway) -> None:
+async def test_a_normal_end_seals_the_trajectory(gateway: ScriptedGateway, connected: Any) -> None:
     """Leaving the block closes the session with what was annotated."""
-    async with connected(gateway) as session:
+    async with connected() as session:
         await session.chat(QUESTION)
         await session.annotate(reward_event("solved", 1.0))
     assert gateway.session("token").state == "sealed"
     assert gateway.session("token").reward("solved") == 1.0
 
 
-async def test_an_exception_abandons_the_trajectory(gateway: ScriptedGateway) -> None:
+async def test_an_exception_abandons_the_trajectory(
+    gateway: ScriptedGateway, connected: Any
+) -> None:
     """What an agent did not finish is never trained on; the record says why."""
     with pytest.raises(ZeroDivisionError):
-        async with connected(gateway):
+        async with connected():
             raise ZeroDivisionError("by zero")
     session = gateway.session("token")
     assert (session.state, session.reason) == ("abandoned", "ZeroDivisionError: by zero")
 
 
 async def test_a_session_from_the_environment_is_left_to_its_runner(
-    gateway: ScriptedGateway,
+    gateway: ScriptedGateway, client: Any
 ) -> None:
     """A program that a runner started neither seals nor abandons: the runner scores it first."""
-    async with AgentSession.from_env(environment(gateway)) as session:
+    async with client.from_env(environment(gateway)) as session:
         await session.chat(QUESTION)
     assert gateway.session("token").state == "open"
 
 
-def test_a_missing_variable_is_named() -> None:
+def test_a_missing_variable_is_named(client: Any) -> None:
     """Started by hand, a program is told which variable it lacks and who sets it."""
     with pytest.raises(ConfigError, match=r"FORGE_SESSION_TOKEN .*forge agents run"):
-        AgentSession.from_env({"FORGE_GRPC_ADDR": "127.0.0.1:1"})
+        client.from_env({"FORGE_GRPC_ADDR": "127.0.0.1:1"})
 
 
-async def test_a_busy_gateway_is_asked_again(gateway: ScriptedGateway) -> None:
+async def test_a_busy_gateway_is_asked_again(gateway: ScriptedGateway, connected: Any) -> None:
     """Overload and restarts are waited out, as told by the error tree."""
     gateway.failures += [
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls wait"),
         (grpc.StatusCode.UNAVAILABLE, "draining"),
     ]
-    async with connected(gateway) as session:
+    async with connected() as session:
         assert (await session.chat(QUESTION)).text == "it is 4"
     assert len(gateway.session("token").requests) == 1
 
 
-async def test_a_wrong_token_is_not_tried_again(gateway: ScriptedGateway) -> None:
+async def test_a_wrong_token_is_not_tried_again(gateway: ScriptedGateway, connected: Any) -> None:
     """An error that waiting cannot mend comes back at once, as its own type."""
     gateway.failures += [(grpc.StatusCode.UNAUTHENTICATED, "expired")] * 2
     with pytest.raises(Unauthenticated, match="expired"):
-        await connected(gateway).open()
+        await connected().open()
     assert len(gateway.failures) == 1
 
 
-async def test_too_few_recorded_turns_refuse_to_seal(gateway: ScriptedGateway) -> None:
+async def test_too_few_recorded_turns_refuse_to_seal(
+    gateway: ScriptedGateway, connected: Any
+) -> None:
     """Turns that were answered but not recorded must not be sealed away."""
-    async with connected(gateway) as session:
+    async with connected() as session:
         await session.chat(QUESTION)
         with pytest.raises(FailedPrecondition, match="only 1 turns"):
             await session.close(min_turns=2)
 
 
-async def test_a_content_part_that_is_no_text_is_refused(gateway: ScriptedGateway) -> None:
+async def test_a_content_part_that_is_no_text_is_refused(
+    gateway: ScriptedGateway, connected: Any
+) -> None:
     """Parts of text are joined; anything else is told by its type."""
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
     parts = {"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}
-    async with connected(gateway) as session:
+    async with connected() as session:
         with pytest.raises(InvalidArgument, match="image_url"):
             await session.chat([image])
         await session.chat([parts])
     assert gateway.session("token").requests == [[{"role": "user", "content": "ab"}]]
+
+
+async def test_calls_of_sub_agents_run_at_once(gateway: ScriptedGateway, connected: Any) -> None:
+    """One session carries any number of calls in flight; none waits for another's answer."""
+    meeting = asyncio.Barrier(3)
+
+    async def meet(token: str, messages: list[Message]) -> Message:
+        await meeting.wait()
+        return text(messages[0]["content"])
+
+    gateway.script = meet
+    async with connected() as session:
+        asked = [session.chat([{"role": "user", "content": name}]) for name in ("a", "b", "c")]
+        assert [answer.text for answer in await asyncio.gather(*asked)] == ["a", "b", "c"]
+
+
+async def test_a_stream_that_is_closed_aborts_its_turn(
+    gateway: ScriptedGateway, connected: Any
+) -> None:
+    """Who reads no further makes the gateway sample no further."""
+    gateway.hold_after_first_word = True
+    async with connected() as session:
+        async with aclosing(session.stream(QUESTION)) as pieces:
+            assert await anext(pieces) == "it"
+        await gateway.aborted.wait()
+
+
+async def test_a_misspelled_option_is_named(connected: Any) -> None:
+    """What no turn has is an error of the caller's, not silently nothing."""
+    async with connected() as session:
+        with pytest.raises(TypeError, match="max_token"):
+            await session.chat(QUESTION, max_token=5)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """An authority, its server's credentials and a client's files."""
+    folder = tmp_path_factory.mktemp("tls")
+    ca = trustme.CA(key_type=trustme.KeyType.ECDSA)
+    server, client = ca.issue_cert("127.0.0.1"), ca.issue_cert("agent-0")
+    ca.cert_pem.write_to_path(str(folder / "ca.pem"))
+    client.private_key_pem.write_to_path(str(folder / "key.pem"))
+    chain = b"".join(blob.bytes() for blob in client.cert_chain_pems)
+    (folder / "cert.pem").write_bytes(chain)
+    credentials = grpc.ssl_server_credentials(
+        [
+            (
+                server.private_key_pem.bytes(),
+                b"".join(blob.bytes() for blob in server.cert_chain_pems),
+            )
+        ],
+        root_certificates=ca.cert_pem.bytes(),
+        require_client_auth=True,
+    )
+    return {"credentials": credentials, "folder": folder}
+
+
+async def test_a_client_certificate_opens_a_gateway_that_demands_one(
+    client: Any, authority: dict[str, Any]
+) -> None:
+    """Mutual TLS from the environment: with the certificate a turn, without it an error."""
+    folder: Path = authority["folder"]
+    trusting = {"FORGE_TLS_CA": str(folder / "ca.pem")}
+    certified = {
+        "FORGE_TLS_CERT": str(folder / "cert.pem"),
+        "FORGE_TLS_KEY": str(folder / "key.pem"),
+    }
+    credentials = authority["credentials"]
+    async with ScriptedGateway(replay(text("4")), credentials=credentials) as gateway:
+        reach = environment(gateway) | trusting
+        async with client.from_env(reach | certified) as session:
+            assert (await session.chat(QUESTION)).text == "4"
+        stranger = client.connect(
+            reach["FORGE_GRPC_ADDR"], "token", tls_ca=reach["FORGE_TLS_CA"], retry_for_s=0.0
+        )
+        with pytest.raises(ForgeError):
+            async with stranger:
+                pass
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"tls_cert": "c"}, "tls_cert and tls_key must be set together"),
+        ({"tls_cert": "c", "tls_key": "k"}, "tls_ca is not"),
+        ({"tls_ca": "no-such.pem"}, "tls_ca = 'no-such.pem': No such file"),
+    ],
+)
+def test_tls_files_that_do_not_go_together_are_named(
+    client: Any, files: dict[str, str], said: str
+) -> None:
+    """A wrong file is told before anything is called."""
+    with pytest.raises(ConfigError, match=said):
+        client.connect("127.0.0.1:1", "token", **files)

@@ -1,0 +1,218 @@
+"""One rollout's conversation with the gateway, over gRPC, for programs without an event loop.
+
+Owns the same calls as `forge.client.session`, from plain threads. What is said and understood
+(`turns`), how the gateway is reached (`access`) and when a call is repeated (`retry`) is the same
+code; only the waiting is written twice, over grpc's own blocking channel. The other way, an event
+loop in a thread of its own that runs the asynchronous client, would cost two thread switches a
+call and a second loop in a process: `grpc.aio` serves several loops badly.
+
+    with SyncAgentSession.from_env() as session:
+        answer = session.chat([{"role": "user", "content": "What is 2 + 2?"}])
+        print(answer.text)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+
+from forge.client.access import Access
+from forge.client.messages import Message
+from forge.client.retry import retried_sync
+from forge.client.turns import (
+    Answer,
+    ChatOptions,
+    GenerateOptions,
+    Sampled,
+    SampledColumns,
+    SessionInfo,
+    chat_pieces,
+    chat_request,
+    generate_request,
+    why_abandoned,
+)
+from forge.core.errors import ResourceExhausted, Unavailable
+from forge.runtime.rpc.channel import CHANNEL_OPTIONS
+from forge.runtime.rpc.status import from_rpc_error
+from forge.v1 import common_pb2, gateway_pb2
+from forge.v1 import gateway_pb2_grpc as gateway_grpc
+
+Result = TypeVar("Result")
+
+
+class SyncAgentSession:
+    """`forge.client.AgentSession`, blocking: the same methods, arguments, results and errors.
+
+    Any number of threads may use one session at once, as those of sub-agents do: their calls are
+    one trajectory. Make it after a fork, not before: grpc does not survive one.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        token: str,
+        *,
+        owns_rollout: bool = True,
+        owns_channel: bool = False,
+        timeout_s: float = 600.0,
+        retry_for_s: float = 30.0,
+    ) -> None:
+        self.info: SessionInfo | None = None
+        self._channel = channel
+        self._stub = gateway_grpc.GatewayServiceStub(channel)
+        self._metadata = Access(address="", token=token).metadata
+        self._owns_rollout = owns_rollout
+        self._owns_channel = owns_channel
+        self._timeout_s = timeout_s
+        self._retry_for_s = retry_for_s
+        self._closed = False
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        token: str,
+        *,
+        tls_ca: str = "",
+        tls_cert: str = "",
+        tls_key: str = "",
+        **options: Any,
+    ) -> Self:
+        """As `AgentSession.connect`."""
+        access = Access(
+            address=address, token=token, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key
+        )
+        return cls._reached(access, **options)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self:
+        """The session a runner prepared for this process. Raises `ConfigError`."""
+        return cls._reached(Access.from_env(environ), owns_rollout=False)
+
+    @classmethod
+    def _reached(cls, access: Access, **options: Any) -> Self:
+        credentials = access.credentials()
+        channel = (
+            grpc.secure_channel(access.address, credentials, options=CHANNEL_OPTIONS)
+            if credentials
+            else grpc.insecure_channel(access.address, options=CHANNEL_OPTIONS)
+        )
+        return cls(channel, access.token, owns_channel=True, **options)
+
+    def __enter__(self) -> Self:
+        try:
+            self.open()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if self._owns_rollout and not self._closed:
+                self.close(abandon_reason=why_abandoned(error))
+        finally:
+            self._release()
+
+    def open(self) -> SessionInfo:
+        """Describe the session. Raises `Unauthenticated` for a bad token."""
+        response = self._unary(self._stub.OpenSession, gateway_pb2.OpenSessionRequest())
+        self.info = SessionInfo.decode(response)
+        return self.info
+
+    def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> Answer:
+        """As `AgentSession.chat`: sample one turn after `messages`, and wait for all of it."""
+        request = chat_request(messages, **options)
+
+        def attempt() -> Answer:
+            with closing(self._chat(request)) as pieces:
+                for piece in pieces:
+                    if isinstance(piece, Answer):
+                        return piece
+            raise Unavailable("the gateway ended the turn without an answer")
+
+        return self._retried(attempt, retry_on=(Unavailable, ResourceExhausted))
+
+    def stream(
+        self, messages: Sequence[Message], **options: Unpack[ChatOptions]
+    ) -> Generator[str | Answer, None, None]:
+        """Like `chat`, but yields text as it is sampled, then the whole `Answer`.
+
+        Never repeated by itself. Closing the generator (`contextlib.closing`) aborts the turn.
+        """
+        return self._chat(chat_request(messages, stream=True, **options))
+
+    def generate(self, prompt_ids: Sequence[int], **options: Unpack[GenerateOptions]) -> Sampled:
+        """Sample one turn after token ids, for agents that render for themselves."""
+        request = generate_request(prompt_ids, **options)
+        return self._retried(
+            lambda: self._generate(request), retry_on=(Unavailable, ResourceExhausted)
+        )
+
+    def annotate(self, *rewards: common_pb2.RewardEvent) -> None:
+        """Add reward components while the session is open; the same event id adds nothing."""
+        self._unary(self._stub.Annotate, gateway_pb2.AnnotateRequest(rewards=rewards))
+
+    def close(
+        self,
+        *rewards: common_pb2.RewardEvent,
+        abandon_reason: str = "",
+        min_turns: int = 0,
+    ) -> int:
+        """As `AgentSession.close`: seal the trajectory, or abandon it; its number of turns."""
+        request = gateway_pb2.CloseSessionRequest(
+            rewards=rewards, abandon_reason=abandon_reason, min_turns=min_turns
+        )
+        response = self._unary(self._stub.CloseSession, request)
+        self._closed = True
+        turns: int = response.turns
+        return turns
+
+    def _release(self) -> None:
+        if self._owns_channel:
+            self._channel.close()
+
+    def _unary(self, method: Any, request: Any) -> Any:
+        def attempt() -> Any:
+            try:
+                return method(request, metadata=self._metadata, timeout=self._timeout_s)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error) from error
+
+        return self._retried(attempt)
+
+    def _retried(self, attempt: Callable[[], Result], **options: Any) -> Result:
+        return retried_sync(attempt, retry_for_s=self._retry_for_s, **options)
+
+    def _chat(self, request: gateway_pb2.ChatRequest) -> Generator[str | Answer, None, None]:
+        call = self._stub.Chat(request, metadata=self._metadata, timeout=self._timeout_s)
+        try:
+            for response in call:
+                yield from chat_pieces(response)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+
+    def _generate(self, request: gateway_pb2.GenerateRequest) -> Sampled:
+        columns = SampledColumns()
+        call = self._stub.Generate(request, metadata=self._metadata, timeout=self._timeout_s)
+        try:
+            for response in call:
+                if sampled := columns.add(response):
+                    return sampled
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+        raise Unavailable("the gateway ended the turn without a finish reason")

@@ -1,0 +1,214 @@
+"""What an agent says to the gateway and what comes back, as values and as protos.
+
+Owns the encoding of requests and the decoding of answers, one piece at a time, for every session
+client there is. It opens no channel, waits for nothing and keeps no history.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+from forge.client.messages import Message, from_proto, to_proto
+from forge.v1 import common_pb2, gateway_pb2
+
+FinishReason = Literal["stop", "length", "aborted"]
+RewardKind = Literal["outcome", "process", "speed"]
+
+_FINISH: Mapping[int, FinishReason] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_ABORTED: "aborted",
+}
+_KINDS = {
+    "outcome": common_pb2.REWARD_KIND_OUTCOME,
+    "process": common_pb2.REWARD_KIND_PROCESS,
+    "speed": common_pb2.REWARD_KIND_SPEED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionInfo:
+    """What the token stands for."""
+
+    trajectory_id: str
+    task_id: str
+    domain: str
+    model: str
+    context_tokens: int
+    """Longest context the model takes, prompt and answer together."""
+    turns: int
+    """Turns of this session that ended so far."""
+
+    @classmethod
+    def decode(cls, response: gateway_pb2.OpenSessionResponse) -> SessionInfo:
+        return cls(
+            trajectory_id=response.trajectory_id,
+            task_id=response.task_id,
+            domain=response.domain,
+            model=response.model,
+            context_tokens=response.context_tokens,
+            turns=response.turns,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One turn, parsed."""
+
+    message: dict[str, Any]
+    """The assistant message, OpenAI-shaped: append it to the history as it is."""
+    finish_reason: FinishReason
+    prompt_tokens: int
+    sampled_tokens: int
+    cached_tokens: int
+    turn_index: int
+
+    @property
+    def text(self) -> str:
+        content: str = self.message["content"]
+        return content
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        calls: list[dict[str, Any]] = self.message.get("tool_calls", [])
+        return calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One turn in tokens; the three columns have one entry per token."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    weight_versions: Sequence[int]
+    finish_reason: FinishReason
+    turn_index: int
+
+
+class ChatOptions(TypedDict, total=False):
+    """How to sample one turn over messages."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """OpenAI tool definitions; none by default."""
+    max_tokens: int
+    """Most tokens to sample; 1024 by default."""
+    temperature: float | None
+    """None, the default, leaves it to the gateway: 1, the distribution that is trained."""
+    stop: Sequence[str]
+    """Strings that end the turn when sampled."""
+    context_action: str
+    """Names the context management this call performs, e.g. "fold"; "" for none."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """How to sample one turn over token ids; as in `ChatOptions`."""
+
+    max_tokens: int
+    temperature: float | None
+    stop_token_ids: Sequence[int]
+    context_action: str
+
+
+def reward_event(
+    name: str, value: float, *, kind: RewardKind = "outcome", turn_index: int = -1, key: str = ""
+) -> common_pb2.RewardEvent:
+    """A reward component; `key` tells apart several of one name and turn."""
+    return common_pb2.RewardEvent(
+        event_id=f"{kind}-{name}-{turn_index}{key and '-'}{key}",
+        name=name,
+        kind=_KINDS[kind],
+        value=value,
+        turn_index=turn_index,
+    )
+
+
+def why_abandoned(error: BaseException | None) -> str:
+    """What goes on record when `error` leaves a session's block; "" for a normal end."""
+    return f"{type(error).__name__}: {error}" if error else ""
+
+
+def chat_request(
+    messages: Sequence[Message],
+    *,
+    stream: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+    max_tokens: int = 1024,
+    temperature: float | None = None,
+    stop: Sequence[str] = (),
+    context_action: str = "",
+) -> gateway_pb2.ChatRequest:
+    """Raises `InvalidArgument` for a message that cannot be sent."""
+    return gateway_pb2.ChatRequest(
+        messages=[to_proto(message) for message in messages],
+        tools_json=json.dumps(list(tools)) if tools else "",
+        sampling=common_pb2.SamplingParams(max_tokens=max_tokens, temperature=temperature),
+        stop=stop,
+        context_action=context_action,
+        stream=stream,
+    )
+
+
+def chat_pieces(response: gateway_pb2.ChatResponse) -> Iterator[str | Answer]:
+    """What one response brings: new text, and the whole answer when it is the last."""
+    if response.delta:
+        yield response.delta
+    if response.HasField("message"):
+        yield Answer(
+            message=from_proto(response.message),
+            finish_reason=_FINISH[response.finish_reason],
+            prompt_tokens=response.prompt_tokens,
+            sampled_tokens=response.sampled_tokens,
+            cached_tokens=response.cached_tokens,
+            turn_index=response.turn_index,
+        )
+
+
+def generate_request(
+    prompt_ids: Sequence[int],
+    *,
+    max_tokens: int = 1024,
+    temperature: float | None = None,
+    stop_token_ids: Sequence[int] = (),
+    context_action: str = "",
+) -> gateway_pb2.GenerateRequest:
+    return gateway_pb2.GenerateRequest(
+        prompt_ids=_little_endian(array("i", prompt_ids)).tobytes(),
+        sampling=common_pb2.SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids
+        ),
+        context_action=context_action,
+    )
+
+
+class SampledColumns:
+    """The columns of one turn, while its responses come in."""
+
+    def __init__(self) -> None:
+        self._ids, self._logprobs, self._versions = array("i"), array("f"), array("i")
+
+    def add(self, response: gateway_pb2.GenerateResponse) -> Sampled | None:
+        """Take one response; the whole turn when it was the last."""
+        self._ids.frombytes(response.tokens.ids)
+        self._logprobs.frombytes(response.tokens.logprobs)
+        self._versions.frombytes(response.tokens.weight_versions)
+        if not response.finish_reason:
+            return None
+        return Sampled(
+            ids=_little_endian(self._ids),
+            logprobs=_little_endian(self._logprobs),
+            weight_versions=_little_endian(self._versions),
+            finish_reason=_FINISH[response.finish_reason],
+            turn_index=response.turn_index,
+        )
+
+
+def _little_endian(column: array[Any]) -> array[Any]:
+    """Swap between this machine's byte order and the wire's; the same step either way."""
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column
