@@ -73,14 +73,14 @@ class ContextTree:
         """The deepest node below `root` whose messages agree with the first of `messages`.
 
         Where several do (parallel samples that said the same), the one that the call ids speak
-        for wins, then the one sampled last.
+        for wins, then the one sampled last. A message taken from the tree speaks for its node.
         """
         # (votes of call ids, last turn, node): this runs over the whole history of each request.
         frontier = [(0, NO_PARENT, root)]
         for message in messages:
             key = message.key
             deeper = [
-                (votes + _same_calls(child, message), max(turn, child.turn), child)
+                (votes + _speaks_for(message, child), max(turn, child.turn), child)
                 for votes, turn, node in frontier
                 for child in node.children.get(key, ())
                 if agree(_said(child), message)
@@ -131,5 +131,6 @@ def _said(node: Node) -> Message:
     return node.message
 
 
-def _same_calls(node: Node, message: Message) -> bool:
-    return bool(message.tool_calls) and _said(node).call_ids == message.call_ids
+def _speaks_for(message: Message, node: Node) -> bool:
+    said = _said(node)
+    return message is said or (bool(message.tool_calls) and said.call_ids == message.call_ids)

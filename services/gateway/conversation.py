@@ -29,6 +29,7 @@ from forge.core.messages import Message, from_openai, to_openai
 from forge.core.token_prefixes import SharedPrefix, TokenPrefixes
 from forge.core.trajectory import NO_PARENT, TOKEN_BYTES, int32_array
 from forge.v1 import common_pb2
+from services.gateway.handles import Handle, Held, Recalled
 from services.gateway.model import ChatModel, Tools
 
 MAX_ANSWERS_TRIED = 3
@@ -108,6 +109,8 @@ class Conversation:
     sampled_tokens: int = 0
     parse_errors: dict[int, str] = field(default_factory=dict)
     """By turn."""
+    held: dict[str, Held] = field(default_factory=dict)
+    """Turns that were given a name, by that name."""
 
     @property
     def turns(self) -> int:
@@ -152,7 +155,9 @@ class Conversation:
         how = "branched" if self.turns else "first"
         return Draft(how=how, ids=b"", text=text + opening, place=place, opening=opening)
 
-    def record(self, prompt: Prompt, sampled: Sampled) -> common_pb2.Turn:
+    def record(
+        self, prompt: Prompt, sampled: Sampled, handle: Handle | None = None
+    ) -> common_pb2.Turn:
         """Adds a turn to the tree and gives the record of it, as far as it is known here."""
         shared = self.prefixes.longest(prompt.ids)
         tail = prompt.ids[shared.tokens * TOKEN_BYTES :]
@@ -163,7 +168,7 @@ class Conversation:
             behind = self.tree.extend(draft.place.node, draft.place.beyond)
             node = self.tree.answer(behind, sampled.answer, turn=turn, opening=draft.opening)
         self.nodes.append(node)
-        return common_pb2.Turn(
+        record = common_pb2.Turn(
             turn_index=turn,
             parent_turn=shared.turn,
             prefix_tokens=shared.tokens,
@@ -178,9 +183,12 @@ class Conversation:
                 queue_s=sampled.queue_s, prefill_s=sampled.prefill_s, decode_s=sampled.decode_s
             ),
             cached_tokens=sampled.cached_tokens,
-            messages_json=self._messages_json(shared, node),
+            messages_json=self._messages_json(shared, node, handle),
             parse_error=sampled.parse_error,
         )
+        if handle is not None and node is not None:
+            self._hold(record, handle.name, handle.facts)
+        return record
 
     def restore(self, turn: common_pb2.Turn) -> None:
         """Takes back a turn that `record` gave; turns come in order."""
@@ -195,7 +203,31 @@ class Conversation:
             node = self.tree.answer(
                 behind, from_openai(said["answer"]), turn=index, opening=said.get("opening", "")
             )
+            for name, facts in said.get("handle", {}).items():
+                self._hold(turn, name, facts)
         self.nodes.append(node)
+
+    def recall(self, name: str) -> Recalled | None:
+        """The turn of this name; None if none of this session has it."""
+        held = self.held.get(name)
+        node = self.nodes[held.turn_index] if held is not None else None
+        if held is None or node is None:
+            return None
+        return Recalled(
+            held=held,
+            messages=[entry.message for entry in node.path() if entry.message is not None],
+            tools=json.loads(self.tools_of[_root_of(node)]),
+            prompt_tokens=len(self.prefixes.prompt(held.turn_index)) // TOKEN_BYTES,
+            sampled_ids=self.prefixes.sampled(held.turn_index),
+        )
+
+    def _hold(self, turn: common_pb2.Turn, name: str, facts: Mapping[str, Any]) -> None:
+        self.held[name] = Held(
+            turn_index=turn.turn_index,
+            facts=facts,
+            finish_reason=turn.finish_reason,
+            cached_tokens=turn.cached_tokens,
+        )
 
     def _append(
         self, shared: SharedPrefix, prompt_tail: bytes, sampled_ids: bytes, parse_error: str
@@ -239,7 +271,7 @@ class Conversation:
         self.tools_of.setdefault(root, tools_json)
         return root
 
-    def _messages_json(self, shared: SharedPrefix, node: Node | None) -> str:
+    def _messages_json(self, shared: SharedPrefix, node: Node | None, handle: Handle | None) -> str:
         """What this turn's path has that its parent's has not; "" for turns over ids."""
         if node is None or node.message is None:
             return ""
@@ -253,6 +285,8 @@ class Conversation:
         said["answer"] = to_openai(node.message)
         if node.opening:
             said["opening"] = node.opening
+        if handle is not None:
+            said["handle"] = {handle.name: handle.facts}
         return json.dumps(said, ensure_ascii=False)
 
     def _boundary(self, shared: SharedPrefix, said: Mapping[str, Any]) -> Node:

@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerFast
 from forge.core.continuation import Render, TemplateRefused, looks_back_one_answer
 from forge.core.errors import ConfigError
 from forge.core.formats import OutputFormat, detect_format, get_format
+from forge.core.formats.think import CLOSE as THINK_CLOSE
 from forge.core.formats.think import MARKS as THINK_MARKS
 from forge.core.formats.think import OPEN as THINK_OPEN
 from forge.core.messages import Message
-from forge.core.trajectory import int32_array, int32_bytes
+from forge.core.trajectory import TOKEN_BYTES, int32_array, int32_bytes
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -124,6 +125,17 @@ class ChatModel:
         numbers = int32_array(ids) if isinstance(ids, bytes) else ids
         shown = [i for i in numbers if i not in self._hidden_ids]
         return cast(str, self._backend.decode(shown, skip_special_tokens=False))
+
+    def reasoning_tokens(self, answer: Message, sampled_ids: bytes) -> int:
+        """How many of an answer's tokens are reasoning, the mark behind it included."""
+        if not answer.reasoning:
+            return 0
+        close = self._backend.encode(THINK_CLOSE, add_special_tokens=False).ids
+        if len(close) != 1:
+            # Text has no exact length in tokens when its end is spread over some of them.
+            return len(self.encode(answer.reasoning)) // TOKEN_BYTES
+        numbers = list(int32_array(sampled_ids))
+        return numbers.index(close[0]) + 1 if close[0] in numbers else len(numbers)
 
     def piece(self, token_id: int) -> str:
         """The text of one token by itself, special or not."""

@@ -21,10 +21,11 @@ from forge.core.formats import Delta, Parser, PlainParser, ThinkParser
 from forge.core.messages import Message
 from forge.runtime.rpc.remote import Remote
 from forge.v1 import common_pb2, inference_pb2
-from services.gateway.actors.session import BeginChat, BeginGenerate, EndCall
+from services.gateway.actors.session import BeginChat, BeginGenerate, CountChat, EndCall
 from services.gateway.answer import AnswerReader, TokenLogprob
 from services.gateway.conversation import Prompt, Sampled
 from services.gateway.errors import SessionClosed
+from services.gateway.handles import Handle
 from services.gateway.metrics import PREPARE_SECONDS, UPSTREAM_RETRIES
 from services.gateway.model import ChatModel, Tools
 from services.gateway.sessions import Session, Sessions
@@ -47,11 +48,15 @@ class TurnRequest:
     tools: Tools = ()
     call_tools: bool = True
     """Whether the answer is read for tool calls; else they are text."""
+    parallel_calls: bool = True
+    """Whether an answer may have several tool calls; else it ends with the first."""
     required_tool: str | None = None
     """The tool the answer must call; "" for any; None leaves it to the model."""
     sampling: common_pb2.SamplingParams
     stop: Sequence[str] = ()
     context_action: str = ""
+    handle: Handle | None = None
+    """A name for the turn, if it ends well."""
     stream: bool = False
     """Whether the caller passes deltas on as they come: then there is no second attempt."""
     arrived_s: float
@@ -67,6 +72,8 @@ class Turn:
     message: Message
     sampled: Sampled
     prompt_tokens: int
+    stop_text: str
+    """The stop string that ended it; "" if none did."""
     token_logprobs: Callable[[], list[TokenLogprob]]
 
 
@@ -76,6 +83,7 @@ class Piece:
 
     deltas: Sequence[Delta]
     tokens: common_pb2.SampledTokens
+    prompt_tokens: int
 
 
 class Turns:
@@ -126,6 +134,7 @@ class Turns:
                     message=attempt.reader.message(),
                     sampled=attempt.sampled(),
                     prompt_tokens=prompt.tokens,
+                    stop_text=attempt.reader.stop_text,
                     token_logprobs=attempt.reader.token_logprobs,
                 )
             finally:
@@ -139,6 +148,14 @@ class Turns:
                 if isinstance(event, Turn):
                     return event
         raise AssertionError("a run ends with its turn or with an error")
+
+    async def count(self, session: Session, request: TurnRequest) -> int:
+        """Tokens of the prompt that `request` would be sampled from; nothing is recorded."""
+        count = CountChat(
+            messages=request.messages, tools=request.tools, opening=self._opening(request)
+        )
+        tokens: int = await session.actor.ask(count, timeout_s=ASK_TIMEOUT_S)
+        return tokens
 
     async def _begin(
         self, session: Session, request: TurnRequest, opening: str, call: SampleCall
@@ -173,7 +190,7 @@ class Turns:
             session_id=session.claims.trajectory_id,
             prompt_ids=prompt.ids,
             sampling=self._sampling(request, prompt),
-            stream=request.stream or bool(request.stop),
+            stream=request.stream or bool(request.stop) or not request.parallel_calls,
         )
         give_up_s = time.monotonic() + self._retry_for_s
         backoff_s = 0.05
@@ -182,7 +199,7 @@ class Turns:
                 wait_s = max(0.1, give_up_s - time.monotonic())
                 async with aclosing(call.responses(sample, wait_s=wait_s)) as responses:
                     async for response in responses:
-                        yield attempt.take(response)
+                        yield attempt.take(response, prompt.tokens)
                         if attempt.reader.stopped:
                             return
                 if attempt.complete or call.aborted:
@@ -230,6 +247,7 @@ class Turns:
         sampled: Sampled | None,
     ) -> EndCall:
         sampling = request.sampling
+        ended_well = sampled and sampled.finish_reason != common_pb2.FINISH_REASON_ABORTED
         return EndCall(
             call_id=call.call_id,
             prompt=prompt,
@@ -238,6 +256,7 @@ class Turns:
             context_action=request.context_action,
             started_s=request.arrived_s,
             started_unix_s=request.arrived_unix_s,
+            handle=request.handle if ended_well else None,
         )
 
 
@@ -259,18 +278,19 @@ class _Attempt:
             new_call_id=lambda: f"call_{uuid.uuid4().hex[:24]}",
             opening=self._opening,
             stop=self._request.stop,
+            parallel_calls=self._request.parallel_calls,
         )
         self.complete = False
         self._last = inference_pb2.SampleResponse()
 
-    def take(self, response: inference_pb2.SampleResponse) -> Piece:
+    def take(self, response: inference_pb2.SampleResponse, prompt_tokens: int) -> Piece:
         deltas = self.reader.feed(response.tokens)
         self.complete = bool(response.finish_reason) or self.reader.stopped
         if self.complete:
             self._last = response
             deltas += self.reader.finish()
         self.passed_on = self.passed_on or self._request.stream
-        return Piece(deltas=deltas, tokens=response.tokens)
+        return Piece(deltas=deltas, tokens=response.tokens, prompt_tokens=prompt_tokens)
 
     def sampled(self) -> Sampled:
         """What the session records; an answer that is not complete was aborted."""

@@ -19,6 +19,7 @@ from forge.runtime.security import Claims
 from forge.v1 import common_pb2
 from services.gateway.conversation import Conversation, Draft, Prompt, Sampled, given
 from services.gateway.errors import ContextTooLong, SessionClosed
+from services.gateway.handles import Handle
 from services.gateway.metrics import (
     CONTEXTS,
     MALFORMED,
@@ -55,6 +56,15 @@ class BeginGenerate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CountChat:
+    """Answered with the tokens of the prompt that such a call would get; none is begun."""
+
+    messages: Sequence[Message]
+    tools: Tools
+    opening: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndCall:
     """A call is over, whether or not it had begun; answered with its turn index, -1 if it left no
     turn."""
@@ -68,6 +78,23 @@ class EndCall:
     started_s: float
     """On the monotonic clock."""
     started_unix_s: float
+    handle: Handle | None = None
+    """A name by which `Recall` finds the turn again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """Answered with what is `Recalled` of the turn of this name; None if there is none."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """Takes the name from a turn; answered with whether it had one. The turn stays, as it is part
+    of what is trained on, and so does the name in the pool: a session read back knows it again."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +163,20 @@ class SessionActor(Actor):
                     message.messages, message.tools, opening=message.opening
                 )
                 return self._begin(message, await self._encode(draft))
+            case CountChat():
+                draft = self._conversation.draft(
+                    message.messages, message.tools, opening=message.opening
+                )
+                return (await self._encode(draft)).tokens
             case BeginGenerate():
                 self._admit()
                 return self._begin(message, await self._encode(given(message.prompt_ids)))
             case EndCall():
                 return self._end(self._conversation, message)
+            case Recall():
+                return self._conversation.recall(message.name)
+            case Forget():
+                return self._conversation.held.pop(message.name, None) is not None
             case Describe():
                 return self._facts(self._conversation)
             case StartClose():
@@ -205,7 +241,7 @@ class SessionActor(Actor):
     def _record(
         self, conversation: Conversation, call: EndCall, prompt: Prompt, sampled: Sampled
     ) -> int:
-        turn = conversation.record(prompt, sampled)
+        turn = conversation.record(prompt, sampled, call.handle)
         turn.trajectory_id = self._claims.trajectory_id
         turn.temperature = call.temperature
         turn.context_action = call.context_action

@@ -124,36 +124,59 @@ def required_tool(request: ChatCompletionRequest, output: OutputFormat) -> str |
     choice = request.tool_choice
     if choice is None or choice in ("none", "auto"):
         return None
-    names = [tool["function"]["name"] for tool in tools_of(request.tools)]
+    wanted = choice.function.name if isinstance(choice, NamedTool) else ""
+    return tool_to_call(wanted, tools_of(request.tools), output)
+
+
+def tool_to_call(wanted: str, tools: Tools, output: OutputFormat) -> str:
+    """The tool that an answer must call, "" for any of several; `wanted` is its name or "".
+
+    Raises `InvalidArgument` if it cannot be had.
+    """
+    names = [tool["function"]["name"] for tool in tools]
     if not names:
         raise InvalidArgument("tool_choice asks for a call, but there are no tools")
     if not output.takes_tools:
         raise InvalidArgument(
             f"tool_choice cannot be had: the model's output format ({output.name}) knows no tools"
         )
-    if not isinstance(choice, NamedTool):
+    if not wanted:
         return names[0] if len(names) == 1 else ""
-    if choice.function.name not in names:
-        raise InvalidArgument(f"tool_choice names {choice.function.name!r}; tools are {names}")
-    return choice.function.name
+    if wanted not in names:
+        raise InvalidArgument(f"tool_choice names {wanted!r}; tools are {names}")
+    return wanted
 
 
 def sampling_of(request: ChatCompletionRequest) -> common_pb2.SamplingParams:
     asked = request.max_completion_tokens
     if asked is None:
         asked = request.max_tokens
-    if asked is not None:
-        _within("max_tokens", asked, 1, 2**31 - 1)
-    sampling = common_pb2.SamplingParams(max_tokens=asked or 0)
-    if request.temperature is not None:
-        sampling.temperature = _within("temperature", request.temperature, 0, 100)
-    if request.top_p is not None:
-        sampling.top_p = _within("top_p", request.top_p, 1e-6, 1)
+    sampling = sampling_params(
+        max_tokens=asked, temperature=request.temperature, top_p=request.top_p
+    )
     if request.top_k is not None:
         # -1 is how some clients say "all".
         sampling.top_k = int(max(0, _within("top_k", request.top_k, -1, 2**31 - 1)))
     if request.seed is not None:
         sampling.seed = request.seed % 2**64
+    return sampling
+
+
+def sampling_params(
+    *,
+    max_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    max_tokens_name: str = "max_tokens",
+) -> common_pb2.SamplingParams:
+    """What all protocols let an agent say; raises `InvalidArgument` for what is out of range."""
+    if max_tokens is not None:
+        _within(max_tokens_name, max_tokens, 1, 2**31 - 1)
+    sampling = common_pb2.SamplingParams(max_tokens=max_tokens or 0)
+    if temperature is not None:
+        sampling.temperature = _within("temperature", temperature, 0, 100)
+    if top_p is not None:
+        sampling.top_p = _within("top_p", top_p, 1e-6, 1)
     return sampling
 
 

@@ -1,0 +1,48 @@
+"""Turns that a later call can name, for protocols that leave the conversation to the server.
+
+Owns the names given out in one session and what is known of their turns. Owns no message: those
+are read off the tree of contexts. Handles are part of the turn's record, so they live as long as
+the session does, in whichever gateway; one of another session is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forge.core.messages import Message
+from forge.v1 import common_pb2
+from services.gateway.model import Tools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handle:
+    """A name for a turn that is yet to be sampled."""
+
+    name: str
+    """Unguessable, and unique over all sessions."""
+    facts: Mapping[str, Any]
+    """What its protocol wants to be told again: JSON, and small, as it is kept with the turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The turn of a handle, as far as it is not in the tree of contexts."""
+
+    turn_index: int
+    facts: Mapping[str, Any]
+    finish_reason: common_pb2.FinishReason.ValueType
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled:
+    """A turn found again."""
+
+    held: Held
+    messages: Sequence[Message]
+    """Those of its request, then its answer."""
+    tools: Tools
+    prompt_tokens: int
+    sampled_ids: bytes
