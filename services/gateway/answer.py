@@ -1,7 +1,7 @@
 """From sampled tokens to an answer: text, stop strings, reasoning, tool calls.
 
-Owns what one call has sampled so far. Tokens behind the one that completes a stop string are
-dropped: no context ever contains them. Owns no I/O.
+Owns what one call has sampled so far. Tokens behind the one that completes a stop string, or the
+only tool call that is wanted, are dropped: no context ever contains them. Owns no I/O.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ class AnswerReader:
         new_call_id: Callable[[], str],
         opening: str = "",
         stop: Sequence[str] = (),
+        parallel_calls: bool = True,
     ) -> None:
         self.stopped = False
-        """Whether a stop string was completed: nothing more is wanted."""
+        """Whether a stop string or the only call was completed: nothing more is wanted."""
+        self.stop_text = ""
+        """The stop string that was completed."""
         self.ids = bytearray()
         self.logprobs = bytearray()
         self.weight_versions = bytearray()
@@ -47,6 +50,7 @@ class AnswerReader:
         self._parser = parser
         self._stream = TextStream(model)
         self._stop = tuple(text for text in stop if text)
+        self._parallel_calls = parallel_calls
         self._held = ""
         """Text that may be the beginning of a stop string."""
         self._new_call_id = new_call_id
@@ -62,19 +66,20 @@ class AnswerReader:
         if not len(tokens.ids) == len(tokens.logprobs) == len(tokens.weight_versions):
             raise DataLoss("the engine sent columns of unequal length")
         ids = list(int32_array(tokens.ids))
-        text = ""
-        if not self._stop:
-            text = self._stream.feed(ids)
+        deltas: list[Delta] = []
+        if not self._stop and self._parallel_calls:
+            deltas = self._take(self._parser.feed(self._stream.feed(ids)))
         else:
             for position, token_id in enumerate(ids):
-                text += self._until_stop(self._stream.feed((token_id,)))
+                text = self._until_stop(self._stream.feed((token_id,)))
+                deltas += self._take(self._parser.feed(text))
                 if self.stopped:
                     count = position + 1
                     break
         self.ids += tokens.ids[: count * TOKEN_BYTES]
         self.logprobs += tokens.logprobs[: count * TOKEN_BYTES]
         self.weight_versions += tokens.weight_versions[: count * TOKEN_BYTES]
-        return self._take(self._parser.feed(text))
+        return deltas
 
     def finish(self) -> list[Delta]:
         """The last token has come: gives what was held back."""
@@ -111,6 +116,7 @@ class AnswerReader:
         found = first_tag(text, self._stop)
         if found is not None:
             self.stopped = True
+            self.stop_text = found[1]
             return text[: found[0]]
         keep = held_back(text, self._stop)
         if keep:
@@ -119,11 +125,15 @@ class AnswerReader:
 
     def _take(self, deltas: list[Delta]) -> list[Delta]:
         """Adds deltas to the answer, and gives its calls their ids."""
-        named = [
-            replace(delta, call_id=self._new_call_id()) if isinstance(delta, CallDelta) else delta
-            for delta in deltas
-        ]
-        for delta in named:
+        named: list[Delta] = []
+        for delta in deltas:
+            if self._calls and not self._parallel_calls:
+                # Formats that write calls as one list give several at once.
+                break
+            if isinstance(delta, CallDelta):
+                delta = replace(delta, call_id=self._new_call_id())
+                self.stopped = self.stopped or not self._parallel_calls
+            named.append(delta)
             match delta:
                 case TextDelta(text=text):
                     self._content.append(text)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.core.errors import DataLoss
-from forge.core.formats import CallDelta, PlainParser, TextDelta
+from forge.core.formats import CallDelta, Delta, PlainParser, TextDelta
+from forge.core.formats.hermes import HermesFormat
 from forge.core.trajectory import float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2
 from services.gateway.answer import AnswerReader
@@ -122,3 +123,36 @@ def test_unequal_columns_are_refused() -> None:
     broken = common_pb2.SampledTokens(ids=int32_bytes([5]), weight_versions=int32_bytes([1]))
     with pytest.raises(DataLoss):
         reader_of().feed(broken)
+
+
+def test_answer_names_the_stop_string_that_ended_it() -> None:
+    """Of several stop strings the one that was completed is known afterwards."""
+    reader = reader_of(stop=["STOP", "HALT"])
+    assert read(reader, [spelt("go on HALT STOP")]) == "go on "
+    assert reader.stop_text == "HALT"
+
+
+def test_answer_without_parallel_calls_ends_with_the_first() -> None:
+    """Nothing behind the token that completed the call is kept, neither text nor ids."""
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    reader = reader_of(parser=HermesFormat().parser(), parallel_calls=False)
+    assert read(reader, [spelt(f"Well. {call}\n{call} Done.")]) == "Well."
+    assert [made.call_id for made in reader.message().tool_calls] == ["call-0"]
+    assert (reader.stopped, reader.stop_text, reader.parse_error) == (True, "", "")
+    assert MODEL.decode(bytes(reader.ids)) == f"Well. {call}"
+
+
+def test_answer_without_parallel_calls_takes_one_of_a_list() -> None:
+    """Where a format completes several calls with one token, the agent gets the first."""
+
+    class ListParser(PlainParser):
+        def feed(self, text: str) -> list[Delta]:
+            return (
+                [CallDelta(name=n, arguments="{}") for n in ("one", "two")] if "]" in text else []
+            )
+
+    reader = reader_of(parser=ListParser(), parallel_calls=False)
+    deltas = [*reader.feed(tokens(spelt("[..] and so on"))), *reader.finish()]
+    assert [delta.name for delta in deltas if isinstance(delta, CallDelta)] == ["one"]
+    assert [made.name for made in reader.message().tool_calls] == ["one"]
+    assert MODEL.decode(bytes(reader.ids)) == "[..]"
