@@ -222,33 +222,85 @@ Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
 
 @_typing.final
 class SampledTokens(_message.Message):
-    """Columns over the sampled tokens of one turn; all three have one entry per token."""
+    """Columns over the sampled tokens of one turn, with one entry per token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSIONS_FIELD_NUMBER: _builtins.int
+    ALLOWED_LOGPROBS_FIELD_NUMBER: _builtins.int
     ids: _builtins.bytes
     """int32 token ids, in the order they were sampled."""
     logprobs: _builtins.bytes
     """float32 natural log of the probability each token had in the distribution sampled from."""
     weight_versions: _builtins.bytes
     """int32 version of the weights that sampled each token."""
+    allowed_logprobs: _builtins.bytes
+    """float32 natural log of the share of probability that the distribution without a grammar, at
+    the same temperature, gave to all tokens the grammar allowed there: 0 where it forbade
+    nothing likely. Empty when no grammar was asked for. `logprobs` plus this is the log-prob of
+    the token without the grammar (with top_p 1 and top_k 0); docs/training.md says what for.
+    """
     def __init__(
         self,
         *,
         ids: _builtins.bytes = ...,
         logprobs: _builtins.bytes = ...,
         weight_versions: _builtins.bytes = ...,
+        allowed_logprobs: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "logprobs", b"logprobs", "weight_versions", b"weight_versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_logprobs", b"allowed_logprobs", "ids", b"ids", "logprobs", b"logprobs", "weight_versions", b"weight_versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SampledTokens: _TypeAlias = SampledTokens  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """What the sampled text must match. Tokens that cannot lead to a match have probability 0, and a
+    stop token has one only where the match is complete.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
+    MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LENIENT_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON Schema, as JSON; {"type": "object"} is any object."""
+    regex: _builtins.str
+    """A regular expression in Rust's syntax, for the whole answer."""
+    lark: _builtins.str
+    """A grammar in the dialect of Lark that llguidance documents."""
+    matched_tokens: _builtins.int
+    """Tokens at the end of the prompt that the grammar has matched already. For whoever goes on
+    with an answer that another worker began; agents leave it 0.
+    """
+    lenient: _builtins.bool
+    """Ignore what of a JSON Schema cannot be enforced, instead of refusing it."""
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        lark: _builtins.str = ...,
+        matched_tokens: _builtins.int = ...,
+        lenient: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "lenient", b"lenient", "matched_tokens", b"matched_tokens", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "lark"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
@@ -260,6 +312,7 @@ class SamplingParams(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 samples greedily. Unset means 1: the distribution that is trained."""
     top_p: _builtins.float
@@ -274,6 +327,12 @@ class SamplingParams(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sampling one of these ends the turn; it is kept as the last sampled token."""
 
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """Constrains what is sampled; needs stop_token_ids. Applied before temperature, top_k and
+        top_p. INVALID_ARGUMENT when it does not compile or is too large.
+        """
+
     def __init__(
         self,
         *,
@@ -283,10 +342,11 @@ class SamplingParams(_message.Message):
         max_tokens: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         seed: _builtins.int | None = ...,
+        grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015

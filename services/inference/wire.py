@@ -19,10 +19,12 @@ from forge.v1.common_pb2 import (
     SamplingParams,
     Tensor,
 )
+from forge.v1.common_pb2 import Grammar as GrammarParams
 from forge.v1.inference_pb2 import KvBlock
 from services.inference.engines.base import (
     TOKEN_BYTES,
     Finish,
+    Grammar,
     KvSpan,
     ModelLimits,
     NamedTensor,
@@ -47,7 +49,14 @@ def read_prompt(
 ) -> Prompt:
     """A checked prompt; `seed` is used when the request has none. Raises InvalidArgument."""
     check_ids(prompt_ids, limits)
-    return Prompt(request_id=request_id, ids=prompt_ids, sampling=read_sampling(params, seed=seed))
+    sampling = read_sampling(params, seed=seed)
+    tokens = len(prompt_ids) // TOKEN_BYTES
+    if sampling.grammar is not None and sampling.grammar.matched_tokens > tokens:
+        raise InvalidArgument(
+            f"sampling.grammar.matched_tokens = {sampling.grammar.matched_tokens}: "
+            f"the prompt has {tokens} tokens"
+        )
+    return Prompt(request_id=request_id, ids=prompt_ids, sampling=sampling)
 
 
 def check_ids(prompt_ids: bytes, limits: ModelLimits) -> None:
@@ -87,7 +96,33 @@ def read_sampling(params: SamplingParams, *, seed: int) -> Sampling:
         max_tokens=params.max_tokens,
         stop_ids=frozenset(params.stop_token_ids),
         seed=params.seed if params.HasField("seed") else seed,
+        grammar=_read_grammar(params) if params.HasField("grammar") else None,
     )
+
+
+def _read_grammar(params: SamplingParams) -> Grammar:
+    kind = params.grammar.WhichOneof("kind")
+    if kind is None:
+        raise InvalidArgument("sampling.grammar has no kind: json_schema, regex or lark is needed")
+    if not params.stop_token_ids:
+        raise InvalidArgument(
+            "sampling.grammar needs sampling.stop_token_ids: where an answer is complete there "
+            "may be nothing else to sample"
+        )
+    return Grammar(
+        kind=kind,
+        text=getattr(params.grammar, kind),
+        lenient=params.grammar.lenient,
+        matched_tokens=params.grammar.matched_tokens,
+    )
+
+
+def _write_grammar(grammar: Grammar | None) -> GrammarParams | None:
+    if grammar is None:
+        return None
+    message = GrammarParams(lenient=grammar.lenient, matched_tokens=grammar.matched_tokens)
+    setattr(message, grammar.kind, grammar.text)
+    return message
 
 
 def write_sampling(sampling: Sampling) -> SamplingParams:
@@ -98,6 +133,7 @@ def write_sampling(sampling: Sampling) -> SamplingParams:
         max_tokens=sampling.max_tokens,
         stop_token_ids=sorted(sampling.stop_ids),
         seed=sampling.seed,
+        grammar=_write_grammar(sampling.grammar),
     )
 
 
@@ -106,18 +142,22 @@ def write_tokens(tokens: Tokens) -> SampledTokens:
         ids=array("i", tokens.ids).tobytes(),
         logprobs=array("f", tokens.logprobs).tobytes(),
         weight_versions=array("i", tokens.versions).tobytes(),
+        allowed_logprobs=array("f", tokens.allowed).tobytes(),
     )
 
 
 def read_tokens(tokens: SampledTokens) -> Tokens:
     """Raises InvalidArgument when the columns differ in length."""
-    columns = (tokens.ids, tokens.logprobs, tokens.weight_versions)
+    columns = [tokens.ids, tokens.logprobs, tokens.weight_versions]
+    if tokens.allowed_logprobs:
+        columns.append(tokens.allowed_logprobs)
     if len({len(column) for column in columns}) != 1 or len(tokens.ids) % TOKEN_BYTES:
         raise InvalidArgument(f"columns of {[len(column) for column in columns]} bytes disagree")
     return Tokens(
         ids=tuple(array("i", tokens.ids)),
         logprobs=tuple(array("f", tokens.logprobs)),
         versions=tuple(array("i", tokens.weight_versions)),
+        allowed=tuple(array("f", tokens.allowed_logprobs)),
     )
 
 
@@ -129,6 +169,7 @@ def joined(parts: list[SampledTokens]) -> SampledTokens:
         ids=b"".join(part.ids for part in parts),
         logprobs=b"".join(part.logprobs for part in parts),
         weight_versions=b"".join(part.weight_versions for part in parts),
+        allowed_logprobs=b"".join(part.allowed_logprobs for part in parts),
     )
 
 

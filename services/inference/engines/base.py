@@ -10,11 +10,23 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from forge.core.errors import ForgeError
 
 TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What the answer must match; an engine masks what cannot lead to a match."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+    lenient: bool = False
+    """Ignore what of a JSON Schema cannot be enforced."""
+    matched_tokens: int = 0
+    """Tokens at the end of the prompt that belong to the answer already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +42,9 @@ class Sampling:
     stop_ids: frozenset[int]
     seed: int
     """The draw at a position depends on this seed and the position alone."""
+    grammar: Grammar | None = None
+    """Applied before all other cuts; there are `stop_ids` then, and they can be drawn only where
+    the answer is complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +69,8 @@ class Tokens:
     """Of the distribution drawn from."""
     versions: tuple[int, ...] = ()
     """Weights that sampled each."""
+    allowed: tuple[float, ...] = ()
+    """With a grammar: the log of the share of probability it left; else empty."""
 
 
 class Finish(Enum):
@@ -160,7 +177,8 @@ class PrefillEngine(Engine, Protocol):
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
         """Read the prompt and sample its first token.
 
-        Raises ResourceExhausted when no room is left to hold it, Unavailable without weights.
+        Raises ResourceExhausted when no room is left to hold it, Unavailable without weights,
+        InvalidArgument for a grammar that does not compile: nothing has been read then.
         """
 
     async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:

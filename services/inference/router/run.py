@@ -32,7 +32,7 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens, TurnTimings
 from services.inference import wire
-from services.inference.engines.base import TOKEN_BYTES, Finish, Prompt
+from services.inference.engines.base import TOKEN_BYTES, Finish, Prompt, Sampling
 from services.inference.router.actor import (
     Admission,
     Admit,
@@ -156,9 +156,7 @@ class Run:
             # Of its own: what an earlier attempt left behind must not be taken for this one's.
             request_id=secrets.token_hex(8),
             prompt_ids=self._prompt.ids + self._sampled,
-            sampling=wire.write_sampling(
-                replace(self._prompt.sampling, max_tokens=self._most_tokens - self._tokens)
-            ),
+            sampling=wire.write_sampling(self._sampling_from_here()),
             hold_s=self._options.hold_s,
         )
         placement = await self._ask(PlacePrefill(ids=request.prompt_ids))
@@ -250,6 +248,15 @@ class Run:
         finally:
             if not settled:
                 self._tell(Failed(placement=placement, dead=False))
+
+    def _sampling_from_here(self) -> Sampling:
+        """What is still to be sampled; a grammar goes on behind what it has matched."""
+        sampling = self._prompt.sampling
+        grammar = sampling.grammar
+        if grammar is not None:
+            matched = grammar.matched_tokens + self._tokens
+            grammar = replace(grammar, matched_tokens=matched)
+        return replace(sampling, max_tokens=self._most_tokens - self._tokens, grammar=grammar)
 
     @property
     def _tokens(self) -> int:
