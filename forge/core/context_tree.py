@@ -12,17 +12,22 @@ Sub-agents and parallel calls are further paths of the same tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from forge.core.messages import Message, MessageKey, agree
+from forge.core.messages import Message, MessageKey, agree, same
 from forge.core.trajectory import NO_PARENT
+
+SHARED_OPENINGS = 2
+"""Messages at the start of a context that many sessions have: system prompt and task. Their text
+is kept once."""
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A boundary behind a message. A root stands before the first, one per set of tools."""
+    """A boundary behind a message. A `Root` stands before the first."""
 
     parent: Node | None
     depth: int
@@ -35,8 +40,34 @@ class Node:
     """Text put into the model's mouth before it sampled this message."""
     prompted: int = NO_PARENT
     """The first turn whose prompt ended here, with nothing put into the model's mouth."""
-    children: dict[MessageKey, list[Node]] = field(default_factory=dict)
-    """Several under one key when parallel samples said the same, or thought differently."""
+    child: Node | None = None
+    """The only child; most nodes have one, and a hundred thousand sessions are many nodes."""
+    children: dict[MessageKey, list[Node]] | None = None
+    """Once there are more. Several under one key when parallel samples said the same, or thought
+    differently."""
+
+    def below(self, message: Message) -> Iterable[Node]:
+        """The children that agree with `message`."""
+        if self.child is not None:
+            return (self.child,) if same(_said(self.child), message) else ()
+        if self.children is None:
+            return ()
+        found = self.children.get(message.key, ())
+        return [child for child in found if agree(_said(child), message)]
+
+    def add(self, message: Message) -> tuple[Node, bool]:
+        """A new child, and whether another has the same key."""
+        new = Node(parent=self, depth=self.depth + 1, message=message)
+        if self.child is None and self.children is None:
+            self.child = new
+            return new, False
+        if self.child is not None:
+            self.children = {_said(self.child).key: [self.child]}
+            self.child = None
+        assert self.children is not None
+        alike = self.children.setdefault(message.key, [])
+        alike.append(new)
+        return new, len(alike) > 1
 
     def path(self) -> list[Node]:
         """The nodes from the first message to this one; empty at a root."""
@@ -56,34 +87,50 @@ class Node:
             node = node.parent
 
 
+@dataclass(slots=True, eq=False)
+class Root(Node):
+    """Where conversations with one set of tools begin; they are part of every prompt."""
+
+    tools_json: str = ""
+
+
 class ContextTree:
     """All contexts of one session."""
 
-    def __init__(self) -> None:
-        self._roots: dict[str, Node] = {}
+    __slots__ = ("_roots", "twins")
 
-    def root(self, tools_json: str) -> Node:
-        """Where conversations with these tools begin; tools are part of the rendered prompt."""
-        root = self._roots.get(tools_json)
-        if root is None:
-            root = self._roots[tools_json] = Node(parent=None, depth=0, message=None)
+    def __init__(self) -> None:
+        self._roots: list[Root] = []
+        self.twins = False
+        """Whether some request may ever have agreed with more than one path."""
+
+    def root(self, tools_json: str) -> Root:
+        """Where conversations with these tools begin."""
+        for known in self._roots:
+            if known.tools_json == tools_json:
+                return known
+        # Interned, as a hundred thousand sessions have the same few sets of tools.
+        root = Root(parent=None, depth=0, message=None, tools_json=sys.intern(tools_json))
+        self._roots.append(root)
         return root
 
-    def match(self, root: Node, messages: Sequence[Message]) -> Node:
-        """The deepest node below `root` whose messages agree with the first of `messages`.
+    def has(self, root: Root) -> bool:
+        """Whether it is this tree's."""
+        return any(known is root for known in self._roots)
+
+    def match(self, start: Node, messages: Sequence[Message]) -> Node:
+        """The deepest node below `start` whose messages agree with the first of `messages`.
 
         Where several do (parallel samples that said the same), the one that the call ids speak
         for wins, then the one sampled last. A message taken from the tree speaks for its node.
         """
-        # (votes of call ids, last turn, node): this runs over the whole history of each request.
-        frontier = [(0, NO_PARENT, root)]
+        # (votes of call ids, last turn, node)
+        frontier = [(0, NO_PARENT, start)]
         for message in messages:
-            key = message.key
             deeper = [
                 (votes + _speaks_for(message, child), max(turn, child.turn), child)
                 for votes, turn, node in frontier
-                for child in node.children.get(key, ())
-                if agree(_said(child), message)
+                for child in node.below(message)
             ]
             if not deeper:
                 break
@@ -93,18 +140,24 @@ class ContextTree:
     def extend(self, node: Node, messages: Sequence[Message]) -> Node:
         """The node behind `messages` after `node`, adding what is not there."""
         for message in messages:
-            key = message.key
-            known = [child for child in node.children.get(key, ()) if agree(_said(child), message)]
-            node = known[-1] if known else _add(node, key, message)
+            known = tuple(node.below(message))
+            node = known[-1] if known else self._add(node, message)
         return node
 
     def answer(self, node: Node, message: Message, *, turn: int, opening: str = "") -> Node:
         """Adds what turn `turn` sampled behind `node`; never shared with another turn's."""
         if node.prompted == NO_PARENT and not opening:
             node.prompted = turn
-        child = _add(node, message.key, message)
+        child = self._add(node, message)
         child.turn = turn
         child.opening = opening
+        return child
+
+    def _add(self, parent: Node, message: Message) -> Node:
+        if parent.depth < SHARED_OPENINGS and message.role != "assistant":
+            message = replace(message, content=sys.intern(message.content))
+        child, twin = parent.add(message)
+        self.twins = self.twins or twin
         return child
 
 
@@ -120,10 +173,11 @@ def common_depth(left: Node, right: Node) -> int:
     return left.depth
 
 
-def _add(parent: Node, key: MessageKey, message: Message) -> Node:
-    child = Node(parent=parent, depth=parent.depth + 1, message=message)
-    parent.children.setdefault(key, []).append(child)
-    return child
+def root_of(node: Node) -> Root:
+    while node.parent is not None:
+        node = node.parent
+    assert isinstance(node, Root), "only roots have no parent"
+    return node
 
 
 def _said(node: Node) -> Message:

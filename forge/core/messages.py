@@ -86,6 +86,18 @@ def agree(ours: Message, theirs: Message) -> bool:
     return ours.reasoning.strip() == theirs.reasoning.strip()
 
 
+def same(ours: Message, theirs: Message) -> bool:
+    """Whether two messages are the same; cheap where they are spelt alike, as most are."""
+    alike = (
+        ours.content == theirs.content
+        and ours.role == theirs.role
+        and ours.name == theirs.name
+        and not ours.tool_calls
+        and not theirs.tool_calls
+    )
+    return (alike or ours.key == theirs.key) and agree(ours, theirs)
+
+
 def canonical_json(text: str) -> str:
     """One spelling for all texts of the same JSON value; text that is not JSON, trimmed."""
     try:

@@ -25,24 +25,31 @@ NOTHING_SHARED = SharedPrefix(turn=NO_PARENT, tokens=0)
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    shared: SharedPrefix
+    parent: int
+    start: int
+    """Tokens shared with the parent's sequence."""
     tail: bytes
     """Ids behind the shared prefix: the rest of the prompt, then what was sampled."""
     prompt_tokens: int
     """Length of the whole prompt, the shared part included."""
-    children: list[int]
+    children: list[int] | None = None
+    """None where there are none: most turns of most sessions."""
 
     @property
     def tokens(self) -> int:
-        return self.shared.tokens + len(self.tail) // TOKEN_BYTES
+        return self.start + len(self.tail) // TOKEN_BYTES
 
 
 class TokenPrefixes:
     """Sequences by turn index; turns are only ever added."""
 
+    __slots__ = ("_entries", "_repeats", "_roots")
+
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
         self._roots: list[int] = []
+        self._repeats = False
+        """Whether a prompt was met twice: what was sampled from it then may be the same twice."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -50,14 +57,18 @@ class TokenPrefixes:
     def append(self, shared: SharedPrefix, prompt_tail: bytes, sampled: bytes) -> int:
         """Adds a turn and returns its index."""
         turn = len(self._entries)
-        siblings = self._roots if shared.turn == NO_PARENT else self._entries[shared.turn].children
-        siblings.append(turn)
+        self._repeats = self._repeats or not prompt_tail
+        if shared.turn == NO_PARENT:
+            self._roots.append(turn)
+        else:
+            parent = self._entries[shared.turn]
+            parent.children = [*(parent.children or ()), turn]
         self._entries.append(
             _Entry(
-                shared=shared,
+                parent=shared.turn,
+                start=shared.tokens,
                 tail=prompt_tail + sampled,
                 prompt_tokens=shared.tokens + len(prompt_tail) // TOKEN_BYTES,
-                children=[],
             )
         )
         return turn
@@ -69,46 +80,71 @@ class TokenPrefixes:
     def sampled(self, turn: int) -> bytes:
         """Ids the turn sampled."""
         entry = self._entries[turn]
-        return entry.tail[(entry.prompt_tokens - entry.shared.tokens) * TOKEN_BYTES :]
+        return entry.tail[(entry.prompt_tokens - entry.start) * TOKEN_BYTES :]
 
     def sequence(self, turn: int) -> bytes:
         """Prompt and sampled ids."""
         return self._join(turn, self._entries[turn].tokens)
 
-    def longest(self, ids: bytes) -> SharedPrefix:
+    def whole(self, turn: int) -> SharedPrefix:
+        """The whole sequence of a turn, as a prefix that is known to be shared."""
+        return SharedPrefix(turn=turn, tokens=self._entries[turn].tokens)
+
+    def whole_prompt(self, turn: int) -> SharedPrefix:
+        """The whole prompt of a turn, likewise."""
+        return SharedPrefix(turn=turn, tokens=self._entries[turn].prompt_tokens)
+
+    def longest(self, ids: bytes, *, known: SharedPrefix = NOTHING_SHARED) -> SharedPrefix:
         """The longest prefix that `ids` shares with any turn; among equals the earliest turn.
 
-        Follows only turns that branch off where `ids` still agrees, and compares of each only
-        its tail.
+        `known` is a prefix that `ids` is known to share. Follows only turns that branch off where
+        `ids` still agrees, and compares of each only its tail.
         """
+        if self._repeats or not known.tokens:
+            known, waiting = NOTHING_SHARED, list(reversed(self._roots))
+        else:
+            waiting = [self._first_with(known)]
         best = NOTHING_SHARED
-        waiting = list(reversed(self._roots))
         while waiting:
             turn = waiting.pop()
             entry = self._entries[turn]
-            start = entry.shared.tokens * TOKEN_BYTES
-            alongside = ids[start : start + len(entry.tail)]
-            agreed = entry.shared.tokens + common_tokens(alongside, entry.tail)
+            start = max(entry.start, known.tokens)
+            tail = entry.tail[(start - entry.start) * TOKEN_BYTES :]
+            alongside = ids[start * TOKEN_BYTES : start * TOKEN_BYTES + len(tail)]
+            agreed = start + common_tokens(alongside, tail)
             if agreed > best.tokens:
                 best = SharedPrefix(turn=turn, tokens=agreed)
             waiting.extend(
                 child
-                for child in reversed(entry.children)
-                if self._entries[child].shared.tokens <= agreed
+                for child in reversed(entry.children or ())
+                if known.tokens <= self._entries[child].start <= agreed
             )
         return best
+
+    def _first_with(self, known: SharedPrefix) -> int:
+        """The turn that brought the last token of a prefix, where no prompt was met twice.
+
+        Then the tail of each turn begins with a token that no other had there. So whoever has
+        the whole prefix is that turn, or a descendant that parts from it no earlier than the
+        prefix ends.
+        """
+        turn = known.turn
+        while self._entries[turn].start >= known.tokens:
+            turn = self._entries[turn].parent
+        return turn
 
     def _join(self, turn: int, tokens: int) -> bytes:
         """The first `tokens` ids of the sequence of `turn`."""
         pieces: list[bytes] = []
         while tokens > 0:
             entry = self._entries[turn]
-            own = (tokens - entry.shared.tokens) * TOKEN_BYTES
+            own = (tokens - entry.start) * TOKEN_BYTES
             if own > 0:
                 pieces.append(entry.tail[:own])
-            tokens = min(tokens, entry.shared.tokens)
-            turn = entry.shared.turn
-        return b"".join(reversed(pieces))
+            tokens = min(tokens, entry.start)
+            turn = entry.parent
+        pieces.reverse()
+        return b"".join(pieces)
 
 
 def common_tokens(left: bytes, right: bytes) -> int:

@@ -20,17 +20,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-from forge.core.context_tree import ContextTree, Node, common_depth
+from forge.core.context_tree import ContextTree, Node, Root, common_depth, root_of
 from forge.core.continuation import STUB, Render, TemplateRefused, continuation
 from forge.core.errors import InvalidArgument
+from forge.core.history import History, Mark
 from forge.core.messages import Message, from_openai, to_openai
-from forge.core.token_prefixes import SharedPrefix, TokenPrefixes
+from forge.core.token_prefixes import NOTHING_SHARED, SharedPrefix, TokenPrefixes
 from forge.core.trajectory import NO_PARENT, TOKEN_BYTES, int32_array
 from forge.v1 import common_pb2
 from services.gateway.handles import Handle, Held, Recalled
 from services.gateway.model import ChatModel, Tools
+from services.gateway.reading import MARKS_KEPT, Marked, Reading, begin
 
 MAX_ANSWERS_TRIED = 3
 """Answers from the end of the history that a context may continue, before it branches."""
@@ -40,10 +43,18 @@ MAX_ANSWERS_TRIED = 3
 class Place:
     """Where in the tree of contexts a prompt ends."""
 
+    root: Root
     node: Node
     """The deepest known boundary."""
     beyond: tuple[Message, ...]
     """Messages of the request behind it."""
+    mark: Mark | None = None
+    """Recognizes the request, where its protocol lets it be."""
+
+    @property
+    def unknown_answers(self) -> bool:
+        """Whether somebody answered in this session whom its tree does not know."""
+        return any(message.role == "assistant" for message in self.beyond)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +71,8 @@ class Draft:
     """None for prompts given as ids."""
     opening: str = ""
     """The end of the text that was put into the model's mouth."""
+    known: SharedPrefix = NOTHING_SHARED
+    """Where `ids` are from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +117,8 @@ class Conversation:
     prefixes: TokenPrefixes = field(default_factory=TokenPrefixes)
     nodes: list[Node | None] = field(default_factory=list)
     """The node of each turn's answer; None for turns over ids."""
-    tools_of: dict[Node, str] = field(default_factory=dict)
-    """Tools of each root, as JSON."""
+    marks: list[Marked] = field(default_factory=list)
+    """The last requests, the latest last."""
     sampled_tokens: int = 0
     parse_errors: dict[int, str] = field(default_factory=dict)
     """By turn."""
@@ -121,37 +134,43 @@ class Conversation:
 
         Raises `InvalidArgument` when the chat template does not take them.
         """
-        if not messages:
-            raise InvalidArgument("messages must not be empty")
         try:
-            root = self._root(canonical_tools(tools))
+            root = self.tree.root(canonical_tools(tools))
         except RecursionError:
             raise InvalidArgument("the tools are nested too deeply") from None
-        node = self.tree.match(root, messages)
-        place = Place(node=node, beyond=tuple(messages[node.depth :]))
+        # A request that may agree with several paths has to be read from the start.
+        start, new = begin(messages, root, () if self.tree.twins else self.marks)
+        if not new and start is root:
+            raise InvalidArgument("messages must not be empty")
+        node = self.tree.match(start, new)
+        reading = Reading(messages=messages, start=start, new=new, node=node)
+        mark = messages.mark() if isinstance(messages, History) else None
+        place = Place(root=root, node=node, beyond=reading.beyond, mark=mark)
         if not place.beyond and node.prompted != NO_PARENT and not opening:
-            return Draft(how="repeated", ids=self.prefixes.prompt(node.prompted), place=place)
-        known = node.path()
-        # What the model said stands as it said it, whatever the agent left of it.
-        history = [
-            entry.message if entry.turn != NO_PARENT and entry.message else message
-            for entry, message in zip(known, messages, strict=False)
-        ] + list(place.beyond)
-        answers = [entry for entry in reversed(known) if entry.turn != NO_PARENT]
-        render = self.model.renderer(tools)
+            known = self.prefixes.whole_prompt(node.prompted)
+            ids = self.prefixes.prompt(node.prompted)
+            return Draft(how="repeated", ids=ids, place=place, known=known)
         try:
-            for answer in answers[:MAX_ANSWERS_TRIED]:
-                text = self._behind(render, history, answer)
-                if text is not None:
-                    ids, text = self._without_end(answer.turn, text)
-                    return Draft(
-                        how="continued", ids=ids, text=text + opening, place=place, opening=opening
-                    )
-            text = render(history, True)
+            return self._rendered(reading, place, self.model.renderer(tools), opening)
         except TemplateRefused as error:
             raise InvalidArgument(
                 f"the model's chat template refuses the messages: {error}"
             ) from error
+
+    def _rendered(self, reading: Reading, place: Place, render: Render, opening: str) -> Draft:
+        for answer in islice(reading.answers(), MAX_ANSWERS_TRIED):
+            text = self._behind(render, reading, answer)
+            if text is not None:
+                ids, text = self._without_end(answer.turn, text)
+                return Draft(
+                    how="continued",
+                    ids=ids,
+                    text=text + opening,
+                    place=place,
+                    opening=opening,
+                    known=self.prefixes.whole(answer.turn),
+                )
+        text = render(reading.history(), True)
         how = "branched" if self.turns else "first"
         return Draft(how=how, ids=b"", text=text + opening, place=place, opening=opening)
 
@@ -159,13 +178,18 @@ class Conversation:
         self, prompt: Prompt, sampled: Sampled, handle: Handle | None = None
     ) -> common_pb2.Turn:
         """Adds a turn to the tree and gives the record of it, as far as it is known here."""
-        shared = self.prefixes.longest(prompt.ids)
+        draft = prompt.draft
+        place, known = draft.place, draft.known
+        if place is not None and not self.tree.has(place.root):
+            # Drafted before the session was read back from the pool.
+            place, known = self._adopt(place), NOTHING_SHARED
+        shared = self.prefixes.longest(prompt.ids, known=known)
         tail = prompt.ids[shared.tokens * TOKEN_BYTES :]
         turn = self._append(shared, tail, sampled.ids, sampled.parse_error)
-        draft = prompt.draft
         node = None
-        if draft.place is not None and sampled.answer is not None:
-            behind = self.tree.extend(draft.place.node, draft.place.beyond)
+        if place is not None and sampled.answer is not None:
+            behind = self.tree.extend(place.node, place.beyond)
+            self._remember(place, behind)
             node = self.tree.answer(behind, sampled.answer, turn=turn, opening=draft.opening)
         self.nodes.append(node)
         record = common_pb2.Turn(
@@ -216,8 +240,8 @@ class Conversation:
         return Recalled(
             held=held,
             messages=[entry.message for entry in node.path() if entry.message is not None],
-            tools=json.loads(self.tools_of[_root_of(node)]),
-            prompt_tokens=len(self.prefixes.prompt(held.turn_index)) // TOKEN_BYTES,
+            tools=json.loads(root_of(node).tools_json),
+            prompt_tokens=self.prefixes.whole_prompt(held.turn_index).tokens,
             sampled_ids=self.prefixes.sampled(held.turn_index),
         )
 
@@ -238,13 +262,22 @@ class Conversation:
             self.parse_errors[turn] = parse_error
         return turn
 
-    def _behind(self, render: Render, history: Sequence[Message], answer: Node) -> str | None:
+    def _adopt(self, place: Place) -> Place:
+        """The same place in this conversation's tree."""
+        path = [entry.message for entry in place.node.path() if entry.message is not None]
+        root = self.tree.root(place.root.tools_json)
+        return Place(root=root, node=root, beyond=(*path, *place.beyond))
+
+    def _remember(self, place: Place, behind: Node) -> None:
+        if place.mark is None or any(known.mark == place.mark for known in self.marks):
+            return
+        marked = Marked(mark=place.mark, root=place.root, node=behind)
+        self.marks = [*self.marks[1 - MARKS_KEPT :], marked]
+
+    def _behind(self, render: Render, reading: Reading, answer: Node) -> str | None:
         """The text behind a sampled answer of the history, or None if it calls for a branch."""
-        before, said, after = (
-            history[: answer.depth - 1],
-            history[answer.depth - 1],
-            history[answer.depth :],
-        )
+        assert answer.message is not None, "an answer is a message"
+        said, after = answer.message, reading.history(answer.depth)
         sampled = answer.opening + self.model.decode(self.prefixes.sampled(answer.turn))
         ends = self.model.end_texts
         if self.model.looks_back_one_answer:
@@ -254,6 +287,7 @@ class Conversation:
             except TemplateRefused:
                 # The template may miss in the stub what the whole history has.
                 pass
+        before = reading.history()[: answer.depth - 1]
         return continuation(render, before, said, sampled, after, end_texts=ends)
 
     def _without_end(self, turn: int, text: str) -> tuple[bytes, str]:
@@ -266,22 +300,17 @@ class Conversation:
                     return ids, text[len(end) :]
         return ids, text
 
-    def _root(self, tools_json: str) -> Node:
-        root = self.tree.root(tools_json)
-        self.tools_of.setdefault(root, tools_json)
-        return root
-
     def _messages_json(self, shared: SharedPrefix, node: Node | None, handle: Handle | None) -> str:
         """What this turn's path has that its parent's has not; "" for turns over ids."""
         if node is None or node.message is None:
             return ""
         parent = self.nodes[shared.turn] if shared.turn != NO_PARENT else None
         depth = common_depth(parent, node) if parent else 0
-        path = node.path()
         said: dict[str, Any] = {"shared": depth}
-        if not parent or _root_of(parent) is not _root_of(node):
-            said["tools"] = json.loads(self.tools_of[_root_of(node)])
-        said["messages"] = [to_openai(entry.message) for entry in path[depth:-1] if entry.message]
+        if parent is None or (not depth and root_of(parent) is not root_of(node)):
+            said["tools"] = json.loads(root_of(node).tools_json)
+        new = list(islice(node.ancestors(), 1, node.depth - depth))
+        said["messages"] = [to_openai(entry.message) for entry in reversed(new) if entry.message]
         said["answer"] = to_openai(node.message)
         if node.opening:
             said["opening"] = node.opening
@@ -293,9 +322,9 @@ class Conversation:
         """The node that `messages` of a recorded turn stand behind."""
         parent = self.nodes[shared.turn] if shared.turn != NO_PARENT else None
         if "tools" in said or parent is None:
-            return self._root(canonical_tools(said.get("tools", [])))
+            return self.tree.root(canonical_tools(said.get("tools", [])))
         depth = said["shared"]
-        return next((node for node in parent.ancestors() if node.depth == depth), _root_of(parent))
+        return next((node for node in parent.ancestors() if node.depth == depth), root_of(parent))
 
 
 def given(ids: bytes) -> Draft:
@@ -306,9 +335,3 @@ def given(ids: bytes) -> Draft:
 def canonical_tools(tools: Tools) -> str:
     """One spelling for equal tool definitions."""
     return json.dumps(list(tools), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-
-
-def _root_of(node: Node) -> Node:
-    while node.parent is not None:
-        node = node.parent
-    return node

@@ -5,7 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.token_prefixes import NOTHING_SHARED, TokenPrefixes, common_tokens
+from forge.core.token_prefixes import (
+    NOTHING_SHARED,
+    SharedPrefix,
+    TokenPrefixes,
+    common_tokens,
+)
 from forge.core.trajectory import int32_bytes
 
 sequences = st.lists(st.integers(0, 2), max_size=12)
@@ -60,3 +65,24 @@ def test_earliest_of_equals_is_the_parent() -> None:
         shared = prefixes.longest(prompt)
         prefixes.append(shared, prompt[shared.tokens * 4 :], int32_bytes([9]))
     assert prefixes.longest(int32_bytes([1, 2, 3, 4])).turn == 0
+
+
+@given(
+    st.lists(st.tuples(sequences, sequences), min_size=1, max_size=12),
+    st.integers(0, 11),
+    st.integers(0, 24),
+    sequences,
+)
+def test_search_from_a_known_prefix_finds_the_same(
+    turns: list[tuple[list[int], list[int]]], turn: int, tokens: int, more: list[int]
+) -> None:
+    """Told any prefix that is shared for certain, the search gives what it gives without."""
+    prefixes = TokenPrefixes()
+    for prompt, sampled in turns:
+        shared = prefixes.longest(int32_bytes(prompt))
+        prefixes.append(shared, int32_bytes(prompt[shared.tokens :]), int32_bytes(sampled))
+    turn %= len(turns)
+    sequence = prefixes.sequence(turn)[: tokens * 4]
+    known = SharedPrefix(turn=turn, tokens=len(sequence) // 4)
+    ids = sequence + int32_bytes(more)
+    assert prefixes.longest(ids, known=known) == prefixes.longest(ids)

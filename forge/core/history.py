@@ -1,0 +1,116 @@
+"""The messages of one request, read only as far as they are new.
+
+An agent sends its whole history with every request, and hardly ever changes what it sent before.
+A `Mark` recognizes the bytes of an earlier request at the beginning of a later one by their
+SHA-256, so that what stands there need not be decoded and compared again. Different bytes are not
+mistaken for equal ones: nobody has ever found two with the same SHA-256, and who looked for two
+would need 2**128 attempts to spoil a session of their own.
+
+Owns no protocol: how an array of JSON messages is decoded is a function passed in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from forge.core.messages import Message
+
+Read = Callable[[bytes, int], list[Message]]
+"""Decodes a JSON array of messages; the number is how many of the request stand before it."""
+
+_SPACE = b" \t\r\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """What a request began with, up to and with its last message."""
+
+    size_bytes: int
+    digest: bytes
+    """SHA-256 of these bytes."""
+    messages: int
+
+
+class History(Sequence[Message]):
+    """A sequence of messages over the JSON array they came as."""
+
+    __slots__ = ("_all", "_behind", "_end", "_hash", "_hashed", "_raw", "_read")
+
+    def __init__(self, raw: bytes | memoryview, read: Read) -> None:
+        """`raw` is a JSON array."""
+        self._raw = memoryview(raw)
+        self._read = read
+        self._all: list[Message] | None = None
+        self._behind: tuple[int, list[Message]] | None = None
+        self._end = _last_message_end(self._raw)
+        self._hash = hashlib.sha256()
+        self._hashed = 0
+
+    def known(self, marks: Iterable[Mark]) -> Mark | None:
+        """The longest of `marks` that this request begins with."""
+        found = None
+        for mark in sorted(marks, key=lambda mark: mark.size_bytes):
+            if self._ends_message(mark.size_bytes) and self._digest(mark.size_bytes) == mark.digest:
+                found = mark
+        return found
+
+    def behind(self, mark: Mark | None) -> list[Message]:
+        """The messages that come after those of `mark`; all of them without one."""
+        if mark is None:
+            return self._whole()
+        if self._behind is None or self._behind[0] != mark.messages:
+            rest = bytes(self._raw[mark.size_bytes :]).lstrip(_SPACE).removeprefix(b",")
+            read = self._read(b"[" + rest, mark.messages)
+            self._behind = (mark.messages, read)
+        return self._behind[1]
+
+    def mark(self) -> Mark:
+        """Recognizes this request at the beginning of later ones."""
+        digest = self._digest(self._end)
+        return Mark(size_bytes=self._end, digest=digest, messages=len(self))
+
+    def __len__(self) -> int:
+        if self._all is None and self._behind is not None:
+            return self._behind[0] + len(self._behind[1])
+        return len(self._whole())
+
+    @overload
+    def __getitem__(self, at: int) -> Message: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Message]: ...
+    def __getitem__(self, at: int | slice) -> Message | list[Message]:
+        return self._whole()[at]
+
+    def _whole(self) -> list[Message]:
+        if self._all is None:
+            self._all = self._read(bytes(self._raw), 0)
+        return self._all
+
+    def _ends_message(self, size_bytes: int) -> bool:
+        """Whether a message may end there: only then can a digest of so much be a mark's."""
+        return size_bytes <= self._end and (
+            size_bytes == self._end
+            or bytes(self._raw[size_bytes : size_bytes + 64]).lstrip(_SPACE).startswith(b",")
+        )
+
+    def _digest(self, size_bytes: int) -> bytes:
+        """Of the first bytes; asked for in growing order, each byte is hashed once."""
+        if size_bytes < self._hashed:
+            return hashlib.sha256(self._raw[:size_bytes]).digest()
+        self._hash.update(self._raw[self._hashed : size_bytes])
+        self._hashed = size_bytes
+        return self._hash.digest()
+
+
+def _last_message_end(raw: memoryview) -> int:
+    """Where the last message of a JSON array ends, without the white space behind it."""
+    end = len(raw)
+    while end and raw[end - 1] in _SPACE:
+        end -= 1
+    end = max(0, end - 1)  # the bracket
+    while end and raw[end - 1] in _SPACE:
+        end -= 1
+    return end
