@@ -13,6 +13,7 @@ import msgspec
 
 from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
+from forge.core.history import History
 from forge.core.messages import Message, ToolCall, normal_role
 from forge.v1 import common_pb2
 from services.gateway.model import Tools
@@ -66,7 +67,8 @@ class StreamOptions(msgspec.Struct):
 
 class ChatCompletionRequest(msgspec.Struct):
     model: str
-    messages: list[ChatMessage]
+    messages: msgspec.Raw
+    """An array of `ChatMessage`, read by `messages_of` as far as it is new."""
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     stream: bool | None = None
@@ -106,8 +108,19 @@ def decode(body: bytes, kind: type[Request]) -> Request:
         raise InvalidArgument(f"the request body is not valid: {error}") from None
 
 
-def messages_of(request: ChatCompletionRequest) -> list[Message]:
-    return [_message(message, at) for at, message in enumerate(request.messages)]
+def messages_of(request: ChatCompletionRequest) -> History:
+    """The messages; whoever looks at one that is not valid gets the `InvalidArgument`."""
+    return History(memoryview(request.messages), _read_messages)
+
+
+def _read_messages(array: bytes, first: int) -> list[Message]:
+    try:
+        messages = msgspec.json.decode(array, type=list[ChatMessage])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        where = f"messages[{first}:]" if first else "messages"
+        wrong = str(error).replace("`$", f"`$.{where}")
+        raise InvalidArgument(f"the request body is not valid: {wrong}") from None
+    return [_message(message, first + at) for at, message in enumerate(messages)]
 
 
 def tools_of(tools: Sequence[dict[str, Any]] | None) -> Tools:
