@@ -9,14 +9,14 @@ checkpoint, and a finished evaluation is read back instead of sampled anew.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from forge.cli.dataset import held_out_tasks, training_tasks
 from forge.cli.presets import Preset
 from forge.cli.rundir import Phase, RunDirectory
-from forge.client.operator import Operator
+from forge.client.operator import DomainResult, Operator, domain_results, ended
 from forge.core.errors import ForgeError, Unavailable
 from forge.v1 import common_pb2 as pb
 from forge.v1 import inference_pb2, scheduler_pb2, trainer_pb2
@@ -112,12 +112,11 @@ class Campaign:
         await self._operator.submit(tasks)
         while True:
             await self._observe()
-            groups = [group async for group in self._operator.groups(tag)]
-            ended = [group for group in groups if _ended(group)]
-            self.progress.evaluated = len(ended)
+            groups = [group async for group in self._operator.groups(tag) if ended(group)]
+            self.progress.evaluated = len(groups)
             self._on_progress(self.progress)
-            if len(ended) >= len(tasks):
-                return evaluation(ended)
+            if len(groups) >= len(tasks):
+                return evaluation(domain_results(groups))
             await asyncio.sleep(POLL_S)
 
     async def _train(self) -> None:
@@ -125,11 +124,30 @@ class Campaign:
         tasks = training_tasks(
             self._preset.domains, seed=self._seed, group_size=self._preset.group_size
         )
-        while not self._finished():
-            await self._top_up(tasks)
-            await asyncio.sleep(POLL_S)
-            await self._observe()
-            self._on_progress(self.progress)
+        await self._observe()
+        # Steps that an earlier start has shown are not shown again.
+        following = asyncio.create_task(self._follow_steps(after_step=self._step()))
+        try:
+            while not (self._finished() and (following.done() or self._has_seen_every_step())):
+                await self._top_up(tasks)
+                await asyncio.sleep(POLL_S)
+                await self._observe()
+                self._on_progress(self.progress)
+        finally:
+            following.cancel()
+
+    async def _follow_steps(self, *, after_step: int) -> None:
+        """Every step as it is taken, none left out; a trainer that stays away ends it."""
+        async for step in self._operator.tail(after_step=after_step):
+            steps = self.progress.steps
+            # A trainer that went back to a checkpoint takes some steps again.
+            while steps and steps[-1].step >= step.step:
+                steps.pop()
+            steps.append(step)
+
+    def _has_seen_every_step(self) -> bool:
+        steps = self.progress.steps
+        return not steps or steps[-1].step >= self._step()
 
     async def _top_up(self, tasks: Iterator[pb.Task]) -> None:
         """Submit as many tasks as keep N groups ahead of the trainer, and no more."""
@@ -146,10 +164,11 @@ class Campaign:
         return self._preset.concurrency + 2 * self._preset.groups_per_step
 
     def _still_needed(self) -> int:
-        trainer = self.progress.trainer
-        done = trainer.step if trainer else 0
         # One batch of slack: the last batch must not wait for a group that was given up.
-        return (self._preset.steps - done + 1) * self._preset.groups_per_step
+        return (self._preset.steps - self._step() + 1) * self._preset.groups_per_step
+
+    def _step(self) -> int:
+        return self.progress.trainer.step if self.progress.trainer else 0
 
     def _finished(self) -> bool:
         trainer = self.progress.trainer
@@ -182,41 +201,17 @@ class Campaign:
             self.progress.inference = inference
         if not isinstance(trainer, BaseException):
             self.progress.trainer = trainer
-            self._remember_step(trainer.latest)
-
-    def _remember_step(self, latest: trainer_pb2.StepMetrics) -> None:
-        steps = self.progress.steps
-        # A trainer that restarted from a checkpoint takes some steps again.
-        while steps and steps[-1].step >= latest.step > 0:
-            steps.pop()
-        if latest.step > 0:
-            steps.append(latest)
 
 
-def evaluation(groups: list[scheduler_pb2.BatchGroup]) -> Evaluation:
-    """Mean outcome per domain and over all. Raises `Unavailable` when nothing was scored."""
-    outcomes: dict[str, list[float]] = {}
-    failed = 0
-    for group in groups:
-        task = group.group.task
-        scores = [
-            sum(r.value for r in trajectory.rewards if r.kind == pb.REWARD_KIND_OUTCOME)
-            for trajectory in group.trajectories
-            if trajectory.state == pb.TRAJECTORY_STATE_SEALED
-        ]
-        missing = max(0, task.group_size - len(scores))
-        failed += missing
-        outcomes.setdefault(task.domain, []).extend(scores + [0.0] * missing)
-    every = [score for scores in outcomes.values() for score in scores]
-    if len(every) == failed:
+def evaluation(results: Sequence[DomainResult]) -> Evaluation:
+    """The domains' means and that over all. Raises `Unavailable` when nothing was scored."""
+    attempts = sum(result.rollouts for result in results)
+    failed = sum(result.failed for result in results)
+    if attempts == failed:
         raise Unavailable("no held-out rollout was completed; see the runner's log")
     return Evaluation(
-        by_domain={name: sum(scores) / len(scores) for name, scores in outcomes.items()},
-        overall=sum(every) / len(every),
-        attempts=len(every),
+        by_domain={result.domain: result.mean_outcome for result in results},
+        overall=sum(result.mean_outcome * result.rollouts for result in results) / attempts,
+        attempts=attempts,
         failed=failed,
     )
-
-
-def _ended(group: scheduler_pb2.BatchGroup) -> bool:
-    return group.group.state in (pb.GROUP_STATE_EVALUATED, pb.GROUP_STATE_TOMBSTONED)

@@ -107,25 +107,7 @@ class Operator:
 
     async def results(self, tag: str) -> list[DomainResult]:
         """Mean outcome per domain over the ended groups of `tag`, by domain name."""
-        outcomes: dict[str, list[float]] = defaultdict(list)
-        failed: dict[str, int] = defaultdict(int)
-        async for group in self.groups(tag):
-            if group.group.state == common_pb2.GROUP_STATE_PENDING:
-                continue
-            task = group.group.task
-            sealed = [_outcome(each) for each in group.trajectories if _sealed(each)]
-            missing = max(0, task.group_size - len(sealed))
-            outcomes[task.domain] += sealed + [0.0] * missing
-            failed[task.domain] += missing
-        return [
-            DomainResult(
-                domain=domain,
-                rollouts=len(values),
-                failed=failed[domain],
-                mean_outcome=sum(values) / len(values),
-            )
-            for domain, values in sorted(outcomes.items())
-        ]
+        return domain_results([group async for group in self.groups(tag) if ended(group)])
 
     async def tail(self, *, after_step: int = 0) -> AsyncIterator[trainer_pb2.StepMetrics]:
         """Metrics of every step after `after_step`, then live ones, for as long as one reads.
@@ -175,6 +157,32 @@ def batches(tasks: Iterable[common_pb2.Task]) -> Iterator[list[common_pb2.Task]]
         size_bytes += task_bytes
     if batch:
         yield batch
+
+
+def ended(group: scheduler_pb2.BatchGroup) -> bool:
+    """Whether no rollout of the group will change any more."""
+    return group.group.state != common_pb2.GROUP_STATE_PENDING
+
+
+def domain_results(groups: Iterable[scheduler_pb2.BatchGroup]) -> list[DomainResult]:
+    """Mean outcome per domain over ended groups, by domain name."""
+    outcomes: dict[str, list[float]] = defaultdict(list)
+    failed: dict[str, int] = defaultdict(int)
+    for group in groups:
+        task = group.group.task
+        sealed = [_outcome(each) for each in group.trajectories if _sealed(each)]
+        missing = max(0, task.group_size - len(sealed))
+        outcomes[task.domain] += sealed + [0.0] * missing
+        failed[task.domain] += missing
+    return [
+        DomainResult(
+            domain=domain,
+            rollouts=len(values),
+            failed=failed[domain],
+            mean_outcome=sum(values) / len(values),
+        )
+        for domain, values in sorted(outcomes.items())
+    ]
 
 
 def _outcome(trajectory: common_pb2.TrajectorySummary) -> float:

@@ -24,6 +24,8 @@ from forge.runtime.supervision import Restart, RestartBudget
 
 __all__ = ["ProcessEvent", "ProcessSpec", "ProcessSupervisor", "Restart", "dying_with_parent"]
 
+CANNOT_START = 2
+"""Exit code of a service whose settings are wrong: the same settings give it again."""
 _TAIL_BYTES = 16_384
 _LAST_WILL = """
 import ctypes, os, sys
@@ -71,6 +73,8 @@ class ProcessEvent:
                     f"{self.name} crashed ({self.cause}), "
                     f"restart in {self.restart_in_s:.1f} s{said}"
                 )
+            case "gave_up" if self.cause == _cause(CANNOT_START):
+                return f"{self.name} cannot start{said}"
             case "gave_up":
                 return f"{self.name} keeps crashing ({self.cause}), giving up{said}"
             case "killed":
@@ -169,6 +173,7 @@ class _Child:
 
     async def _supervise(self) -> None:
         assert self._process is not None
+        started_before = False
         while True:
             code = await self._process.wait()
             if self._stopping.is_set():
@@ -178,7 +183,8 @@ class _Child:
                 self._tell("ended")
                 return
             delay_s = self._budget.backoff_s(time.monotonic())
-            if delay_s is None:
+            # One that has run before may find its port or its disk taken for a moment.
+            if delay_s is None or (code == CANNOT_START and not started_before):
                 self._tell("gave_up")
                 return
             self._tell("crashed", restart_in_s=delay_s)
@@ -186,6 +192,7 @@ class _Child:
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
             if self._stopping.is_set():
                 return
+            started_before = True
             try:
                 self._process = await self._spawn()
             except ConfigError as error:

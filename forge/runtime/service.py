@@ -30,6 +30,7 @@ from forge.core.errors import ForgeError
 from forge.runtime.actor import ActorSystem
 from forge.runtime.config import ServiceConfig, load
 from forge.runtime.coordination import Coordinator, Registration
+from forge.runtime.processes import CANNOT_START
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.server import RpcServer
@@ -96,8 +97,8 @@ class ServiceApp(Protocol):
 def run(service: str, config_type: type[ServiceConfig], app_type: type[Any]) -> NoReturn:
     """The whole life of a service process: `python -m services.<service>`.
 
-    Exit codes: 0 stopped in good order; 1 an actor or the app failed while serving; 2 it could
-    not start, and one line on stderr says why.
+    Exit codes: 0 stopped in good order; 1 an actor or the app failed, or something it needs to
+    start does not answer yet; 2 it cannot start like this, and one line on stderr says why.
     """
     try:
         config = load(config_type, service=service, argv=sys.argv[1:], environ=os.environ)
@@ -109,7 +110,7 @@ def run(service: str, config_type: type[ServiceConfig], app_type: type[Any]) -> 
             failed = runner.run(_Process(service, config, app_type).live())
     except ForgeError as error:
         sys.stderr.write(f"forge {service}: {error}\n")
-        sys.exit(2)
+        sys.exit(1 if error.retryable else CANNOT_START)
     sys.exit(1 if failed else 0)
 
 

@@ -40,6 +40,7 @@ class TrainerApp:
         self._address = ""
         self._training: ActorRef | None = None
         self._driver: asyncio.Task[None] | None = None
+        self._batches: BatchSource | None = None
 
     async def start(self) -> None:
         self._context.metadata["incarnation"] = secrets.token_hex(8)
@@ -75,6 +76,8 @@ class TrainerApp:
         if self._driver is not None:
             self._driver.cancel()
         self._record.close()
+        if self._batches is not None:
+            self._batches.hurry()
         if self._training is not None:
             await self._training.ask(SaveCheckpoint(), timeout_s=self._config.drain_s)
 
@@ -123,7 +126,7 @@ class TrainerApp:
 
     def _source(self, channels: int) -> BatchSource:
         config = self._config
-        return BatchSource(
+        self._batches = BatchSource(
             self._context.remote("scheduler", scheduler_pb2_grpc.SchedulerServiceStub),
             self._context.remote("pool", pool_pb2_grpc.PoolServiceStub),
             plan=partial(plan_batch, token_budget=config.token_budget, channels=channels),
@@ -134,6 +137,7 @@ class TrainerApp:
                 patience_s=config.patience_s,
             ),
         )
+        return self._batches
 
     def _attention_channels(self) -> int:
         return attention_channels(AutoConfig.from_pretrained(self._config.model_path))

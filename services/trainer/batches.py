@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge.client.scheduler import leads
-from forge.core.errors import DataLoss, ForgeError, NotFound
+from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
 from forge.core.packing import Sample
 from forge.rl.learner import BatchPlan
 from forge.runtime.rpc.chunks import Joiner
@@ -29,6 +29,8 @@ Planner = Callable[[Sequence[Sample]], BatchPlan]
 _CALL_S = 30.0
 _FETCH_S = 600.0
 _LEASE_WAIT_S = 5.0
+_HURRIED_S = 3.0
+"""What a call may still take once the process is told to stop."""
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 
@@ -84,6 +86,11 @@ class BatchSource:
         self._taken: dict[str, Claim] = {}
         """What the learner works on, by batch id: not to be granted again by a new scheduler."""
         self._next: asyncio.Task[PreparedBatch] | None = None
+        self._hurried = asyncio.Event()
+
+    def hurry(self) -> None:
+        """From now on nobody is waited for: the process is about to end."""
+        self._hurried.set()
 
     async def take(self, *, wait_s: float) -> PreparedBatch | None:
         """The next batch, or None if it is not ready within `wait_s`.
@@ -264,13 +271,26 @@ class BatchSource:
                     found[response.trajectory_id] = common_pb2.Trajectory.FromString(whole)
 
     async def _call(self, method: str, request: Any) -> Any:
-        return await self._scheduler.call(
-            method,
-            request,
-            timeout_s=_CALL_S,
-            retry_for_s=self._settings.patience_s,
-            where=leads,
+        call = asyncio.ensure_future(
+            self._scheduler.call(
+                method,
+                request,
+                timeout_s=_CALL_S,
+                retry_for_s=self._settings.patience_s,
+                where=leads,
+            )
         )
+        hurried = asyncio.ensure_future(self._hurried.wait())
+        try:
+            await asyncio.wait({call, hurried}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                await asyncio.wait({call}, timeout=_HURRIED_S)
+            if not call.done():
+                raise Unavailable(f"the scheduler gave no answer to {method} before the end")
+            return call.result()
+        finally:
+            call.cancel()
+            hurried.cancel()
 
 
 def _sealed(group: scheduler_pb2.BatchGroup) -> list[str]:

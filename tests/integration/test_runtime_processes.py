@@ -102,11 +102,36 @@ async def test_last_words_of_a_json_log_are_its_event_and_error(watched: Watched
 async def test_child_that_keeps_crashing_is_given_up(watched: Watched) -> None:
     """A service that cannot come up is not restarted for ever."""
     restart = Restart(max_restarts=2, backoff_s=0.01)
-    await watched.start("router", "import sys; print('no weights'); sys.exit(2)", restart=restart)
+    await watched.start("router", "import sys; print('no weights'); sys.exit(1)", restart=restart)
     event = await watched.until("gave_up")
-    assert event.line == "router keeps crashing (exit code 2), giving up: no weights"
+    assert event.line == "router keeps crashing (exit code 1), giving up: no weights"
     assert [one.kind for one in watched.events].count("started") == 3
     assert watched.supervisor.pids() == {}
+
+
+async def test_child_with_wrong_settings_is_not_started_again(watched: Watched) -> None:
+    """Exit code 2 at the first start says that the next one would end alike."""
+    await watched.start("router", "import sys; print('no such model'); sys.exit(2)")
+    event = await watched.until("gave_up")
+    assert event.line == "router cannot start: no such model"
+    assert [one.kind for one in watched.events] == ["started", "gave_up"]
+
+
+async def test_child_that_has_run_may_fail_to_start_once(watched: Watched, tmp_path: Path) -> None:
+    """After a crash its port may still be taken: that passes."""
+    code = f"""
+import pathlib, sys, time
+runs = pathlib.Path({str(tmp_path / "runs")!r})
+runs.open("a").write("x")
+match len(runs.read_text()):
+    case 1: sys.exit(1)
+    case 2: sys.exit(2)
+print("up", flush=True)
+time.sleep(600)
+"""
+    await watched.start("router", code, restart=Restart(max_restarts=5, backoff_s=0.01))
+    await until_logged(tmp_path / "router.log", "up")
+    assert "gave_up" not in [event.kind for event in watched.events]
 
 
 async def test_child_that_ends_well_has_ended(watched: Watched) -> None:

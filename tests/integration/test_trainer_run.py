@@ -172,6 +172,18 @@ async def test_training_survives_the_loss_of_scheduler_and_pool(stack: Stack) ->
     assert_books_balance(await stack.cluster.status())
 
 
+async def test_sigterm_waits_for_no_dead_scheduler(stack: Stack) -> None:
+    """With the scheduler gone, a trainer that waits for it still ends in good order."""
+    (scheduler,) = stack.cluster.schedulers
+    scheduler.kill()
+    stack.trainer.start()
+    async with asyncio.timeout(60):
+        while (await stack.client.status()).phase != trainer_pb2.TRAINER_PHASE_LOADING:
+            await asyncio.sleep(0.05)
+    assert await asyncio.to_thread(stack.trainer.terminate) == 0
+    assert stack.trainer.logged("stopped")
+
+
 async def test_a_checkpoint_can_be_asked_for(stack: Stack) -> None:
     """SaveCheckpoint answers with a model directory that holds the newest step."""
     stack.trainer.start()

@@ -15,6 +15,7 @@ from forge.cli.dataset import held_out_tasks, interleave, training_tasks
 from forge.cli.display import result_table, sparkline
 from forge.cli.presets import PRESETS, merged, parse_overrides, preset_for
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
+from forge.client.operator import domain_results
 from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
 from forge.v1 import common_pb2 as pb
 from forge.v1 import scheduler_pb2
@@ -124,7 +125,8 @@ def scored(domain: str, *outcomes: float, group_size: int) -> scheduler_pb2.Batc
 
 def test_evaluation_counts_given_up_attempts_as_zero() -> None:
     """Only outcomes are averaged, and a rollout that failed is not left out."""
-    measured = evaluation([scored("a", 1.0, group_size=2), scored("b", 1.0, 0.5, group_size=2)])
+    groups = [scored("a", 1.0, group_size=2), scored("b", 1.0, 0.5, group_size=2)]
+    measured = evaluation(domain_results(groups))
     assert measured.by_domain == {"a": 0.5, "b": 0.75}
     assert (measured.overall, measured.attempts, measured.failed) == (0.625, 4, 1)
 
@@ -132,7 +134,7 @@ def test_evaluation_counts_given_up_attempts_as_zero() -> None:
 def test_evaluation_of_nothing_is_an_error() -> None:
     """A run whose agents all failed must not look like a model that scores 0."""
     with pytest.raises(Unavailable, match="runner's log"):
-        evaluation([scored("a", group_size=2)])
+        evaluation(domain_results([scored("a", group_size=2)]))
 
 
 def test_result_table_shows_each_domain_and_the_mean() -> None:
