@@ -18,6 +18,7 @@ from random import Random
 from typing import Any
 
 from forge.agents.environments.base import Reward, ToolError, Transcript
+from forge.agents.rewards import RewardTask
 from forge.client.operator import Operator
 from forge.runtime.security import Keyring, Security
 from forge.v1.common_pb2 import PURPOSE_TRAIN, Task
@@ -76,10 +77,9 @@ class DiceEpisode:
         """Nothing is held."""
 
 
-def brevity(transcript: Transcript, payload: Mapping[str, Any]) -> list[Reward]:
+def brevity(trajectory: Transcript, task: RewardTask) -> float:
     """A reward function: the fewer words, the better."""
-    words = len(transcript.answer.split())
-    return [Reward(name="brevity", kind="outcome", value=1 / max(1, words))]
+    return 1 / max(1, len(trajectory.answer.split()))
 
 
 async def submit(etcd: str, key_file: str) -> None:

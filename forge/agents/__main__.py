@@ -1,8 +1,13 @@
-"""Run one runner: `python -m forge.agents --help`."""
+"""Run one runner: `forge agents run --help`, or `python -m forge.agents --help`."""
+
+import sys
 
 from forge.agents.app import RunnerApp
 from forge.agents.config import RunnerConfig
 from forge.runtime.service import run
 
 if __name__ == "__main__":
+    # `forge agents` hands its words on; there is nothing else it could do than run.
+    if sys.argv[1:2] == ["run"]:
+        del sys.argv[1]
     run("runner", RunnerConfig, RunnerApp)

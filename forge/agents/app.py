@@ -11,6 +11,7 @@ from forge.agents.domains import Domains
 from forge.agents.environments.base import Domain
 from forge.agents.gateways import Gateways
 from forge.agents.plugins import load_attribute, named_references
+from forge.agents.reward_pool import RewardLimits, RewardPool
 from forge.agents.runner import Runner
 from forge.agents.scaffolds import Scaffolds
 from forge.agents.scaffolds import command as commands
@@ -32,6 +33,7 @@ class RunnerApp:
         self._context = context
         self._config: RunnerConfig = context.config
         self._scaffolds = self._make_scaffolds()
+        self._rewards = self._make_rewards()
         self._scheduler = scheduler_remote(context.coordinator, context.channels)
         self._runner = Runner(
             runner_id=self._config.instance_id,
@@ -43,6 +45,12 @@ class RunnerApp:
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        try:
+            await self._rewards.check()
+        except BaseException:
+            # Nobody stops what did not start.
+            await self._rewards.close()
+            raise
         self._running = asyncio.create_task(self._runner.run())
         self._running.add_done_callback(self._ended)
 
@@ -57,6 +65,7 @@ class RunnerApp:
             self._running.cancel()
             await asyncio.wait([self._running])
         await self._scaffolds.close()
+        await self._rewards.close()
 
     def _ended(self, running: asyncio.Task[None]) -> None:
         if not running.cancelled() and running.exception():
@@ -77,6 +86,8 @@ class RunnerApp:
                     processes=config.command_processes,
                 ),
                 tls_ca=config.tls_ca,
+                tls_cert=config.command_tls_cert,
+                tls_key=config.command_tls_key,
             )
         return Scaffolds(
             timeout_s=config.call_timeout_s,
@@ -85,9 +96,20 @@ class RunnerApp:
             override=override,
         )
 
+    def _make_rewards(self) -> RewardPool:
+        config = self._config
+        return RewardPool(
+            named_references("reward_functions", config.reward_functions),
+            limits=RewardLimits(
+                call_s=config.reward_timeout_s,
+                memory_bytes=config.reward_memory_mb << 20,
+                processes=config.reward_processes,
+            ),
+            workers=config.reward_workers,
+        )
+
     def _make_attempts(self) -> Attempts:
         config, context = self._config, self._context
-        functions = named_references("reward_functions", config.reward_functions)
         domains = named_references("domains", config.domains)
         return Attempts(
             gateways=Gateways(
@@ -99,12 +121,9 @@ class RunnerApp:
             scaffolds=self._scaffolds,
             domain=Domains(
                 {name: _make_domain(reference) for name, reference in domains.items()},
-                rewarded=frozenset(functions),
+                rewarded=self._rewards.domains,
             ).get,
-            scorer=Scorer(
-                {name: load_attribute(reference) for name, reference in functions.items()},
-                timeout_s=config.reward_timeout_s,
-            ),
+            scorer=Scorer(self._rewards),
             limits=Limits(rollout_s=config.rollout_timeout_s, max_tokens=config.max_tokens),
         )
 

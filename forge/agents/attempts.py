@@ -15,6 +15,7 @@ from typing import Any
 
 from forge.agents.environments.base import Domain, Episode, Transcript
 from forge.agents.gateways import Gateways
+from forge.agents.rewards import RewardTask
 from forge.agents.rollout import Gateway, Rollout, Scaffold
 from forge.agents.scaffolds import Scaffolds
 from forge.agents.scoring import Scorer
@@ -42,6 +43,7 @@ class Limits:
     """Defaults and bounds of every rollout."""
 
     rollout_s: float
+    """Of the agent alone: who waits to be scored has not failed."""
     max_tokens: int
 
 
@@ -118,32 +120,30 @@ class Attempts:
     async def _attempt(self, lease: pb.RolloutLease, plan: _Plan, gateway: Gateway) -> None:
         rollout = self._rollout(lease, plan, gateway)
         session = AgentSession(gateway.channel, lease.session_token, timeout_s=SEAL_S)
-        try:
-            async with asyncio.timeout(self._limits.rollout_s) as limit:
-                transcript, events = await self._sample(plan, rollout)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise TimeoutError(f"no end within {self._limits.rollout_s:g} s") from None
+        transcript, events = await self._sample(plan, rollout)
         await session.close(*events, min_turns=transcript.turns)
 
     async def _sample(self, plan: _Plan, rollout: Rollout) -> tuple[Transcript, list[Any]]:
         """Run the agent and score it."""
+        task = RewardTask(task_id=rollout.task_id, domain=rollout.domain, payload=plan.payload)
         try:
             episode = plan.domain.episode(plan.payload)
         except InvalidArgument as error:
             raise _Permanent(str(error)) from error
         try:
             transcript = await self._run_scaffold(plan, rollout, episode)
-            return transcript, await self._scorer.score(
-                plan.domain, episode, transcript, plan.payload
-            )
+            return transcript, await self._scorer.score(plan.domain, episode, transcript, task)
         finally:
             await episode.close()
 
     async def _run_scaffold(self, plan: _Plan, rollout: Rollout, episode: Episode) -> Transcript:
         try:
-            transcript = await plan.scaffold.run(rollout, episode)
+            async with asyncio.timeout(self._limits.rollout_s) as limit:
+                transcript = await plan.scaffold.run(rollout, episode)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise TimeoutError(f"no end within {self._limits.rollout_s:g} s") from None
         except InvalidArgument as error:
             raise _Permanent(str(error)) from error
         if transcript.turns == 0:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
+
+from forge.agents.child import kill_group
 
 _UNSHARE: Final = (
     "unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child=KILL",
@@ -106,7 +107,7 @@ class Sandbox:
             try:
                 output, error = await self._finish(process, program.encode(errors="replace"))
             finally:
-                _kill_group(process)
+                kill_group(process)
                 await process.wait()
         return Outcome(output=output, error=error, wall_s=time.monotonic() - started_s)
 
@@ -152,7 +153,7 @@ class Sandbox:
         while piece := await stream.read(1 << 16):
             into += piece
             if len(into) > self._limits.output_bytes:
-                _kill_group(process)
+                kill_group(process)
                 return
 
     def _complaint(self, process: Process, output: bytearray, errors: bytearray) -> str:
@@ -170,11 +171,6 @@ async def _feed(stdin: asyncio.StreamWriter, program: bytes) -> None:
         stdin.write(program)
         await stdin.drain()
     stdin.close()
-
-
-def _kill_group(process: Process) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _namespaces() -> tuple[str, ...]:

@@ -1,18 +1,18 @@
 """From what happened to reward events.
 
-Owns the composition: the domain's score, the speed reward, and a reward function of the user's
-own. What a task is worth, its domain says; how components add up, the trainer.
+Owns the composition: the domain's score, the speed reward, and what a reward function of the
+user's own says. What a task is worth, its domain says; how components add up, the trainer; where
+reward functions run, `forge.agents.reward_pool`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from forge.agents.environments.base import Domain, Episode, Reward, Transcript
+from forge.agents.reward_pool import RewardPool
+from forge.agents.rewards import RewardTask
 from forge.client.turns import reward_event
 from forge.core.errors import ForgeError
 from forge.core.rewards import speed_reward
@@ -20,11 +20,6 @@ from forge.v1 import common_pb2 as pb
 
 NOMINAL_TURN_S = 1.0
 """What a turn counts for in the speed reward: its real time would measure the cluster."""
-
-RewardFunction = Callable[
-    [Transcript, Mapping[str, Any]], Sequence[Reward] | Awaitable[Sequence[Reward]]
-]
-"""Called with what happened and the task's payload; `async def` or plain."""
 
 
 class ScoringError(ForgeError):
@@ -34,36 +29,24 @@ class ScoringError(ForgeError):
 class Scorer:
     """Scores the rollouts of one runner."""
 
-    def __init__(self, reward_functions: Mapping[str, RewardFunction], *, timeout_s: float) -> None:
-        self._functions = dict(reward_functions)
-        self._timeout_s = timeout_s
+    def __init__(self, functions: RewardPool) -> None:
+        self._functions = functions
 
     async def score(
-        self, domain: Domain, episode: Episode, transcript: Transcript, payload: Mapping[str, Any]
+        self, domain: Domain, episode: Episode, transcript: Transcript, task: RewardTask
     ) -> list[pb.RewardEvent]:
-        """Reward events of one rollout. Raises `ScoringError`.
+        """Reward events of one rollout. Raises `ScoringError`, `RewardError`.
 
         What a reward function returns is added to the domain's score; an outcome among it takes
         the place of the domain's.
         """
         rewards = [*episode.score(transcript), _speed(domain, transcript)]
-        if function := self._functions.get(domain.name):
-            own = await self._call(function, transcript, payload)
+        if domain.name in self._functions.domains:
+            own = await self._functions.score(transcript, task)
             if any(reward.kind == "outcome" for reward in own):
                 rewards = [reward for reward in rewards if reward.kind != "outcome"]
             rewards += own
         return _events(rewards, transcript.turns, domain.name)
-
-    async def _call(
-        self, function: RewardFunction, transcript: Transcript, payload: Mapping[str, Any]
-    ) -> Sequence[Reward]:
-        """Call it away from the event loop, for a limited time."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                rewards = await asyncio.to_thread(function, transcript, payload)
-                return await rewards if inspect.isawaitable(rewards) else rewards
-        except TimeoutError:
-            raise ScoringError(f"reward function took over {self._timeout_s:g} s") from None
 
 
 def _speed(domain: Domain, transcript: Transcript) -> Reward:

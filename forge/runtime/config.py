@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import sys
 import textwrap
 import tomllib
@@ -350,22 +351,28 @@ def _known(name: str, value: Any, keys: Mapping[str, _Key], *, source: str) -> _
 
 
 def _help(config_type: type[Any], service: str, keys: Mapping[str, _Key]) -> str:
-    purpose = (config_type.__doc__ or "").strip().splitlines()
+    documented = not (config_type.__doc__ or "").startswith(config_type.__name__)
+    purpose = (inspect.getdoc(config_type) or "").splitlines() if documented else []
     env = service.upper().replace("-", "_")
+    shared = {field.name for field in dataclasses.fields(ServiceConfig)} & keys.keys()
     lines = [
         f"usage: {service} [--config FILE] [--print-config] [--SETTING VALUE ...]",
         "",
-        *([purpose[0], ""] if purpose and not purpose[0].startswith(config_type.__name__) else []),
+        *([*purpose, ""] if purpose else []),
         "Each setting may come from, weak to strong: a key of the TOML file (--config FILE or",
         f"FORGE_CONFIG), FORGE_<KEY>, FORGE_{env}_<KEY>, a flag.",
         "--print-config prints the settings in force as TOML and exits.",
-        "",
-        "settings:",
     ]
-    for key in keys.values():
-        lines.append(f"  {key.flag} (default {_toml(key.default)}; {key.allowed})")
-        if key.rules.help:
-            lines += textwrap.wrap(
-                key.rules.help, 92, initial_indent=" " * 6, subsequent_indent=" " * 6
-            )
+    for title, wanted in (
+        ("settings", keys.keys() - shared),
+        ("settings of every service", shared),
+    ):
+        if wanted:
+            lines += ["", f"{title}:"]
+        for key in (key for name, key in keys.items() if name in wanted):
+            lines.append(f"  {key.flag} (default {_toml(key.default)}; {key.allowed})")
+            if key.rules.help:
+                lines += textwrap.wrap(
+                    key.rules.help, 92, initial_indent=" " * 6, subsequent_indent=" " * 6
+                )
     return "\n".join(lines) + "\n"

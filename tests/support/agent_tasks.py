@@ -12,6 +12,7 @@ import grpc.aio
 
 from forge.agents.environments.base import Message, Reward, ToolError, Transcript
 from forge.agents.environments.payload import required
+from forge.agents.rewards import RewardTask
 from forge.agents.rollout import Gateway, Rollout
 from forge.v1 import common_pb2, scheduler_pb2
 from tests.support.scripted_gateway import ScriptedGateway
@@ -113,7 +114,7 @@ def lease(number: int = 0, *, lease_s: float = 30.0, **task: Any) -> scheduler_p
     )
 
 
-def polite(transcript: Transcript, payload: Mapping[str, Any]) -> list[Reward]:
+def polite(trajectory: Transcript, task: RewardTask) -> list[Reward]:
     """A reward function: the share of answers that say what the payload wants."""
-    right = transcript.answer == payload["wanted"]
+    right = trajectory.answer == task.payload["wanted"]
     return [Reward(name="polite", kind="outcome", value=float(right))]

@@ -15,6 +15,9 @@ Message = dict[str, Any]
 """One OpenAI chat message: role, content, and tool_calls or tool_call_id where they apply."""
 
 
+RewardKind = Literal["outcome", "process", "speed"]
+
+
 class ToolError(Exception):
     """A call that cannot be carried out; its text goes back to the model as the result."""
 
@@ -24,7 +27,7 @@ class Reward:
     """One reward component, before it becomes a `RewardEvent` of a trajectory."""
 
     name: str
-    kind: Literal["outcome", "process", "speed"]
+    kind: RewardKind
     value: float
     turn_index: int = -1
     """The turn credited, counted from 0; -1 credits the last."""

@@ -13,22 +13,26 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from forge.agents.child import Tail, how_it_ended, kill_group, last_lines
 from forge.agents.environments.base import Episode, Transcript
 from forge.agents.rollout import Rollout
 from forge.client.session import AgentSession
 from forge.core.errors import ConfigError, InvalidArgument
+from forge.runtime.telemetry import log
 
 OUTPUT_BYTES = 64 << 10
 """Kept of the end of standard output and of standard error, each."""
+LOGGED_CHARS = 4000
+"""Of each of them, in the runner's log, when the program failed."""
+REPORTED_CHARS = 300
+"""Of standard error, in what the scheduler is told."""
 # Sets the limits in the program's own process and then becomes the program: code of ours between
 # fork and exec would be unsafe in a process with threads. Whoever kills the runner kills it too.
 _LAUNCHER = """
@@ -64,8 +68,17 @@ class Command:
     is what the program wrote to the file named by FORGE_ANSWER, else the last line it printed.
     """
 
-    def __init__(self, command: str, *, limits: Limits, tls_ca: str = "") -> None:
-        """Raises `ConfigError` when it cannot be split, or names no program."""
+    def __init__(
+        self,
+        command: str,
+        *,
+        limits: Limits,
+        tls_ca: str = "",
+        tls_cert: str = "",
+        tls_key: str = "",
+    ) -> None:
+        """The PEM files are told to the program. Raises `ConfigError` when the command cannot be
+        split, or names no program."""
         try:
             self._words = shlex.split(command)
         except ValueError as error:
@@ -74,8 +87,13 @@ class Command:
             raise ConfigError("command is empty: name the program to run as the agent")
         if shutil.which(self._words[0]) is None:
             raise ConfigError(f"command: there is no program {self._words[0]!r}")
+        if bool(tls_cert) != bool(tls_key):
+            raise ConfigError("command_tls_cert and command_tls_key must be set together")
         self._limits = limits
         self._tls_ca = tls_ca
+        self._client_certificate = (
+            {"FORGE_TLS_CERT": tls_cert, "FORGE_TLS_KEY": tls_key} if tls_cert else {}
+        )
 
     async def run(self, rollout: Rollout, episode: Episode) -> Transcript:
         prompt = _prompt(episode)
@@ -84,7 +102,7 @@ class Command:
         scratch = Path(tempfile.mkdtemp(prefix="forge-rollout-"))
         try:
             environment = self._environment(rollout, episode, prompt, scratch)
-            output = await self._execute(words, environment)
+            output = await self._execute(words, environment, rollout)
             answer = _written(Path(environment["FORGE_ANSWER"])) or _last_line(output)
         finally:
             # In a thread: a program may leave gigabytes behind.
@@ -95,24 +113,34 @@ class Command:
     async def close(self) -> None:
         """Nothing is held: a cancelled rollout kills its program."""
 
-    async def _execute(self, words: list[str], environment: Mapping[str, str]) -> str:
+    async def _execute(
+        self, words: list[str], environment: Mapping[str, str], rollout: Rollout
+    ) -> str:
         """Standard output of the program. Raises `RuntimeError` when it fails."""
         process = await self._start(words, environment)
-        assert process.stdout and process.stderr
+        output, errors = Tail(OUTPUT_BYTES), Tail(OUTPUT_BYTES)
+        succeeded = False
         try:
-            async with asyncio.TaskGroup() as tasks:
-                output = tasks.create_task(_tail(process.stdout))
-                errors = tasks.create_task(_tail(process.stderr))
-                await process.wait()
-                # What it left running may hold the pipes open for ever.
-                _kill_group(process)
+            await _to_the_end(process, output, errors)
+            succeeded = process.returncode == 0
         finally:
-            _kill_group(process)
+            kill_group(process)
             await process.wait()
-        if process.returncode != 0:
-            message = _last_line(errors.result()) or "no message on standard error"
-            raise RuntimeError(f"{words[0]} ended with {process.returncode}: {message}")
-        return output.result()
+            if not succeeded:
+                # Also of a program that was stopped: what it said last tells where it hung.
+                log.warning(
+                    "program_failed",
+                    trajectory_id=rollout.trajectory_id,
+                    task_id=rollout.task_id,
+                    returncode=process.returncode,
+                    stderr=last_lines(errors.text, chars=LOGGED_CHARS),
+                    stdout=last_lines(output.text, chars=LOGGED_CHARS),
+                )
+        if not succeeded:
+            said = " | ".join(last_lines(errors.text, chars=REPORTED_CHARS))
+            ended = how_it_ended(process.returncode or 0)
+            raise RuntimeError(f"{words[0]} {ended}: {said or 'nothing on standard error'}")
+        return output.text
 
     async def _start(self, words: list[str], environment: Mapping[str, str]) -> Process:
         """Start the program. Raises `InvalidArgument` when the task is too long."""
@@ -168,7 +196,19 @@ class Command:
             return {}
         # The last two are what Python's and Node's clients read; a program's own setting stays.
         names = ("FORGE_TLS_CA", "SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS")
-        return {name: inherited.get(name, self._tls_ca) for name in names}
+        trusted = {name: inherited.get(name, self._tls_ca) for name in names}
+        return trusted | self._client_certificate
+
+
+async def _to_the_end(process: Process, output: Tail, errors: Tail) -> None:
+    """Wait for the program and for what it printed."""
+    assert process.stdout and process.stderr
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(output.read(process.stdout))
+        tasks.create_task(errors.read(process.stderr))
+        await process.wait()
+        # What it left running may hold the pipes open for ever.
+        kill_group(process)
 
 
 def _prompt(episode: Episode) -> str:
@@ -177,20 +217,6 @@ def _prompt(episode: Episode) -> str:
             text: str = message["content"]
             return text
     raise InvalidArgument("the task has no user message to run a command with")
-
-
-async def _tail(stream: asyncio.StreamReader) -> str:
-    """Read to the end, keep the last `OUTPUT_BYTES`."""
-    kept = b""
-    while piece := await stream.read(OUTPUT_BYTES):
-        kept = (kept + piece)[-OUTPUT_BYTES:]
-    return kept.decode(errors="replace")
-
-
-def _kill_group(process: Process) -> None:
-    """End the program and everything it started."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _written(answer_file: Path) -> str:

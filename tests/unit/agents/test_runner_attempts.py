@@ -12,15 +12,16 @@ import pytest_asyncio
 
 from forge.agents.attempts import Attempts, Limits
 from forge.agents.domains import Domains
-from forge.agents.environments.base import Reward, Transcript
+from forge.agents.environments.base import Reward
 from forge.agents.gateways import Gateways
+from forge.agents.reward_pool import RewardLimits, RewardPool
 from forge.agents.scaffolds import Scaffolds
 from forge.agents.scoring import Scorer
 from forge.core.errors import ResourceExhausted
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.security import Keyring, Security
 from forge.v1 import common_pb2
-from tests.support.agent_tasks import SumDomain, lease
+from tests.support.agent_tasks import SumDomain, SumEpisode, lease
 from tests.support.scripted_gateway import (
     Instances,
     Message,
@@ -44,11 +45,17 @@ class Bench:
         claim: Any,
         *,
         rollout_s: float = 10.0,
-        reward: Any = None,
+        reward: str = "",
         domain: Any = None,
         reward_s: float = 10.0,
     ) -> Any:
-        functions = {claim.task.domain: reward} if reward else {}
+        """`reward` names a function of `tests.support.reward_functions`."""
+        reference = f"tests.support.reward_functions:{reward}"
+        rewards = RewardPool(
+            {claim.task.domain: reference} if reward else {},
+            limits=RewardLimits(call_s=reward_s, memory_bytes=0, processes=0),
+            workers=1,
+        )
         attempts = Attempts(
             gateways=Gateways(
                 Instances(self.gateway.instance),  # type: ignore[arg-type]
@@ -56,11 +63,14 @@ class Bench:
                 wait_s=5.0,
             ),
             scaffolds=self.scaffolds,
-            domain=Domains({"sums": domain or SumDomain()}, rewarded=frozenset(functions)).get,
-            scorer=Scorer(functions, timeout_s=reward_s),
+            domain=Domains({"sums": domain or SumDomain()}, rewarded=rewards.domains).get,
+            scorer=Scorer(rewards),
             limits=Limits(rollout_s=rollout_s, max_tokens=32),
         )
-        return await attempts.run(claim)
+        try:
+            return await attempts.run(claim)
+        finally:
+            await rewards.close()
 
     def session(self, number: int = 0) -> Any:
         return self.gateway.session(f"token-{number}")
@@ -200,14 +210,7 @@ async def test_lost_turns_are_never_sealed(bench: Bench) -> None:
 
 async def test_a_reward_function_adds_and_may_replace_the_outcome(bench: Bench) -> None:
     """Its outcome takes the place of the domain's; everything else is added."""
-
-    def reward(transcript: Transcript, payload: Any) -> list[Reward]:
-        return [
-            Reward(name="own", kind="outcome", value=payload["sum"] / 8),
-            Reward(name="style", kind="process", value=0.25),
-        ]
-
-    outcome = await bench.run(lease(), reward=reward)
+    outcome = await bench.run(lease(), reward="detailed")
     assert outcome.error == ""
     assert (bench.session().reward("own"), bench.session().reward("style")) == (0.5, 0.25)
     assert "right" not in {event.name for event in bench.session().rewards.values()}
@@ -215,40 +218,43 @@ async def test_a_reward_function_adds_and_may_replace_the_outcome(bench: Bench) 
 
 async def test_a_reward_function_makes_a_domain_of_prompts(bench: Bench) -> None:
     """A name no registry knows is enough, where a function says what an answer is worth."""
-
-    async def reward(transcript: Transcript, payload: Any) -> list[Reward]:
-        return [Reward(name="brief", kind="outcome", value=float(len(transcript.answer) < 5))]
-
-    outcome = await bench.run(lease(domain="mine", payload={"prompt": "Say 4."}), reward=reward)
+    claim = lease(domain="mine", payload={"prompt": "Say 4.", "expected": "4"})
+    outcome = await bench.run(claim, reward="right")
     assert outcome.error == ""
     assert bench.session().requests[0] == [{"role": "user", "content": "Say 4."}]
-    assert bench.session().reward("brief") == 1.0
+    assert bench.session().reward("right") == 1.0
 
 
 @pytest.mark.parametrize(
     ("rewards", "said"),
     [
-        ([], None),
+        ([], "domain sums gave 0 outcome rewards"),
         ([Reward(name="a", kind="outcome", value=math.nan)], "reward a is nan"),
-        ([Reward(name="a", kind="process", value=1.0, turn_index=1)], "credits turn 1 of 1"),
+        ([Reward(name="a", kind="outcome", value=1.0, turn_index=1)], "credits turn 1 of 1"),
         ([Reward(name=n, kind="outcome", value=1.0) for n in "ab"], "2 outcome rewards"),
     ],
 )
-async def test_a_reward_that_cannot_be_is_refused(
-    bench: Bench, rewards: list[Reward], said: str | None
+async def test_a_score_that_cannot_be_is_refused(
+    bench: Bench, rewards: list[Reward], said: str
 ) -> None:
-    """Two outcomes, no number or a turn that was not: told here, not by the trainer."""
-    outcome = await bench.run(lease(), reward=lambda transcript, payload: rewards)
-    assert (said or "") in outcome.error
-    assert bench.session().state == ("abandoned" if said else "sealed")
+    """No outcome or two, no number, a turn that was not: told here, not by the trainer."""
+
+    class Scoring(SumEpisode):
+        def score(self, transcript: Any) -> list[Reward]:
+            return rewards
+
+    class Domain(SumDomain):
+        def episode(self, payload: Any) -> Any:
+            return Scoring(4)
+
+    outcome = await bench.run(lease(), domain=Domain())
+    assert said in outcome.error
+    assert bench.session().state == "abandoned"
 
 
-async def test_a_reward_function_has_a_time_limit(bench: Bench) -> None:
-    """One that never returns costs its rollout, not the runner."""
-
-    async def never(transcript: Transcript, payload: Any) -> list[Reward]:
-        await asyncio.Event().wait()
-        return []
-
-    outcome = await bench.run(lease(), reward=never, reward_s=0.1)
-    assert outcome.error == "reward function took over 0.1 s"
+async def test_a_reward_function_that_fails_costs_its_attempt(bench: Bench) -> None:
+    """The trajectory is abandoned with the reason, and the attempt may be made again."""
+    outcome = await bench.run(lease(), reward="hangs", reward_s=0.1)
+    assert outcome.error.endswith("reward_functions:hangs: took over 0.1 s")
+    assert not outcome.permanent
+    assert (bench.session().state, bench.session().reason) == ("abandoned", outcome.error)

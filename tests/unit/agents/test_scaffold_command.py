@@ -10,8 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import structlog
 
-from forge.agents.scaffolds.command import OUTPUT_BYTES, Command, Limits
+from forge.agents.scaffolds.command import LOGGED_CHARS, OUTPUT_BYTES, Command, Limits
 from forge.core.errors import ConfigError, InvalidArgument
 from tests.support.agent_tasks import SumEpisode, rollout
 from tests.support.scripted_gateway import ScriptedGateway, replay, text
@@ -104,6 +105,27 @@ async def test_a_program_that_fails_says_why() -> None:
         await answer_of(python(program))
 
 
+async def test_a_failing_program_is_told_beyond_its_last_line() -> None:
+    """Runtimes that end with a line about themselves hide nothing; the log has more, bounded."""
+    program = (
+        "import sys\n"
+        "print('asking the model')\n"
+        "told = ['noise\\n' * 10_000, 'Error: out of ideas\\n', '\\nRuntime v1.2.3']\n"
+        "print(*told, file=sys.stderr)\n"
+        "sys.exit(7)"
+    )
+    with (
+        structlog.testing.capture_logs() as logged,
+        pytest.raises(RuntimeError, match=r"ended with 7: .*Error: out of ideas \|.*v1\.2\.3"),
+    ):
+        await answer_of(python(program))
+    (event,) = [event for event in logged if event["event"] == "program_failed"]
+    assert (event["trajectory_id"], event["returncode"]) == ("token:0:0", 7)
+    assert event["stdout"] == ["asking the model"]
+    assert event["stderr"][-2:] == [" Error: out of ideas", "Runtime v1.2.3"]
+    assert sum(map(len, event["stderr"])) <= LOGGED_CHARS
+
+
 async def test_a_task_too_long_for_a_command_line_is_refused() -> None:
     """What the kernel refuses to pass on, no attempt can mend."""
 
@@ -137,21 +159,24 @@ async def test_what_it_leaves_running_is_ended() -> None:
 
 
 async def test_cancellation_ends_the_program(tmp_path: Path) -> None:
-    """A rollout that is stopped leaves neither a process nor a scratch directory."""
+    """A rollout that is stopped leaves no process and no directory; the log has its last words."""
     started = tmp_path / "started"
     os.mkfifo(started)
     program = (
         "import os, time\n"
+        "print('waiting', flush=True)\n"
         f"open('{started}', 'w').write(str(os.getpid()) + ' ' + os.environ['TMPDIR'])\n"
         "time.sleep(600)"
     )
-    async with ScriptedGateway(replay(text("4"))) as gateway:
-        command = Command(python(program), limits=NO_LIMITS)
-        running = asyncio.create_task(command.run(rollout(gateway), SumEpisode(4)))
-        pid, scratch = (await asyncio.to_thread(started.read_text)).split(" ", 1)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
+    with structlog.testing.capture_logs() as logged:
+        async with ScriptedGateway(replay(text("4"))) as gateway:
+            command = Command(python(program), limits=NO_LIMITS)
+            running = asyncio.create_task(command.run(rollout(gateway), SumEpisode(4)))
+            pid, scratch = (await asyncio.to_thread(started.read_text)).split(" ", 1)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+    assert [event["stdout"] for event in logged] == [["waiting"]]
     assert not psutil.pid_exists(int(pid))
     assert not Path(scratch).exists()
 

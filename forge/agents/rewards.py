@@ -1,0 +1,83 @@
+"""What a reward function is given and what it may return.
+
+    def reward(trajectory: Transcript, task: RewardTask) -> RewardComponents:
+        return trajectory.answer == task.payload["expected"]
+
+Owns these types and the check of what came back. Where functions run is `reward_pool`'s and
+`reward_worker`'s, what becomes of components is `scoring`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, get_args
+
+from forge.agents.environments.base import Reward, RewardKind, Transcript
+
+RewardComponents = float | Reward | Sequence[Reward]
+"""A number alone is the outcome."""
+RewardFunction = Callable[
+    [Transcript, "RewardTask"], RewardComponents | Awaitable[RewardComponents]
+]
+"""`async def` or plain."""
+
+_WANTED = "must be a finite number, a Reward or a list of them"
+_KINDS = get_args(RewardKind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTask:
+    """The task that was attempted."""
+
+    task_id: str
+    domain: str
+    payload: Mapping[str, Any]
+    """As it was submitted, expected answer and all."""
+
+
+class NoReward(ValueError):
+    """What a function returned cannot be a reward; says what it was."""
+
+
+def components(returned: object, *, function: str) -> list[Reward]:
+    """The reward components that `function` returned. Raises `NoReward` naming the value."""
+    if isinstance(returned, Real):
+        return [Reward(name=function, kind="outcome", value=_finite(returned, "returned"))]
+    if isinstance(returned, Reward):
+        return [_component(returned)]
+    if isinstance(returned, list | tuple):
+        return [_component(each) for each in returned]
+    raise NoReward(f"returned {_shown(returned)}; {_WANTED}")
+
+
+def _component(reward: object) -> Reward:
+    if not isinstance(reward, Reward):
+        raise NoReward(f"returned {_shown(reward)} in a list; {_WANTED}")
+    if not (isinstance(reward.name, str) and reward.name):
+        raise NoReward(f"returned a Reward with the name {_shown(reward.name)}; must be a text")
+    if reward.kind not in _KINDS:
+        kinds = ", ".join(_KINDS)
+        raise NoReward(f"reward {reward.name!r} has kind {_shown(reward.kind)}; one of {kinds}")
+    if type(reward.turn_index) is not int:
+        index = _shown(reward.turn_index)
+        raise NoReward(f"reward {reward.name!r} has turn_index {index}; must be a whole number")
+    value = _finite(reward.value, f"reward {reward.name!r} has value")
+    return Reward(name=reward.name, kind=reward.kind, value=value, turn_index=reward.turn_index)
+
+
+def _finite(value: object, what: str) -> float:
+    try:
+        # Not float(): it would take "1.5" too.
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise NoReward(f"{what} {_shown(value)}; must be a finite number")
+    return number
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.80}"

@@ -1,0 +1,228 @@
+"""Reward functions in processes of their own: what crosses, what limits them, how they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from forge.agents.environments.base import Reward, Transcript
+from forge.agents.reward_pool import RewardError, RewardLimits, RewardPool
+from forge.agents.rewards import RewardTask
+from forge.core.errors import ConfigError
+
+MODULE = "tests.support.reward_functions"
+FUNCTIONS = (
+    "right", "detailed", "waiting", "arguments", "evaluated", "fails", "leaves", "talks",
+    "own_pid", "hangs", "hangs_with_company", "crashes", "spoils", "fragile", "greedy",
+    "process_limit", "meddles",
+)  # fmt: skip
+TRANSCRIPT = Transcript(
+    answer="four",
+    turns=2,
+    failed_calls=(1,),
+    messages=({"role": "user", "content": "2 + 2? \udcff"},),
+)
+
+
+def make_pool(*, workers: int = 1, call_s: float = 30.0, memory_mb: int = 512) -> RewardPool:
+    """Every function under a domain of its own name."""
+    return RewardPool(
+        {name: f"{MODULE}:{name}" for name in FUNCTIONS},
+        limits=RewardLimits(call_s=call_s, memory_bytes=memory_mb << 20, processes=12345),
+        workers=workers,
+    )
+
+
+async def score(pool: RewardPool, function: str, **payload: Any) -> list[Reward]:
+    return await pool.score(TRANSCRIPT, RewardTask(task_id="t0", domain=function, payload=payload))
+
+
+async def value(pool: RewardPool, function: str, **payload: Any) -> float:
+    """The value of the one component it gave."""
+    (reward,) = await score(pool, function, **payload)
+    return reward.value
+
+
+async def failure(pool: RewardPool, function: str, **payload: Any) -> str:
+    """What is told of a call that fails: one line that begins with the function."""
+    with pytest.raises(RewardError) as caught:
+        await score(pool, function, **payload)
+    prefix = f"reward function {MODULE}:{function}: "
+    assert str(caught.value).startswith(prefix)
+    assert "\n" not in str(caught.value)
+    return str(caught.value).removeprefix(prefix)
+
+
+@pytest_asyncio.fixture(scope="module")
+async def pool() -> AsyncIterator[RewardPool]:
+    """One process for all tests that leave it in peace."""
+    made = make_pool()
+    yield made
+    await made.close()
+
+
+@pytest_asyncio.fixture
+async def own_pool() -> AsyncIterator[RewardPool]:
+    """A pool to spoil: one process at a time, calls of half a second at most."""
+    made = make_pool(call_s=0.5, memory_mb=256)
+    yield made
+    await made.close()
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+async def test_a_number_alone_is_the_outcome(pool: RewardPool) -> None:
+    """The shortest reward function is a comparison; its name is the reward's."""
+    (reward,) = await score(pool, "right", expected="four")
+    assert reward == Reward(name="right", kind="outcome", value=1.0)
+    assert await value(pool, "right", expected="five") == 0.0
+
+
+async def test_components_cross_as_they_are(pool: RewardPool) -> None:
+    """Name, kind, value and turn arrive; an `async def` is awaited."""
+    assert await score(pool, "detailed", sum=4) == [
+        Reward(name="own", kind="outcome", value=0.5),
+        Reward(name="style", kind="process", value=0.25, turn_index=0),
+    ]
+    assert await value(pool, "waiting") == 0.5
+
+
+async def test_arguments_cross_as_they_are(pool: RewardPool) -> None:
+    """Numbers of any size, any text, nested lists: what was submitted is what is seen."""
+    told = await failure(pool, "arguments", big=2**80, text="é\udcff")
+    assert f"{{'big': {2**80}, 'text': 'é\\udcff'}}" in told
+    assert "task_id='t0', domain='arguments'" in told
+    assert "[{'role': 'user', 'content': '2 + 2? \\udcff'}] [1]" in told
+
+
+@pytest.mark.parametrize(
+    ("returns", "told"),
+    [
+        ("nan", "returned nan; must be a finite number"),
+        ("-inf", "returned -inf; must be a finite number"),
+        ("10**400", "returned 1000"),
+        ("'0.5'", "returned '0.5'; must be a finite number, a Reward or a list of them"),
+        ("None", "returned None; must be"),
+        ("{'solved': 1.0}", "returned {'solved': 1.0}; must be"),
+        ("[1.0]", "returned 1.0 in a list; must be"),
+        ("Reward(name='a', kind='outcome', value=nan)", "reward 'a' has value nan; must be"),
+        ("Reward(name='a', kind='outcome', value='high')", "reward 'a' has value 'high'; must"),
+        ("Reward(name='a', kind='luck', value=1.0)", "reward 'a' has kind 'luck'; one of outcome"),
+        ("Reward(name='', kind='outcome', value=1.0)", "a Reward with the name ''"),
+        ("[Reward(name='a', kind='process', value=1, turn_index=1.5)]", "turn_index 1.5; must"),
+    ],
+)
+async def test_what_is_no_reward_is_refused(pool: RewardPool, returns: str, told: str) -> None:
+    """Garbage is told with the function and the value it returned."""
+    assert told in await failure(pool, "evaluated", returns=returns)
+
+
+async def test_a_function_that_fails_says_where(pool: RewardPool) -> None:
+    """Type, text, file and line; the process goes on serving, even after sys.exit."""
+    before = await value(pool, "own_pid")
+    told = await failure(pool, "fails")
+    assert told.startswith("KeyError: 'expected' (reward_functions.py:")
+    assert (await failure(pool, "leaves")).startswith("SystemExit: enough")
+    assert await value(pool, "own_pid") == before
+
+
+async def test_what_a_function_prints_disturbs_nobody(pool: RewardPool) -> None:
+    """Its output goes to the log at most; there is nothing for it to read."""
+    assert await value(pool, "talks") == 0.0
+    assert await value(pool, "waiting") == 0.5
+
+
+async def test_processes_are_used_again_and_bounded() -> None:
+    """Any number of calls shares so many processes; limits are set in each."""
+    pool = make_pool(workers=2)
+    pids = {await value(pool, "own_pid")}
+    assert await value(pool, "own_pid") in pids
+    pids |= set(await asyncio.gather(*(value(pool, "own_pid") for _ in range(16))))
+    assert len(pids) == 2
+    assert await value(pool, "process_limit") == 12345
+    await pool.close()
+    assert not any(alive(int(pid)) for pid in pids)
+
+
+async def test_a_function_that_takes_too_long_is_killed(own_pool: RewardPool) -> None:
+    """The runner goes on with a fresh process; the old one is gone."""
+    before = int(await value(own_pool, "own_pid"))
+    assert await failure(own_pool, "hangs") == "took over 0.5 s"
+    assert not alive(before)
+    assert await value(own_pool, "right", expected="four") == 1.0
+
+
+async def test_all_that_a_function_started_is_killed_with_it(
+    pool: RewardPool, tmp_path: Path
+) -> None:
+    """A call nobody waits for any more leaves nothing behind, whatever it had started."""
+    os.mkfifo(tmp_path / "fifo")
+    running = asyncio.create_task(score(pool, "hangs_with_company", fifo=str(tmp_path / "fifo")))
+    told = await asyncio.to_thread((tmp_path / "fifo").read_text)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    worker, child = map(int, told.split())
+    assert not alive(worker)
+    assert not alive(child)
+
+
+async def test_a_crash_is_told_with_its_last_words(own_pool: RewardPool) -> None:
+    """A dead process is one line: which signal, and what it said last."""
+    told = await failure(own_pool, "crashes")
+    assert told == "its process was killed by SIGSEGV; it said: about to fall"
+
+
+async def test_a_process_spoiled_by_another_call_is_replaced(own_pool: RewardPool) -> None:
+    """What an earlier call left behind is not held against the one that dies of it."""
+    assert await value(own_pool, "spoils") == 1.0
+    assert await value(own_pool, "fragile") == 0.75
+
+
+async def test_memory_is_limited(own_pool: RewardPool) -> None:
+    """A function that takes more than its process may is told so; the next call has it all."""
+    told = await failure(own_pool, "greedy", bytes=512 << 20)
+    assert told.startswith("MemoryError")
+    assert await value(own_pool, "greedy", bytes=1 << 20) == 1 << 20
+
+
+async def test_who_meddles_with_the_pipe_fails_alone(own_pool: RewardPool) -> None:
+    """Bytes that are no answer end that process; nothing of them becomes a reward."""
+    assert "answered with garbage" in await failure(own_pool, "meddles")
+    assert await value(own_pool, "right", expected="four") == 1.0
+
+
+async def test_a_trajectory_that_is_not_plain_data_is_refused(pool: RewardPool) -> None:
+    """A scaffold that keeps objects in its messages is told so."""
+    odd = Transcript(answer="", turns=1, messages=({"role": "user", "content": object()},))
+    with pytest.raises(RewardError, match="the trajectory is not plain data"):
+        await pool.score(odd, RewardTask(task_id="t0", domain="right", payload={}))
+
+
+@pytest.mark.parametrize(
+    ("reference", "told"),
+    [
+        (f"{MODULE}:nothing", "reward_functions has no nothing"),
+        ("no.such.module:f", "cannot import no.such.module"),
+        (f"{MODULE}:MODULE", "has no MODULE"),
+        (f"{MODULE}:NUMBER", "is not a function: 7"),
+    ],
+)
+async def test_a_wrong_reference_is_told_before_any_task(reference: str, told: str) -> None:
+    """Loading is tried at the start; a setting's error names setting and reference."""
+    pool = RewardPool(
+        {"a": reference}, limits=RewardLimits(call_s=1.0, memory_bytes=0, processes=0), workers=1
+    )
+    with pytest.raises(ConfigError, match=told) as caught:
+        await pool.check()
+    await pool.close()
+    assert str(caught.value).startswith(f"reward_functions: {reference}")
