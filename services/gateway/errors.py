@@ -15,3 +15,11 @@ class UnknownModel(NotFound):
 
 class SessionClosed(FailedPrecondition):
     """The trajectory is sealed or abandoned: nothing can be added to it."""
+
+
+class UnknownResponse(NotFound):
+    """No turn of this session has this response id, or its response was deleted."""
+
+
+class UnknownPreviousResponse(InvalidArgument):
+    """The same, of the response that a request goes on from."""

@@ -135,7 +135,7 @@ class Completion:
             "logprobs": None,
         }
         if self.logprobs:
-            choice["logprobs"] = {"content": _logprobs(turn), "refusal": None}
+            choice["logprobs"] = {"content": token_logprobs(turn), "refusal": None}
         return choice
 
 
@@ -183,7 +183,7 @@ class _StreamedChoice:
         chunk = self._chunk({})
         chunk["choices"][0]["finish_reason"] = finish_reason(turn)
         if self._completion.logprobs:
-            chunk["choices"][0]["logprobs"] = {"content": _logprobs(turn), "refusal": None}
+            chunk["choices"][0]["logprobs"] = {"content": token_logprobs(turn), "refusal": None}
         return chunk
 
     def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def _fingerprint(turns: list[Turn]) -> str:
     return f"weights-{max(versions)}" if versions else ""
 
 
-def _logprobs(turn: Turn) -> list[dict[str, Any]]:
+def token_logprobs(turn: Turn) -> list[dict[str, Any]]:
     return [
         {
             "token": token.text,

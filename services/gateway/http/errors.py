@@ -11,7 +11,12 @@ from typing import Any
 from aiohttp import web
 
 from forge.core.errors import ForgeError, Unauthenticated
-from services.gateway.errors import ContextTooLong, UnknownModel
+from services.gateway.errors import (
+    ContextTooLong,
+    UnknownModel,
+    UnknownPreviousResponse,
+    UnknownResponse,
+)
 
 _OPENAI_TYPES = {
     400: "invalid_request_error",
@@ -38,6 +43,8 @@ _ANTHROPIC_TYPES = {
 _CODES: dict[type[ForgeError], str] = {
     ContextTooLong: "context_length_exceeded",
     UnknownModel: "model_not_found",
+    UnknownPreviousResponse: "previous_response_not_found",
+    UnknownResponse: "response_not_found",
     Unauthenticated: "invalid_api_key",
 }
 

@@ -25,6 +25,7 @@ from services.gateway.http.errors import (
     speaks_anthropic,
 )
 from services.gateway.http.models import Models
+from services.gateway.http.responses import Responses
 from services.gateway.metrics import REQUESTS
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -63,6 +64,7 @@ class HttpServer:
         app.router.add_get("/healthz", self._healthz)
         protocols: tuple[Endpoints, ...] = (
             ChatCompletions(self._edge),
+            Responses(self._edge),
             Models(self._edge),
             Control(self._edge),
         )

@@ -1,0 +1,242 @@
+"""OpenAI's Responses API: `POST /v1/responses`, and what is kept of the answers.
+
+Owns the way of a request: which conversation it goes on with, the turn, the answer whole or
+streamed. The conversation behind a `previous_response_id` is read off the session's own turns, so
+it is there as long as the session is, in any gateway, and for nobody else.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from aiohttp import web
+
+from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted
+from forge.core.messages import Message
+from forge.core.trajectory import TOKEN_BYTES
+from services.gateway.actors.session import Forget, Recall
+from services.gateway.errors import UnknownPreviousResponse, UnknownResponse
+from services.gateway.handles import Handle, Recalled
+from services.gateway.http import responses_schema, schema
+from services.gateway.http.completions import token_logprobs
+from services.gateway.http.edge import Edge, json_response, sse, stream_events
+from services.gateway.http.responses_events import Event, Events
+from services.gateway.http.responses_history import messages_of
+from services.gateway.http.responses_items import (
+    Head,
+    ending,
+    output_of,
+    response_key,
+    usage,
+    with_logprobs,
+)
+from services.gateway.http.responses_schema import LOGPROBS, ResponsesRequest
+from services.gateway.model import ChatModel
+from services.gateway.sessions import Session
+from services.gateway.turns import ASK_TIMEOUT_S, Turn, TurnRequest, Turns
+
+
+class Responses:
+    """The routes."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        router.add_post(f"{prefix}/v1/responses", self._create)
+        router.add_get(f"{prefix}/v1/responses/{{response}}", self._retrieve)
+        router.add_delete(f"{prefix}/v1/responses/{{response}}", self._delete)
+
+    async def _create(self, request: web.Request) -> web.StreamResponse:
+        arrived_s, arrived_unix_s = time.monotonic(), time.time()
+        edge = self._edge
+        claims = edge.claims(request)
+        asked = schema.decode(await request.read(), ResponsesRequest)
+        edge.check_model(asked.model)
+        head, turn = _read(
+            asked, edge.turns.model, arrived_s=arrived_s, arrived_unix_s=arrived_unix_s
+        )
+        async with edge.sessions.use(claims) as session:
+            answering = Answering(
+                turns=edge.turns,
+                session=session,
+                request=replace(turn, messages=await _history(session, asked, turn.messages)),
+                head=head,
+                logprobs=LOGPROBS in (asked.include or ()),
+            )
+            if not turn.stream:
+                return json_response(await answering.whole())
+            events = Events(head)
+            return await stream_events(
+                request,
+                answering.stream(events),
+                error_event=lambda error: b"".join(map(_sse, _failure(events, error))),
+            )
+
+    async def _retrieve(self, request: web.Request) -> web.Response:
+        if request.query.get("stream") == "true":
+            raise InvalidArgument("stream is not supported: a response that is kept is complete")
+        response_id = request.match_info["response"]
+        async with self._edge.sessions.use(self._edge.claims(request)) as session:
+            recalled = await _recall(session, response_id)
+            if recalled is None:
+                raise UnknownResponse(f"Response with id {response_id[:100]!r} not found.")
+            return json_response(_kept(recalled, response_key(response_id), self._edge.turns.model))
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        response_id = request.match_info["response"]
+        async with self._edge.sessions.use(self._edge.claims(request)) as session:
+            forget = Forget(name=response_key(response_id))
+            if not await session.actor.ask(forget, timeout_s=ASK_TIMEOUT_S):
+                raise UnknownResponse(f"Response with id {response_id[:100]!r} not found.")
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answering:
+    """One response in the making."""
+
+    turns: Turns
+    session: Session
+    request: TurnRequest
+    head: Head
+    logprobs: bool
+
+    async def whole(self) -> dict[str, Any]:
+        """The response object."""
+        turn = await self.turns.whole(self.session, self.request)
+        status, details = ending(turn.sampled.finish_reason)
+        output = with_logprobs(output_of(self.head, turn.message, status), self._logprobs(turn))
+        return self.head.response(status, output, usage=self._usage(turn), **details)
+
+    async def stream(self, events: Events) -> AsyncGenerator[bytes, None]:
+        """The same as server-sent events. The first comes with the first token: until then an
+        error still has its status."""
+        begun = False
+        async with aclosing(self.turns.run(self.session, self.request)) as pieces:
+            async for piece in pieces:
+                if not begun:
+                    begun = True
+                    for event in events.begin():
+                        yield _sse(event)
+                if isinstance(piece, Turn):
+                    came = self._end(events, piece)
+                else:
+                    came = events.take(piece.deltas)
+                for event in came:
+                    yield _sse(event)
+
+    def _end(self, events: Events, turn: Turn) -> Iterator[Event]:
+        status, details = ending(turn.sampled.finish_reason)
+        return events.end(status, self._usage(turn), details, self._logprobs(turn))
+
+    def _usage(self, turn: Turn) -> dict[str, Any]:
+        return usage(
+            prompt_tokens=turn.prompt_tokens,
+            cached_tokens=turn.sampled.cached_tokens,
+            sampled_tokens=turn.sampled.tokens,
+            reasoning_tokens=self.turns.model.reasoning_tokens(turn.message, turn.sampled.ids),
+        )
+
+    def _logprobs(self, turn: Turn) -> list[dict[str, Any]]:
+        return token_logprobs(turn) if self.logprobs else []
+
+
+def _read(
+    asked: ResponsesRequest, model: ChatModel, *, arrived_s: float, arrived_unix_s: float
+) -> tuple[Head, TurnRequest]:
+    """What to answer with, and the turn to run; its messages are those of the request alone."""
+    responses_schema.check(asked)
+    tools = responses_schema.tools_of(asked.tools)
+    wanted = responses_schema.wanted_tool(asked)
+    key = uuid.uuid4().hex
+    echoed = responses_schema.echoed(asked)
+    head = Head(
+        key=key,
+        created_at=arrived_unix_s,
+        model=model.name,
+        instructions=asked.instructions,
+        tools=responses_schema.spelled_back(tools),
+        echoed=echoed,
+    )
+    facts = {"created_at": arrived_unix_s, "instructed": bool(asked.instructions), "echoed": echoed}
+    turn = TurnRequest(
+        messages=messages_of(asked.input),
+        tools=tools,
+        call_tools=asked.tool_choice != "none",
+        required_tool=None if wanted is None else schema.tool_to_call(wanted, tools, model.format),
+        sampling=schema.sampling_params(
+            max_tokens=asked.max_output_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            max_tokens_name="max_output_tokens",
+        ),
+        parallel_calls=asked.parallel_tool_calls is not False,
+        handle=None if asked.store is False else Handle(name=key, facts=facts),
+        stream=bool(asked.stream),
+        arrived_s=arrived_s,
+        arrived_unix_s=arrived_unix_s,
+    )
+    return head, turn
+
+
+async def _history(
+    session: Session, asked: ResponsesRequest, said: Sequence[Message]
+) -> list[Message]:
+    """The whole conversation: instructions, what is there already, what is new."""
+    if not said:
+        raise InvalidArgument("input must not be empty")
+    before: Sequence[Message] = ()
+    if asked.previous_response_id:
+        recalled = await _recall(session, asked.previous_response_id)
+        if recalled is None:
+            raise UnknownPreviousResponse(
+                f"Previous response with id {asked.previous_response_id[:100]!r} not found."
+            )
+        # Instructions hold for the response they came with, and are given anew with each.
+        before = recalled.messages[int(recalled.held.facts["instructed"]) :]
+    instructions = (
+        [Message(role="system", content=asked.instructions)] if asked.instructions else []
+    )
+    return [*instructions, *before, *said]
+
+
+async def _recall(session: Session, response_id: str) -> Recalled | None:
+    recall = Recall(name=response_key(response_id))
+    recalled: Recalled | None = await session.actor.ask(recall, timeout_s=ASK_TIMEOUT_S)
+    return recalled
+
+
+def _kept(recalled: Recalled, key: str, model: ChatModel) -> dict[str, Any]:
+    """The response object of a turn in the past."""
+    held, answer = recalled.held, recalled.messages[-1]
+    head = Head(
+        key=key,
+        created_at=held.facts["created_at"],
+        model=model.name,
+        instructions=recalled.messages[0].content if held.facts["instructed"] else None,
+        tools=responses_schema.spelled_back(recalled.tools),
+        echoed=held.facts["echoed"],
+    )
+    status, details = ending(held.finish_reason)
+    spent = usage(
+        prompt_tokens=recalled.prompt_tokens,
+        cached_tokens=held.cached_tokens,
+        sampled_tokens=len(recalled.sampled_ids) // TOKEN_BYTES,
+        reasoning_tokens=model.reasoning_tokens(answer, recalled.sampled_ids),
+    )
+    return head.response(status, output_of(head, answer, status), usage=spent, **details)
+
+
+def _failure(events: Events, error: ForgeError) -> Iterator[Event]:
+    limited = isinstance(error, ResourceExhausted)
+    return events.fail("rate_limit_exceeded" if limited else "server_error", str(error))
+
+
+def _sse(event: Event) -> bytes:
+    return sse(event, event=event["type"])

@@ -1,0 +1,157 @@
+"""The events of a streamed response, in the order that OpenAI's clients expect.
+
+Owns which item is open and what has been said in it. An item is announced, filled and closed
+before the next one begins; every event carries its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
+from forge.core.messages import ToolCall
+from services.gateway.http.responses_items import (
+    Head,
+    Item,
+    call_item,
+    message_item,
+    reasoning_item,
+    reasoning_part,
+    text_part,
+    with_logprobs,
+)
+
+Event = dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """The item that text is being added to."""
+
+    kind: type[TextDelta] | type[ReasoningDelta]
+    item_id: str
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What its text is called in the names of events."""
+        return "reasoning_text" if self.kind is ReasoningDelta else "output_text"
+
+    def item(self, text: str | None, status: str) -> Item:
+        make = reasoning_item if self.kind is ReasoningDelta else message_item
+        return make(self.item_id, text, status=status)
+
+    def part(self, text: str) -> dict[str, Any]:
+        return reasoning_part(text) if self.kind is ReasoningDelta else text_part(text)
+
+    def logprobs(self) -> dict[str, Any]:
+        """The schema wants them with each text; they come with the last event, if asked for."""
+        return {} if self.kind is ReasoningDelta else {"logprobs": []}
+
+
+class Events:
+    """Turns what is sampled into events."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._number = 0
+        self._output: list[Item] = []
+        """Items that are closed."""
+        self._open: _Open | None = None
+
+    def begin(self) -> Iterator[Event]:
+        response = self._head.response("in_progress", [])
+        yield self._event("response.created", response=response)
+        yield self._event("response.in_progress", response=response)
+
+    def take(self, deltas: Iterable[Delta]) -> Iterator[Event]:
+        """The events of what was sampled next."""
+        for delta in deltas:
+            match delta:
+                case CallDelta(name=name, arguments=arguments, call_id=call_id):
+                    yield from self._close("completed")
+                    call = ToolCall(name=name, arguments=arguments, call_id=call_id)
+                    yield from self._call(call)
+                case TextDelta(text=text) | ReasoningDelta(text=text):
+                    yield from self._text(type(delta), text)
+
+    def end(
+        self,
+        status: str,
+        usage: Mapping[str, Any],
+        details: Mapping[str, Any],
+        logprobs: Sequence[Mapping[str, Any]] = (),
+    ) -> Iterator[Event]:
+        """The rest: `status` is completed or incomplete, `details` say why."""
+        yield from self._close(status)
+        if status == "completed" and all(item["type"] == "reasoning" for item in self._output):
+            # An empty answer is an answer: agents look for its message.
+            yield from self._text(TextDelta, "")
+            yield from self._close(status)
+        output = with_logprobs(self._output, logprobs)
+        response = self._head.response(status, output, usage=usage, **details)
+        yield self._event(f"response.{status}", response=response)
+
+    def fail(self, code: str, message: str) -> Iterator[Event]:
+        """The end of a response that cannot be ended well."""
+        error = {"code": code, "message": message}
+        yield from self._close("incomplete")
+        response = self._head.response("failed", self._output, error=error)
+        yield self._event("response.failed", response=response)
+
+    def _text(self, kind: type[TextDelta] | type[ReasoningDelta], text: str) -> Iterator[Event]:
+        if self._open is None or self._open.kind is not kind:
+            yield from self._close("completed")
+            prefix = "rs" if kind is ReasoningDelta else "msg"
+            item_id = self._head.item_id(prefix, len(self._output))
+            self._open = _Open(kind=kind, item_id=item_id)
+            item = self._open.item(None, "in_progress")
+            yield self._item_event("response.output_item.added", item=item)
+            yield self._part_event("response.content_part.added", part=self._open.part(""))
+        if text:
+            opened = self._open
+            opened.pieces.append(text)
+            yield self._part_event(f"response.{opened.name}.delta", delta=text, **opened.logprobs())
+
+    def _call(self, call: ToolCall) -> Iterator[Event]:
+        # A call is known only when it is whole: what does not parse is text.
+        item_id = self._head.item_id("fc", len(self._output))
+        empty = ToolCall(name=call.name, arguments="", call_id=call.call_id)
+        item = call_item(item_id, empty, status="in_progress")
+        yield self._item_event("response.output_item.added", item=item)
+        arguments = {"item_id": item_id, "name": call.name}
+        yield self._item_event(
+            "response.function_call_arguments.delta", item_id=item_id, delta=call.arguments
+        )
+        yield self._item_event(
+            "response.function_call_arguments.done", **arguments, arguments=call.arguments
+        )
+        item = call_item(item_id, call)
+        yield self._item_event("response.output_item.done", item=item)
+        self._output.append(item)
+
+    def _close(self, status: str) -> Iterator[Event]:
+        """Ends the item that is open, if one is."""
+        opened = self._open
+        if opened is None:
+            return
+        text = "".join(opened.pieces)
+        yield self._part_event(f"response.{opened.name}.done", text=text, **opened.logprobs())
+        yield self._part_event("response.content_part.done", part=opened.part(text))
+        item = opened.item(text, status)
+        yield self._item_event("response.output_item.done", item=item)
+        self._open = None
+        self._output.append(item)
+
+    def _part_event(self, kind: str, **fields: Any) -> Event:
+        assert self._open is not None, "only an open item has parts"
+        return self._item_event(kind, item_id=self._open.item_id, content_index=0, **fields)
+
+    def _item_event(self, kind: str, **fields: Any) -> Event:
+        return self._event(kind, output_index=len(self._output), **fields)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        number, self._number = self._number, self._number + 1
+        return {"type": kind, "sequence_number": number, **fields}

@@ -1,0 +1,168 @@
+"""OpenAI Responses requests: decoding and what is allowed in them.
+
+Owns what a request asks for besides its conversation: tools, sampling, what is echoed, what is
+refused. `responses_history` reads the conversation. Unknown fields are ignored, as clients send
+many; a known field of the wrong type, or one whose effect cannot be had, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from forge.core.errors import InvalidArgument
+from services.gateway.model import Tools
+
+MAX_METADATA = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_VALUE_CHARS = 512
+
+LOGPROBS = "message.output_text.logprobs"
+
+_REFUSED = {
+    "background": "a response is made by the call that asks for it",
+    "conversation": "use previous_response_id, or send the items",
+    "prompt": "no prompt templates are stored here",
+    "context_management": "an agent's context is never changed behind its back",
+    "moderation": "nothing is moderated here",
+}
+"""Fields that cannot be had, and why."""
+
+_ECHOED = (
+    "max_output_tokens",
+    "max_tool_calls",
+    "metadata",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "prompt_cache_key",
+    "reasoning",
+    "store",
+    "temperature",
+    "text",
+    "tool_choice",
+    "top_p",
+    "truncation",
+)
+"""Fields that the answer repeats."""
+
+
+class ResponsesRequest(msgspec.Struct):
+    model: str
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    truncation: str | None = None
+    prompt_cache_key: str | None = None
+    background: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+
+
+def check(request: ResponsesRequest) -> None:
+    """Raises `InvalidArgument` for what no answer could satisfy."""
+    for name, why in _REFUSED.items():
+        if getattr(request, name):
+            raise InvalidArgument(f"{name} is not supported: {why}")
+    if request.truncation not in (None, "disabled"):
+        raise InvalidArgument(
+            f"truncation {request.truncation[:40]!r} is not supported: only 'disabled' is"
+        )
+    if request.top_logprobs:
+        raise InvalidArgument(
+            "top_logprobs is not supported: log-probs are kept of sampled tokens only"
+        )
+    _check_metadata(request.metadata or {})
+    if (kind := text_format(request)["type"]) != "text":
+        raise InvalidArgument(f"text.format {kind[:40]!r} is not supported")
+
+
+def text_format(request: ResponsesRequest) -> dict[str, Any]:
+    """What the text is to look like. Raises `InvalidArgument` for what is no format."""
+    given = (request.text or {}).get("format")
+    if given is None:
+        return {"type": "text"}
+    if not isinstance(given, dict) or not isinstance(given.get("type"), str):
+        raise InvalidArgument("text.format must be an object with a type")
+    return given
+
+
+def tools_of(tools: Sequence[dict[str, Any]] | None) -> Tools:
+    """The tools as chat completions spell them, so that both protocols make the same prompts.
+
+    Raises `InvalidArgument` for one that is not a function with a name.
+    """
+    return [_tool(tool, at) for at, tool in enumerate(tools or ())]
+
+
+def spelled_back(tools: Tools) -> list[dict[str, Any]]:
+    """Tools as the Responses API spells them."""
+    blank = {"description": None, "parameters": None, "strict": None}
+    return [{"type": "function", **blank, **tool["function"]} for tool in tools]
+
+
+def wanted_tool(request: ResponsesRequest) -> str | None:
+    """The tool the answer must call; "" for any; None leaves it to the model."""
+    choice = request.tool_choice
+    if choice is None or choice in ("auto", "none"):
+        return None
+    if choice == "required":
+        return ""
+    if isinstance(choice, str):
+        raise InvalidArgument(
+            f"tool_choice {choice[:40]!r} is none of 'auto', 'none', 'required' or a function"
+        )
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        raise InvalidArgument(
+            f"tool_choice of type {str(choice.get('type'))[:40]!r} is not supported; "
+            "a function with a name is"
+        )
+    name: str = choice["name"]
+    return name
+
+
+def echoed(request: ResponsesRequest) -> dict[str, Any]:
+    """What the answer repeats of the request, as far as it was given."""
+    given = {name: getattr(request, name) for name in _ECHOED}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _tool(tool: dict[str, Any], at: int) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind != "function":
+        raise InvalidArgument(
+            f"tools[{at}] is of type {str(kind)[:40]!r}; only 'function' tools can be called here"
+        )
+    if not isinstance(tool.get("name"), str):
+        raise InvalidArgument(f"tools[{at}] must be a function with a name")
+    keys = ("name", "description", "parameters", "strict")
+    function = {key: tool[key] for key in keys if tool.get(key) is not None}
+    return {"type": "function", "function": function}
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    if len(metadata) > MAX_METADATA:
+        raise InvalidArgument(f"metadata has {len(metadata)} pairs; at most {MAX_METADATA}")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
+            raise InvalidArgument(
+                f"metadata {key[:MAX_METADATA_KEY_CHARS]!r}: keys have at most "
+                f"{MAX_METADATA_KEY_CHARS} characters, values {MAX_METADATA_VALUE_CHARS}"
+            )

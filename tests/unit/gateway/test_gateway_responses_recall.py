@@ -1,0 +1,87 @@
+"""Turns with a name: found again by it, in this gateway and in the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from forge.core.messages import Message
+from forge.core.trajectory import float32_bytes, int32_bytes
+from forge.v1 import common_pb2
+from services.gateway.conversation import Conversation, Prompt, Sampled
+from services.gateway.handles import Handle, Recalled
+from tests.support.chat_templates import make_model
+
+MODEL = make_model("chatml")
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+HI = Message(role="user", content="hi")
+
+
+@dataclass
+class World:
+    """A conversation, and what a pool would keep of it."""
+
+    conversation: Conversation = field(default_factory=lambda: Conversation(model=MODEL))
+    turns: list[common_pb2.Turn] = field(default_factory=list)
+
+    def turn(self, messages: list[Message], pieces: list[str], name: str | None) -> None:
+        draft = self.conversation.draft(messages, TOOLS)
+        prompt = Prompt(ids=draft.ids + MODEL.encode(draft.text), draft=draft)
+        ids = b"".join(map(MODEL.encode, pieces)) + int32_bytes(sorted(MODEL.stop_ids)[:1])
+        sampled = Sampled(
+            ids=ids,
+            logprobs=float32_bytes([-0.5] * (len(ids) // 4)),
+            weight_versions=int32_bytes([3] * (len(ids) // 4)),
+            finish_reason=common_pb2.FINISH_REASON_STOP,
+            answer=Message(role="assistant", content="".join(pieces)),
+            cached_tokens=2,
+        )
+        handle = Handle(name=name, facts={"of": name}) if name else None
+        self.turns.append(self.conversation.record(prompt, sampled, handle))
+
+    def read_back(self) -> World:
+        """The same in a gateway that knows only what was recorded."""
+        other = World(turns=[common_pb2.Turn.FromString(t.SerializeToString()) for t in self.turns])
+        for turn in other.turns:
+            other.conversation.restore(turn)
+        return other
+
+    def recall(self, name: str) -> Recalled:
+        recalled = self.conversation.recall(name)
+        assert recalled is not None
+        return recalled
+
+
+def test_a_named_turn_is_recalled_as_it_was() -> None:
+    """Messages, tools, tokens and facts: from memory as well as from the record."""
+    world = World()
+    world.turn([HI], ["yes"], "a")
+    for place in (world, world.read_back()):
+        recalled = place.recall("a")
+        assert [message.content for message in recalled.messages] == ["hi", "yes"]
+        assert recalled.tools == TOOLS
+        assert (recalled.held.facts, recalled.held.cached_tokens) == ({"of": "a"}, 2)
+        assert recalled.held.finish_reason == common_pb2.FINISH_REASON_STOP
+        assert recalled.sampled_ids == world.turns[0].sampled.ids
+        assert recalled.prompt_tokens == len(world.turns[0].prompt_ids) // 4
+
+
+def test_names_that_were_not_given_are_unknown() -> None:
+    """No other name finds a turn, and an unnamed turn has none."""
+    world = World()
+    world.turn([HI], ["yes"], None)
+    assert world.conversation.recall("") is None
+    assert world.conversation.recall("a") is None
+
+
+def test_a_recalled_answer_is_told_from_another_that_said_the_same() -> None:
+    """Of parallel answers with one text, the one that was named goes on as it was sampled."""
+    world = World()
+    spellings = {"a": ["the"], "b": ["t", "h", "e"], "c": ["the"]}
+    for name, pieces in spellings.items():
+        world.turn([HI], pieces, name)
+    assert world.turns[0].sampled.ids != world.turns[1].sampled.ids
+    for place in (world, world.read_back()):
+        for turn, name in enumerate(spellings):
+            history = [*place.recall(name).messages, Message(role="user", content="more")]
+            draft = place.conversation.draft(history, TOOLS)
+            assert draft.ids.endswith(world.turns[turn].sampled.ids)
