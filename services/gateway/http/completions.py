@@ -47,6 +47,7 @@ class ChatCompletions:
             messages=schema.messages_of(asked),
             tools=schema.tools_of(asked.tools),
             call_tools=asked.tool_choice != "none",
+            parallel_calls=asked.parallel_tool_calls is not False,
             required_tool=schema.required_tool(asked, edge.turns.model.format),
             sampling=schema.sampling_of(asked),
             stop=schema.stop_of(asked),

@@ -1,11 +1,13 @@
 """OpenAI chat completion requests: decoding and what is allowed in them.
 
-Owns the translation of a request body into a `TurnRequest`. Unknown fields are ignored, as clients
-send many; a known field of the wrong type, or one whose effect cannot be had, is refused.
+Owns the translation of a request body into a `TurnRequest`. Clients send many fields. Refused is
+one of the wrong type, and one that the program could not do without: it would get an answer of
+another form than it asked for. Any other field is ignored (docs/gateway.md names the usual ones).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
@@ -31,7 +33,8 @@ class Part(msgspec.Struct):
 
 class CallFunction(msgspec.Struct):
     name: str
-    arguments: str = ""
+    arguments: str | dict[str, Any] | None = None
+    """JSON text; some clients send what it says."""
 
 
 class Call(msgspec.Struct):
@@ -47,6 +50,8 @@ class ChatMessage(msgspec.Struct):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    function_call: Any = None
+    """The calls of the time before tools, refused; clients send null."""
 
 
 class NamedFunction(msgspec.Struct):
@@ -71,6 +76,7 @@ class ChatCompletionRequest(msgspec.Struct):
     """An array of `ChatMessage`, read by `messages_of` as far as it is new."""
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -84,6 +90,9 @@ class ChatCompletionRequest(msgspec.Struct):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
+    functions: list[Any] | None = None
+    modalities: list[str] | None = None
+    web_search_options: dict[str, Any] | None = None
 
 
 class RewardBody(msgspec.Struct):
@@ -209,6 +218,13 @@ def choices_of(request: ChatCompletionRequest) -> int:
         )
     if request.response_format is not None and request.response_format.type != "text":
         raise InvalidArgument(f"response_format {request.response_format.type!r} is not supported")
+    if request.functions:
+        raise InvalidArgument("functions are not supported: give them as tools")
+    if request.web_search_options is not None:
+        raise InvalidArgument("web_search_options is not supported: there is no web search here")
+    for modality in request.modalities or ():
+        if modality != "text":
+            raise InvalidArgument(f"modalities has {modality[:40]!r}; the model answers in text")
     return int(_within("n", request.n or 1, 1, MAX_CHOICES))
 
 
@@ -234,10 +250,16 @@ def _message(message: ChatMessage, at: int) -> Message:
     try:
         role = normal_role(message.role)
         content = _text(message.content)
+        if message.function_call:
+            raise InvalidArgument("function_call is not supported: give it in tool_calls")
     except InvalidArgument as error:
         raise InvalidArgument(f"messages[{at}]: {error}") from None
     calls = tuple(
-        ToolCall(name=call.function.name, arguments=call.function.arguments, call_id=call.id or "")
+        ToolCall(
+            name=call.function.name,
+            arguments=_arguments(call.function.arguments),
+            call_id=call.id or "",
+        )
         for call in message.tool_calls or ()
     )
     return Message(
@@ -248,6 +270,10 @@ def _message(message: ChatMessage, at: int) -> Message:
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",
     )
+
+
+def _arguments(arguments: str | dict[str, Any] | None) -> str:
+    return json.dumps(arguments) if isinstance(arguments, dict) else arguments or ""
 
 
 def _text(content: str | list[Part] | None) -> str:

@@ -28,7 +28,11 @@ def loosely(*likely: Any) -> st.SearchStrategy[Any]:
 
 
 functions = st.fixed_dictionaries(
-    {}, optional={"name": loosely("look"), "arguments": loosely("{}", '{"a": "\\ud83d"}', "[")}
+    {},
+    optional={
+        "name": loosely("look"),
+        "arguments": loosely("{}", {"a": "\ud83d"}, '{"a": "\\ud83d"}', "["),
+    },
 )
 calls = st.fixed_dictionaries({}, optional={"id": loosely("x"), "function": functions})
 messages = st.fixed_dictionaries(
@@ -68,6 +72,9 @@ bodies = st.fixed_dictionaries(
         "response_format": loosely({"type": "text"}, {"type": "json_object"}),
         "stream": loosely(True),
         "stream_options": loosely({"include_usage": True}),
+        "parallel_tool_calls": loosely(True, False),
+        "functions": loosely([], [{"name": "look"}]),
+        "modalities": loosely(["text"], ["text", "audio"]),
     },
 )
 
@@ -179,3 +186,85 @@ def test_tool_choice(choice: Any, required: str | None) -> None:
     if required:
         with pytest.raises(InvalidArgument, match="plain"):
             schema.required_tool(request, make_model("smollm2").format)
+
+
+def test_what_sdks_send_of_themselves_changes_nothing() -> None:
+    """Nulls, bookkeeping and hints come with every SDK: the request is the same without them."""
+    answer = {
+        "role": "assistant",
+        "content": "hm",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+    plain = {"role": "assistant", "content": "hm"}
+    hints = {
+        "frequency_penalty": 0,
+        "logit_bias": None,
+        "metadata": {"run": "7"},
+        "modalities": ["text"],
+        "parallel_tool_calls": True,
+        "prediction": None,
+        "prompt_cache_key": "k",
+        "reasoning_effort": "high",
+        "safety_identifier": "s",
+        "service_tier": "auto",
+        "store": False,
+        "user": "me",
+        "verbosity": "low",
+    }
+    read = [
+        schema.decode(json.dumps(body).encode(), schema.ChatCompletionRequest)
+        for body in (
+            {"model": "policy", "messages": [plain]},
+            {"model": "policy", "messages": [answer]} | hints,
+        )
+    ]
+    one, other = [list(schema.messages_of(request)) for request in read]
+    assert one == other
+    assert [schema.choices_of(request) for request in read] == [1, 1]
+
+
+def test_arguments_that_are_an_object_are_what_their_text_says() -> None:
+    """Some clients parse a call's arguments and send them back parsed."""
+    spelled = [
+        schema.decode(
+            json.dumps(
+                {
+                    "model": "policy",
+                    "messages": [
+                        {
+                            "role": "assistant",
+                            "tool_calls": [{"function": {"name": "look", "arguments": arguments}}],
+                        }
+                    ],
+                }
+            ).encode(),
+            schema.ChatCompletionRequest,
+        )
+        for arguments in ('{"at":"shelf"}', {"at": "shelf"})
+    ]
+    (one,), (other,) = (schema.messages_of(request) for request in spelled)
+    assert one.key == other.key
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"functions": [{"name": "look"}]}, "functions are not supported"),
+        ({"modalities": ["text", "audio"]}, "modalities has 'audio'"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "look"}}]}, "tool_calls"),
+    ],
+)
+def test_what_would_change_the_form_of_the_answer_is_refused(
+    asked: dict[str, Any], says: str
+) -> None:
+    """A program that relies on it is told, and not left with an answer it cannot read."""
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]} | asked
+    request = schema.decode(json.dumps(body).encode(), schema.ChatCompletionRequest)
+    with pytest.raises(InvalidArgument, match=says):
+        schema.choices_of(request)
+        list(schema.messages_of(request))
