@@ -12,10 +12,11 @@ arguments, make up new call ids, trim text. Two messages are the same when
 - their tool calls have the same names, in the same order, and arguments equal as JSON: key order,
   white space, escapes and 1.0 against 1 do not matter. Arguments that are not JSON are compared
   as text. Call ids do not matter, here and in tool results;
-- their `name` fields are equal;
+- their `name` fields are equal, or one of two assistants has none: frameworks put the name of
+  their agent on what the model said;
 - they carry equal reasoning, or one of them carries none.
 
-All but the last make the `key`; `agree` adds the last.
+What one may leave out is for `agree` to compare, all else makes the `key`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ROLES = frozenset({"system", "user", "assistant", "tool"})
 ALIASES = {"developer": "system", "function": "tool"}
 
 MessageKey = tuple[str, str, tuple[tuple[str, str], ...], str]
-"""Role, content, (name, arguments) of each call, name."""
+"""Role, content, (name, arguments) of each call, name unless an assistant's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +61,11 @@ class Message:
 
     @property
     def key(self) -> MessageKey:
-        """Equal for messages that are the same but for their reasoning."""
+        """Equal for messages that are the same but for what one of them may leave out."""
         if self.role != "assistant":
             return (self.role, self.content, (), self.name)
         calls = tuple((call.name, canonical_json(call.arguments)) for call in self.tool_calls)
-        return (self.role, self.content.strip(), calls, self.name)
+        return (self.role, self.content.strip(), calls, "")
 
     @property
     def call_ids(self) -> tuple[str, ...]:
@@ -80,7 +81,9 @@ def normal_role(role: str) -> str:
 
 
 def agree(ours: Message, theirs: Message) -> bool:
-    """Whether messages with equal keys are the same message: reasoning, if both carry any."""
+    """Whether messages with equal keys are the same message: what both carry is equal."""
+    if ours.name and theirs.name and ours.name != theirs.name:
+        return False
     if not ours.reasoning or not theirs.reasoning:
         return True
     return ours.reasoning.strip() == theirs.reasoning.strip()

@@ -17,6 +17,7 @@ from forge.core.messages import (
     canonical_json,
     from_openai,
     normal_role,
+    same,
     to_openai,
 )
 
@@ -90,6 +91,16 @@ def test_reasoning_agrees_unless_both_sides_differ() -> None:
     assert agree(thought, replace(thought, reasoning=""))
     assert agree(thought, replace(thought, reasoning=" hm\n"))
     assert not agree(thought, replace(thought, reasoning="ho"))
+
+
+def test_a_name_that_a_framework_gives_an_answer_is_no_edit() -> None:
+    """An assistant's name may come with a later request; another one is another speaker."""
+    said = Message(role="assistant", content="a")
+    named = replace(said, name="planner")
+    assert same(said, named)
+    assert not same(named, replace(said, name="critic"))
+    asked = Message(role="user", content="a")
+    assert not same(asked, replace(asked, name="planner"))
 
 
 @given(messages)
