@@ -29,7 +29,9 @@ from services.gateway.http.responses_events import Event, Events
 from services.gateway.http.responses_history import messages_of
 from services.gateway.http.responses_items import (
     Head,
+    Item,
     ending,
+    key_of_item,
     output_of,
     response_key,
     usage,
@@ -65,7 +67,7 @@ class Responses:
             answering = Answering(
                 turns=edge.turns,
                 session=session,
-                request=replace(turn, messages=await _history(session, asked, turn.messages)),
+                request=replace(turn, messages=await _history(session, asked, edge.turns.model)),
                 head=head,
                 logprobs=LOGPROBS in (asked.include or ()),
             )
@@ -83,7 +85,7 @@ class Responses:
             raise InvalidArgument("stream is not supported: a response that is kept is complete")
         response_id = request.match_info["response"]
         async with self._edge.sessions.use(self._edge.claims(request)) as session:
-            recalled = await _recall(session, response_id)
+            recalled = await _recall(session, response_key(response_id))
             if recalled is None:
                 raise UnknownResponse(f"Response with id {response_id[:100]!r} not found.")
             return json_response(_kept(recalled, response_key(response_id), self._edge.turns.model))
@@ -150,7 +152,7 @@ class Answering:
 def _read(
     asked: ResponsesRequest, model: ChatModel, *, arrived_s: float, arrived_unix_s: float
 ) -> tuple[Head, TurnRequest]:
-    """What to answer with, and the turn to run; its messages are those of the request alone."""
+    """What to answer with, and the turn to run, but for its messages."""
     responses_schema.check(asked)
     tools = responses_schema.tools_of(asked.tools)
     wanted = responses_schema.wanted_tool(asked)
@@ -166,7 +168,6 @@ def _read(
     )
     facts = {"created_at": arrived_unix_s, "instructed": bool(asked.instructions), "echoed": echoed}
     turn = TurnRequest(
-        messages=messages_of(asked.input),
         tools=tools,
         call_tools=asked.tool_choice != "none",
         required_tool=None if wanted is None else schema.tool_to_call(wanted, tools, model.format),
@@ -185,15 +186,14 @@ def _read(
     return head, turn
 
 
-async def _history(
-    session: Session, asked: ResponsesRequest, said: Sequence[Message]
-) -> list[Message]:
+async def _history(session: Session, asked: ResponsesRequest, model: ChatModel) -> list[Message]:
     """The whole conversation: instructions, what is there already, what is new."""
+    said = messages_of(await _dereferenced(session, asked.input, model))
     if not said:
         raise InvalidArgument("input must not be empty")
     before: Sequence[Message] = ()
     if asked.previous_response_id:
-        recalled = await _recall(session, asked.previous_response_id)
+        recalled = await _recall(session, response_key(asked.previous_response_id))
         if recalled is None:
             raise UnknownPreviousResponse(
                 f"Previous response with id {asked.previous_response_id[:100]!r} not found."
@@ -206,8 +206,31 @@ async def _history(
     return [*instructions, *before, *said]
 
 
-async def _recall(session: Session, response_id: str) -> Recalled | None:
-    recall = Recall(name=response_key(response_id))
+async def _dereferenced(
+    session: Session, items: str | Sequence[Item] | None, model: ChatModel
+) -> str | list[Item]:
+    """The input with every `item_reference` replaced by the output item it names."""
+    if isinstance(items, str):
+        return items
+    known: dict[str, dict[str, Item]] = {}
+    whole = []
+    for at, item in enumerate(items or ()):
+        if item.get("type") == "item_reference":
+            item_id = str(item.get("id"))
+            key = key_of_item(item_id) or ""
+            if key not in known:
+                recalled = await _recall(session, key)
+                output = _kept(recalled, key, model)["output"] if recalled else ()
+                known[key] = {kept["id"]: kept for kept in output}
+            if item_id not in known[key]:
+                raise InvalidArgument(f"input[{at}]: item with id {item_id[:100]!r} not found")
+            item = known[key][item_id]
+        whole.append(item)
+    return whole
+
+
+async def _recall(session: Session, key: str) -> Recalled | None:
+    recall = Recall(name=key)
     recalled: Recalled | None = await session.actor.ask(recall, timeout_s=ASK_TIMEOUT_S)
     return recalled
 

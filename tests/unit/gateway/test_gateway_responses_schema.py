@@ -130,7 +130,7 @@ def test_items_become_the_messages_they_came_from(name: str) -> None:
 @pytest.mark.parametrize(
     ("item", "says"),
     [
-        ({"type": "item_reference", "id": "msg_1"}, "'item_reference'"),
+        ({"type": "local_shell_call", "id": "msg_1"}, "'local_shell_call'"),
         ({"type": "computer_call_output", "output": {}}, "'computer_call_output'"),
         ({"type": 7}, "'7'"),
         ({"role": "king", "content": "hi"}, "king"),
