@@ -32,11 +32,11 @@ _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    # Anthropic has no conflicts: a closed session is a request that cannot be.
     405: "invalid_request_error",
-    409: "invalid_request_error",
+    409: "conflict_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    # Its own API says 529. Clients repeat both, and 503 is what proxies between them know.
     503: "overloaded_error",
     504: "timeout_error",
 }

@@ -50,6 +50,7 @@ class Models:
             "type": "model",
             "id": model.name,
             "display_name": model.name,
+            "lifecycle": "active",
             "created_at": datetime.fromtimestamp(self._started_unix_s, UTC).isoformat(),
             "max_input_tokens": model.context_tokens,
             "max_tokens": model.context_tokens,

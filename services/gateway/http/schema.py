@@ -174,11 +174,11 @@ def sampling_of(request: ChatCompletionRequest) -> common_pb2.SamplingParams:
     if asked is None:
         asked = request.max_tokens
     sampling = sampling_params(
-        max_tokens=asked, temperature=request.temperature, top_p=request.top_p
+        max_tokens=asked,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
     )
-    if request.top_k is not None:
-        # -1 is how some clients say "all".
-        sampling.top_k = int(max(0, _within("top_k", request.top_k, -1, 2**31 - 1)))
     if request.seed is not None:
         sampling.seed = request.seed % 2**64
     return sampling
@@ -189,6 +189,7 @@ def sampling_params(
     max_tokens: int | None,
     temperature: float | None,
     top_p: float | None,
+    top_k: int | None = None,
     max_tokens_name: str = "max_tokens",
 ) -> common_pb2.SamplingParams:
     """What all protocols let an agent say; raises `InvalidArgument` for what is out of range."""
@@ -199,14 +200,20 @@ def sampling_params(
         sampling.temperature = _within("temperature", temperature, 0, 100)
     if top_p is not None:
         sampling.top_p = _within("top_p", top_p, 1e-6, 1)
+    if top_k is not None:
+        # -1 is how some clients say "all".
+        sampling.top_k = int(max(0, _within("top_k", top_k, -1, 2**31 - 1)))
     return sampling
 
 
 def stop_of(request: ChatCompletionRequest) -> list[str]:
     stop = request.stop or []
-    stops = [stop] if isinstance(stop, str) else stop
+    return checked_stops("stop", [stop] if isinstance(stop, str) else stop)
+
+
+def checked_stops(name: str, stops: list[str]) -> list[str]:
     if len(stops) > MAX_STOPS:
-        raise InvalidArgument(f"stop has {len(stops)} strings; at most {MAX_STOPS}")
+        raise InvalidArgument(f"{name} has {len(stops)} strings; at most {MAX_STOPS}")
     return stops
 
 

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from forge.core.errors import ConfigError, ForgeError
 from forge.runtime.telemetry import log
+from services.gateway.http.anthropic_messages import AnthropicMessages
 from services.gateway.http.completions import ChatCompletions
 from services.gateway.http.control import Control
 from services.gateway.http.edge import Edge, Endpoints, json_response
@@ -61,10 +62,12 @@ class HttpServer:
 
     def _application(self, max_body_bytes: int) -> web.Application:
         app = web.Application(client_max_size=max_body_bytes, middlewares=[_answer_errors])
+        app.on_response_prepare.append(_name_request)
         app.router.add_get("/healthz", self._healthz)
         protocols: tuple[Endpoints, ...] = (
             ChatCompletions(self._edge),
             Responses(self._edge),
+            AnthropicMessages(self._edge),
             Models(self._edge),
             Control(self._edge),
         )
@@ -81,6 +84,8 @@ class HttpServer:
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every failure in the shape of its protocol; counted and logged like everything else."""
     started_s = time.perf_counter()
+    if speaks_anthropic(request):
+        request["request_id"] = f"req_{uuid.uuid4().hex}"
     try:
         response = await handler(request)
     except ForgeError as error:
@@ -103,12 +108,14 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
 def _refusal(request: web.Request, failure: Failure) -> web.Response:
     if not speaks_anthropic(request):
         return json_response(openai_error(failure), status=failure.status, headers=failure.headers)
-    request_id = f"req_{uuid.uuid4().hex}"
-    return json_response(
-        anthropic_error(failure, request_id),
-        status=failure.status,
-        headers=failure.headers | {"request-id": request_id},
-    )
+    refusal = anthropic_error(failure, request["request_id"])
+    return json_response(refusal, status=failure.status, headers=failure.headers)
+
+
+async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
+    """Anthropic's clients show this id with what they log and raise."""
+    if "request_id" in request:
+        response.headers["request-id"] = request["request_id"]
 
 
 def _route(request: web.Request) -> str:

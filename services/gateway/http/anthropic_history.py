@@ -1,0 +1,209 @@
+"""The conversation of an Anthropic request, as messages.
+
+Owns their decoding, as far as they are new (see `forge.core.history`), and the rules by which
+content blocks become messages. These depend on nothing but the blocks, so that what an agent sends
+back is the same message again:
+
+- text blocks are joined with nothing between them, those of `system` too;
+- in an assistant's message, `tool_use` blocks are its calls and `thinking` its reasoning, wherever
+  they stand; signatures are not looked at, and redacted thinking is passed over, for it says
+  nothing: reasoning that is left out agrees with any;
+- a user's message falls apart at its `tool_result` blocks: each is a tool's message of its own,
+  text before, between and behind them is a user's, in the order they stand;
+- the result of a tool that failed begins with "Error", as templates have no place for the flag.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from forge.core.errors import InvalidArgument
+from forge.core.history import History
+from forge.core.messages import Message, ToolCall, normal_role
+from services.gateway.http.anthropic_schema import CountTokensRequest
+
+ACCOUNTING = "x-anthropic-billing-header:"
+"""Begins a line that Claude Code puts before its system prompt, for Anthropic's accounting. It
+differs from call to call: left in, no context would ever continue another."""
+
+
+class Block(msgspec.Struct):
+    """A content block of any type; which fields it has, its type says."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str = ""
+    name: str = ""
+    input: msgspec.Raw = msgspec.Raw()
+    """As the agent spells it, so that no number is rounded on its way."""
+    tool_use_id: str = ""
+    content: str | list[Block] | dict[str, Any] | None = None
+    """Of a tool result: text or blocks. Other types have objects, and are refused by name."""
+    is_error: bool | None = None
+
+
+class InputMessage(msgspec.Struct):
+    role: str
+    content: str | list[Block]
+
+
+def messages_of(request: CountTokensRequest) -> History:
+    """The conversation, system prompt first. Whoever looks at a block that is not text, or has no
+    place where it stands, gets the `InvalidArgument` that names it."""
+    messages, system = bytes(request.messages).strip(), bytes(request.system).strip()
+    if not messages.startswith(b"["):
+        raise InvalidArgument("messages must be an array")
+    has_system = system != b"null"
+    if has_system:
+        # One array, so that a request is recognized by both.
+        comma = b"" if messages[1:].lstrip().startswith(b"]") else b","
+        messages = b'[{"role":"system","content":' + system + b"}" + comma + messages[1:]
+    return History(messages, _Reader(array=messages, has_system=has_system))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader:
+    """Decodes what stands in a request, or at its end."""
+
+    array: bytes
+    """The whole of it."""
+    has_system: bool
+
+    def __call__(self, array: bytes, first: int) -> list[Message]:
+        try:
+            return self._read(array, whole=not first)
+        except InvalidArgument:
+            if not first:
+                raise
+            # `first` counts messages, of which one of the agent's may be several: to say where
+            # the error is, all of them have to be read.
+            return self._read(self.array, whole=True)[first:]
+
+    def _read(self, array: bytes, *, whole: bool) -> list[Message]:
+        try:
+            given = msgspec.json.decode(array, type=list[InputMessage])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            wrong = re.sub(r"\$\[(\d+)\]", lambda at: self._where(int(at[1])), str(error))
+            raise InvalidArgument(f"the request body is not valid: {wrong}") from None
+        if whole and len(given) == self.has_system:
+            raise InvalidArgument("messages must not be empty")
+        messages: list[Message] = []
+        for at, message in enumerate(given):
+            if whole and self.has_system and not at:
+                messages += _system(message)
+            else:
+                messages += _messages(message, self._where(at))
+        if messages and messages[-1].role == "assistant":
+            raise InvalidArgument(
+                f"{self._where(len(given) - 1)} is the assistant's: "
+                "an answer that is begun already (prefill) is not supported"
+            )
+        return messages
+
+    def _where(self, at: int) -> str:
+        if self.has_system and not at:
+            return "system"
+        return f"messages[{at - self.has_system}]"
+
+
+def _system(message: InputMessage) -> Iterable[Message]:
+    content = message.content
+    if isinstance(content, str):
+        texts = [content]
+    else:
+        texts = [_text(block, f"system[{at}]") for at, block in enumerate(content)]
+    text = "".join(
+        text.partition("\n")[2] if text.startswith(ACCOUNTING) else text for text in texts
+    )
+    return (Message(role="system", content=text),) if text else ()
+
+
+def _messages(message: InputMessage, where: str) -> Iterable[Message]:
+    try:
+        role = normal_role(message.role)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{where}: {error}") from None
+    if role == "tool":
+        raise InvalidArgument(f"{where}: results of tools are tool_result blocks of the user's")
+    if isinstance(message.content, str):
+        return (Message(role=role, content=message.content),)
+    if role == "assistant":
+        return (_assistant(message.content, where),)
+    if role == "user":
+        return _user(message.content, where)
+    return (Message(role=role, content=_texts(message.content, where)),)
+
+
+def _assistant(blocks: Sequence[Block], where: str) -> Message:
+    text: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for at, block in enumerate(blocks):
+        match block.type:
+            case "tool_use":
+                calls.append(_call(block, f"{where}.content[{at}]"))
+            case "thinking":
+                thoughts.append(block.thinking or "")
+            case "redacted_thinking":
+                pass
+            case _:
+                text.append(_text(block, f"{where}.content[{at}]"))
+    return Message(
+        role="assistant",
+        content="".join(text),
+        reasoning="\n\n".join(filter(None, thoughts)),
+        tool_calls=tuple(calls),
+    )
+
+
+def _user(blocks: Sequence[Block], where: str) -> Iterator[Message]:
+    text: list[str] = []
+    for at, block in enumerate(blocks):
+        if block.type == "tool_result":
+            if text:
+                yield Message(role="user", content="".join(text))
+                text = []
+            yield _result(block, f"{where}.content[{at}]")
+        else:
+            text.append(_text(block, f"{where}.content[{at}]"))
+    if text or not blocks:
+        yield Message(role="user", content="".join(text))
+
+
+def _call(block: Block, where: str) -> ToolCall:
+    arguments = bytes(block.input).decode()
+    if not block.name or not arguments.lstrip().startswith("{"):
+        raise InvalidArgument(f"{where}: a tool_use block has a name, and an object as its input")
+    return ToolCall(name=block.name, arguments=arguments, call_id=block.id)
+
+
+def _result(block: Block, where: str) -> Message:
+    if not block.tool_use_id:
+        raise InvalidArgument(f"{where}: a tool_result block needs its tool_use_id")
+    content = "" if block.content is None else block.content
+    if isinstance(content, dict):
+        raise InvalidArgument(f"{where}.content must be text or blocks of text")
+    text = content if isinstance(content, str) else _texts(content, where)
+    if block.is_error and not text.lower().startswith("error"):
+        text = f"Error: {text}" if text else "Error"
+    return Message(role="tool", content=text, tool_call_id=block.tool_use_id)
+
+
+def _texts(blocks: Sequence[Block], where: str) -> str:
+    return "".join(_text(block, f"{where}.content[{at}]") for at, block in enumerate(blocks))
+
+
+def _text(block: Block, where: str) -> str:
+    if block.type != "text":
+        raise InvalidArgument(
+            f"{where}: a block of type {block.type[:40]!r} has no place here; the model takes text"
+        )
+    if block.text is None:
+        raise InvalidArgument(f"{where}: a text block needs its text")
+    return block.text

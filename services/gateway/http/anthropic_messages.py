@@ -1,0 +1,306 @@
+"""Anthropic's Messages API: its answers, whole and streamed, made of turns.
+
+Owns the encoding of answers. What the agent sends back of them is the recorded message again, by
+the rules of `anthropic_history`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from forge.core.errors import ForgeError
+from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
+from forge.v1 import common_pb2
+from services.gateway.http import anthropic_schema as schema
+from services.gateway.http.anthropic_history import messages_of
+from services.gateway.http.anthropic_schema import Shown
+from services.gateway.http.edge import Edge, json_response, sse, stream_events
+from services.gateway.http.errors import Failure, anthropic_error
+from services.gateway.http.schema import decode
+from services.gateway.sessions import Session
+from services.gateway.turns import Turn, TurnRequest, Turns
+
+Event = dict[str, Any]
+
+SIGNATURE = "forge"
+"""Of all thinking. It proves nothing, and is not looked at when it comes back: thinking that an
+agent has edited is a branch, like any other edit."""
+PING_EVERY_S = 15.0
+"""A tool call is passed on as a whole: while a long one is sampled, pings show that it is."""
+
+
+class AnthropicMessages:
+    """`POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        router.add_post(f"{prefix}/v1/messages", self._create)
+        router.add_post(f"{prefix}/v1/messages/count_tokens", self._count)
+
+    async def _create(self, request: web.Request) -> web.StreamResponse:
+        arrived_s, arrived_unix_s = time.monotonic(), time.time()
+        edge = self._edge
+        claims = edge.claims(request)
+        asked = decode(await request.read(), schema.MessagesRequest)
+        turn = self._turn(
+            asked,
+            sampling=schema.sampling_of(asked),
+            stop=schema.stops_of(asked),
+            stream=bool(asked.stream),
+            arrived_s=arrived_s,
+            arrived_unix_s=arrived_unix_s,
+        )
+        async with edge.sessions.use(claims) as session:
+            answer = Answer(
+                turns=edge.turns, session=session, request=turn, shown=schema.shown_of(asked)
+            )
+            if not turn.stream:
+                return json_response(await answer.whole())
+
+            def error_event(error: ForgeError) -> bytes:
+                return _sse(anthropic_error(Failure.of(error), request["request_id"]))
+
+            return await stream_events(request, answer.events(), error_event=error_event)
+
+    async def _count(self, request: web.Request) -> web.Response:
+        edge = self._edge
+        claims = edge.claims(request)
+        asked = decode(await request.read(), schema.CountTokensRequest)
+        turn = self._turn(asked, sampling=common_pb2.SamplingParams())
+        async with edge.sessions.use(claims) as session:
+            return json_response({"input_tokens": await edge.turns.count(session, turn)})
+
+    def _turn(
+        self,
+        asked: schema.CountTokensRequest,
+        *,
+        sampling: common_pb2.SamplingParams,
+        stop: Sequence[str] = (),
+        stream: bool = False,
+        arrived_s: float = 0.0,
+        arrived_unix_s: float = 0.0,
+    ) -> TurnRequest:
+        self._edge.check_model(asked.model)
+        schema.check(asked)
+        tools = schema.tools_of(asked)
+        return TurnRequest(
+            messages=messages_of(asked),
+            tools=tools,
+            call_tools=schema.calls_tools(asked),
+            parallel_calls=schema.parallel_calls(asked),
+            required_tool=schema.required_tool(asked, tools, self._edge.turns.model.format),
+            sampling=sampling,
+            stop=stop,
+            stream=stream,
+            arrived_s=arrived_s,
+            arrived_unix_s=arrived_unix_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One request's answer in the making."""
+
+    turns: Turns
+    session: Session
+    request: TurnRequest
+    shown: Shown
+    message_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+
+    async def whole(self) -> dict[str, Any]:
+        """The message object."""
+        turn = await self.turns.whole(self.session, self.request)
+        return self._message(
+            content=content_of(turn, self.shown),
+            **ending(turn, self.turns.model.context_tokens),
+            usage=self._usage(turn),
+        )
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The same as server-sent events."""
+        blocks = Blocks(self.shown)
+        sent_s: float | None = None
+        async with aclosing(self.turns.run(self.session, self.request)) as run:
+            async for event in run:
+                if isinstance(event, Turn):
+                    for last in (*blocks.finish(), *self._end(event)):
+                        yield _sse(last)
+                    return
+                said = [made for delta in event.deltas for made in blocks.take(delta)]
+                if sent_s is None:
+                    said = [*self._start(event.prompt_tokens), *said]
+                elif not said and time.monotonic() >= sent_s + PING_EVERY_S:
+                    said = [{"type": "ping"}]
+                for one in said:
+                    yield _sse(one)
+                if said:
+                    sent_s = time.monotonic()
+
+    def _start(self, prompt_tokens: int) -> Iterator[Event]:
+        # How much of the prompt was cached is known at the end, and said then.
+        usage = {
+            "input_tokens": prompt_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 0,
+        }
+        message = self._message(content=[], stop_reason=None, stop_sequence=None, usage=usage)
+        yield {"type": "message_start", "message": message}
+        yield {"type": "ping"}
+
+    def _end(self, turn: Turn) -> Iterator[Event]:
+        yield {
+            "type": "message_delta",
+            "delta": ending(turn, self.turns.model.context_tokens),
+            "usage": self._usage(turn),
+        }
+        yield {"type": "message_stop"}
+
+    def _message(self, **fields: Any) -> dict[str, Any]:
+        head = {
+            "id": self.message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.turns.model.name,
+        }
+        return head | fields
+
+    def _usage(self, turn: Turn) -> dict[str, Any]:
+        """Anthropic's `input_tokens` are those that were not cached."""
+        sampled = turn.sampled
+        thinking = self.turns.model.reasoning_tokens(turn.message, sampled.ids)
+        return {
+            "input_tokens": turn.prompt_tokens - sampled.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": sampled.cached_tokens,
+            "output_tokens": sampled.tokens,
+            "output_tokens_details": {"thinking_tokens": thinking},
+        }
+
+
+class Blocks:
+    """The events of a streamed message's content: one block is open at a time."""
+
+    def __init__(self, shown: Shown) -> None:
+        self._shown = shown
+        self._index = -1
+        self._open = ""
+        """The type of the block that is open; "" if none is."""
+
+    def take(self, delta: Delta) -> Iterator[Event]:
+        match delta:
+            case TextDelta(text=text):
+                yield from self._into("text", {"type": "text", "text": ""})
+                yield self._delta({"type": "text_delta", "text": text})
+            case ReasoningDelta(text=text) if self._shown is not Shown.NOTHING:
+                yield from self._into("thinking", _thinking("", ""))
+                if self._shown is Shown.TEXT:
+                    yield self._delta({"type": "thinking_delta", "thinking": text})
+            case CallDelta(name=name, arguments=arguments, call_id=call_id):
+                yield from self.finish()
+                yield from self._into("tool_use", _tool_use(call_id, name, {}))
+                part = input_json(arguments)
+                yield self._delta({"type": "input_json_delta", "partial_json": part})
+                yield from self.finish()
+
+    def finish(self) -> Iterator[Event]:
+        """Closes the block that is open."""
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
+        if self._open:
+            yield {"type": "content_block_stop", "index": self._index}
+        self._open = ""
+
+    def _into(self, kind: str, block: dict[str, Any]) -> Iterator[Event]:
+        if self._open == kind:
+            return
+        yield from self.finish()
+        self._open = kind
+        self._index += 1
+        yield {"type": "content_block_start", "index": self._index, "content_block": block}
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+def content_of(turn: Turn, shown: Shown) -> list[dict[str, Any]]:
+    """The blocks of a whole answer: thinking, text, calls."""
+    message = turn.message
+    blocks: list[dict[str, Any]] = []
+    if message.reasoning and shown is not Shown.NOTHING:
+        text = message.reasoning if shown is Shown.TEXT else ""
+        blocks.append(_thinking(text, SIGNATURE))
+    if message.content:
+        blocks.append({"type": "text", "text": message.content})
+    for call in message.tool_calls:
+        # As the model spelt it: an agent that sends it back must not have rounded a number.
+        arguments = msgspec.Raw(input_json(call.arguments).encode())
+        blocks.append(_tool_use(call.call_id, call.name, arguments))
+    return blocks
+
+
+def ending(turn: Turn, context_tokens: int) -> dict[str, Any]:
+    """Why the answer ended, and with which stop sequence."""
+    stop_sequence = None
+    if turn.sampled.finish_reason == common_pb2.FINISH_REASON_LENGTH:
+        full = turn.prompt_tokens + turn.sampled.tokens >= context_tokens
+        reason = "model_context_window_exceeded" if full else "max_tokens"
+    elif turn.stop_text:
+        reason, stop_sequence = "stop_sequence", turn.stop_text
+    else:
+        reason = "tool_use" if turn.message.tool_calls else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": stop_sequence}
+
+
+def input_json(arguments: str) -> str:
+    """Arguments of a call as JSON that every client can read and send back.
+
+    Models write NaN and half surrogates, and Python reads them; others do not. Where an agent
+    sends back what was put in their place, it makes a branch.
+    """
+    try:
+        try:
+            msgspec.json.decode(arguments)
+        except (msgspec.MsgspecError, UnicodeError):
+            return json.dumps(_readable(json.loads(arguments)), ensure_ascii=False)
+    except RecursionError:
+        pass
+    return arguments
+
+
+def _readable(value: Any) -> Any:
+    match value:
+        case dict():
+            return {_readable(key): _readable(below) for key, below in value.items()}
+        case list():
+            return [_readable(below) for below in value]
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case float() if not math.isfinite(value):
+            return None
+        case _:
+            return value
+
+
+def _thinking(text: str, signature: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": signature}
+
+
+def _tool_use(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+
+
+def _sse(event: Event) -> bytes:
+    return sse(event, event=event["type"])

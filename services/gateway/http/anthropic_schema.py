@@ -1,0 +1,171 @@
+"""Anthropic Messages requests: decoding and what is allowed in them.
+
+Owns what a request asks for besides its conversation: tools, sampling, thinking, what is refused.
+`anthropic_history` reads the conversation. Unknown fields are ignored, as clients send many; a
+known field of the wrong type, or one whose effect cannot be had, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, Literal
+
+import msgspec
+
+from forge.core.errors import InvalidArgument
+from forge.core.formats import OutputFormat
+from forge.v1 import common_pb2
+from services.gateway.http.schema import checked_stops, sampling_params, tool_to_call
+from services.gateway.model import Tools
+
+EDITS_WITHOUT_EFFECT = ("clear_thinking_",)
+"""Edits of the context that change nothing here: which thinking stays, the chat template says."""
+
+
+class Tool(msgspec.Struct):
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str = ""
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(msgspec.Struct):
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputConfig(msgspec.Struct):
+    format: Any = None
+
+
+class ContextEdit(msgspec.Struct):
+    type: str
+
+
+class ContextManagement(msgspec.Struct):
+    edits: list[ContextEdit] = []
+
+
+class CountTokensRequest(msgspec.Struct):
+    """What makes a prompt."""
+
+    model: str
+    messages: msgspec.Raw
+    """Read by `anthropic_history`, as far as it is new; and so is this:"""
+    system: msgspec.Raw = msgspec.Raw(b"null")
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    output_format: Any = None
+    context_management: ContextManagement | None = None
+    container: Any = None
+    mcp_servers: list[Any] | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """The same and how to answer it."""
+
+    max_tokens: int
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+
+
+class Shown(Enum):
+    """How much an agent sees of the model's thinking."""
+
+    NOTHING = "nothing"
+    BLOCKS = "blocks"
+    """That there was some, but no text."""
+    TEXT = "text"
+
+
+def check(request: CountTokensRequest) -> None:
+    """Raises `InvalidArgument` for what no answer could satisfy."""
+    asked_format = request.output_config.format if request.output_config else None
+    if asked_format is not None or request.output_format is not None:
+        raise InvalidArgument("output_config.format is not supported: answers are free text")
+    edits = request.context_management.edits if request.context_management else ()
+    for edit in edits:
+        if not edit.type.startswith(EDITS_WITHOUT_EFFECT):
+            raise InvalidArgument(
+                f"context_management: an edit of type {edit.type[:40]!r} is not supported; "
+                "contexts are changed by agents only"
+            )
+    if request.container is not None:
+        raise InvalidArgument("container is not supported: no tools run here")
+    if request.mcp_servers:
+        raise InvalidArgument("mcp_servers are not supported: no tools run here")
+
+
+def tools_of(request: CountTokensRequest) -> Tools:
+    """The tools as templates take them. Raises `InvalidArgument` for those of other kinds than
+    the agent's own."""
+    return [_tool(tool, at) for at, tool in enumerate(request.tools or ())]
+
+
+def calls_tools(request: CountTokensRequest) -> bool:
+    return request.tool_choice is None or request.tool_choice.type != "none"
+
+
+def parallel_calls(request: CountTokensRequest) -> bool:
+    choice = request.tool_choice
+    return choice is None or not choice.disable_parallel_tool_use
+
+
+def required_tool(request: CountTokensRequest, tools: Tools, output: OutputFormat) -> str | None:
+    """What `TurnRequest.required_tool` takes; raises `InvalidArgument` if it cannot be had."""
+    choice = request.tool_choice
+    if choice is None or choice.type in ("auto", "none"):
+        return None
+    if choice.type == "any":
+        return tool_to_call("", tools, output)
+    if not choice.name:
+        raise InvalidArgument("tool_choice of type 'tool' needs a name")
+    return tool_to_call(choice.name, tools, output)
+
+
+def sampling_of(request: MessagesRequest) -> common_pb2.SamplingParams:
+    return sampling_params(
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+    )
+
+
+def stops_of(request: MessagesRequest) -> Sequence[str]:
+    return checked_stops("stop_sequences", request.stop_sequences or [])
+
+
+def shown_of(request: CountTokensRequest) -> Shown:
+    """Agents that did not ask for thinking do not expect it in front of the text."""
+    thinking = request.thinking
+    if thinking is None or thinking.type == "disabled":
+        return Shown.NOTHING
+    return Shown.BLOCKS if thinking.display == "omitted" else Shown.TEXT
+
+
+def _tool(tool: Tool, at: int) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise InvalidArgument(
+            f"tools[{at}] of type {tool.type[:40]!r} is not supported; "
+            "a tool has a name and an input_schema"
+        )
+    if not tool.name or tool.input_schema is None:
+        raise InvalidArgument(f"tools[{at}] must have a name and an input_schema")
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = tool.input_schema
+    return {"type": "function", "function": function}
