@@ -7,6 +7,7 @@ two: `prepare_commit` names the groups, the caller stores them as TRAINED, `comm
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from forge.core.errors import FailedPrecondition, NotFound
 from forge.core.groups import Group, Phase
 from forge.core.trajectory import TaskId
 
+_BATCH_ID = re.compile(r"batch-(\d+)-(\d+)")
 MAX_WRITE_S = 120.0
 """Longer than any write between a `prepare` and its end takes."""
 
@@ -42,8 +44,9 @@ class Batches:
         self._open: dict[str, Batch] = {}
         self._committed: dict[str, int] = {}
         """Step by batch id: makes a repeated commit harmless."""
-        self._revoked: set[str] = set()
-        """Taken back by a rewind: what was learned from them is in no surviving checkpoint."""
+        self._void_before = (0, 0)
+        """Term and number. What was granted before was taken back by a rewind: what was learned
+        from it is in no surviving checkpoint."""
 
     def get(self, batch_id: str) -> Batch | None:
         """The open batch of that id."""
@@ -66,7 +69,7 @@ class Batches:
         )
         if not groups:
             return None
-        batch_id = f"batch-{self._term}-{self._issued}"
+        batch_id = _batch_id(self._term, self._issued)
         self._issued += 1
         return self._hold(batch_id, trainer_id, groups, expires_s)
 
@@ -144,16 +147,16 @@ class Batches:
                 self._books.move(group, Phase.COMPLETE)
 
     def prepare_rewind(self, step: int) -> tuple[TaskId, ...]:
-        """Take every open batch back for good, and name the groups to store as PENDING."""
+        """Take every batch back for good, also those that an earlier term granted or that were
+        given back since, and name the groups to store as PENDING."""
         for batch_id in tuple(self._open):
             self.release(batch_id)
-            self._revoked.add(batch_id)
+        self._void_before = (self._term, self._issued)
         return tuple(group.spec.task_id for group in self._books.trained_after(step))
 
     def rewind(self, step: int) -> int:
         """Groups trained after `step` are visible again; how many."""
-        undone = {batch for batch, committed in self._committed.items() if committed > step}
-        self._revoked |= undone
+        undone = [batch for batch, committed in self._committed.items() if committed > step]
         for batch_id in undone:
             del self._committed[batch_id]
         return len(self._books.rewind(step))
@@ -190,7 +193,7 @@ class Batches:
         return batch.task_ids
 
     def _hold_again(self, batch_id: str, groups: Sequence[Group], now_s: float) -> Batch:
-        if batch_id in self._revoked or not groups:
+        if not groups or _granted_at(batch_id) < self._void_before:
             raise NotFound(f"batch_id {batch_id!r} is not held: its groups went back")
         for group in groups:
             if group.phase is not Phase.COMPLETE:
@@ -202,3 +205,13 @@ class Batches:
 
     def _groups(self, batch: Batch) -> list[Group]:
         return [self._books.group(task_id) for task_id in batch.task_ids]
+
+
+def _batch_id(term: int, number: int) -> str:
+    return f"batch-{term}-{number}"
+
+
+def _granted_at(batch_id: str) -> tuple[int, int]:
+    """Term and number of a batch; before all others for an id that was never given out."""
+    match = _BATCH_ID.fullmatch(batch_id)
+    return (int(match[1]), int(match[2])) if match else (-1, 0)

@@ -17,12 +17,13 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NewType, Protocol, TypeVar
 
 from forge.core.errors import InvalidArgument
 
 TaskId = NewType("TaskId", str)
 TrajectoryId = NewType("TrajectoryId", str)
+Number = TypeVar("Number", int, float)
 
 TOKEN_BYTES = 4
 """Of one entry of every column: an int32 id, a float32 log-prob, an int32 weight version."""
@@ -90,7 +91,7 @@ class TurnTokens:
     """The tokens one LLM call added to its trajectory's tree."""
 
     turn_index: int
-    """Counts from 0 in the order the calls began."""
+    """Counts from 0 in the order the calls ended."""
     parent_turn: int = NO_PARENT
     """The turn whose sequence this context extends."""
     prefix_tokens: int = 0
@@ -207,33 +208,32 @@ class TokenTree:
 
 def int32_array(data: bytes | memoryview) -> array[int]:
     """The numbers in a little-endian int32 column."""
-    numbers = array("i")
-    numbers.frombytes(data)
-    if _BIG_ENDIAN:
-        numbers.byteswap()
-    return numbers
+    return _from_column(array("i"), data)
 
 
 def int32_bytes(values: Iterable[int]) -> bytes:
     """A little-endian int32 column of `values`."""
-    numbers = array("i", values)
-    if _BIG_ENDIAN:
-        numbers.byteswap()
-    return numbers.tobytes()
+    return _to_column(array("i", values))
 
 
 def float32_array(data: bytes | memoryview) -> array[float]:
     """The numbers in a little-endian float32 column."""
-    numbers = array("f")
+    return _from_column(array("f"), data)
+
+
+def float32_bytes(values: Iterable[float]) -> bytes:
+    """A little-endian float32 column of `values`."""
+    return _to_column(array("f", values))
+
+
+def _from_column(numbers: array[Number], data: bytes | memoryview) -> array[Number]:
     numbers.frombytes(data)
     if _BIG_ENDIAN:
         numbers.byteswap()
     return numbers
 
 
-def float32_bytes(values: Iterable[float]) -> bytes:
-    """A little-endian float32 column of `values`."""
-    numbers = array("f", values)
+def _to_column(numbers: array[Number]) -> bytes:
     if _BIG_ENDIAN:
         numbers.byteswap()
     return numbers.tobytes()

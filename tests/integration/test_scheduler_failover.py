@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from forge.core.errors import NotFound, StaleFence, Unavailable
 from forge.runtime.coordination import Coordinator
@@ -19,17 +17,6 @@ from tests.support.scheduler_cluster import (
     ids_of,
     make_task,
 )
-
-
-@pytest_asyncio.fixture
-async def forge(
-    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
-) -> AsyncIterator[SchedulerCluster]:
-    """One pool shard."""
-    running = SchedulerCluster(tmp_path, etcd=etcd, cluster=cluster, coordinator=coordinator)
-    running.start_pool()
-    yield running
-    await running.close()
 
 
 async def test_standby_takes_over_from_a_killed_leader_with_all_work_in_flight(

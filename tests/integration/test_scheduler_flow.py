@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from forge.core.errors import (
     FailedPrecondition,
@@ -15,26 +12,13 @@ from forge.core.errors import (
     NotFound,
     ResourceExhausted,
 )
-from forge.runtime.coordination import Coordinator
 from forge.v1 import common_pb2, scheduler_pb2
-from tests.support.etcd import EtcdServer
 from tests.support.scheduler_cluster import (
     SchedulerCluster,
     assert_books_balance,
     ids_of,
     make_task,
 )
-
-
-@pytest_asyncio.fixture
-async def forge(
-    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
-) -> AsyncIterator[SchedulerCluster]:
-    """One pool shard and one scheduler, not yet up."""
-    running = SchedulerCluster(tmp_path, etcd=etcd, cluster=cluster, coordinator=coordinator)
-    running.start_pool()
-    yield running
-    await running.close()
 
 
 async def test_group_goes_from_submission_to_trained(forge: SchedulerCluster) -> None:

@@ -7,8 +7,6 @@ what was durable, while runners and trainers go on with what they held.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -24,7 +22,6 @@ from forge.core.batches import Batch
 from forge.core.errors import NotFound
 from forge.core.generation import GenerationQueue
 from forge.core.groups import (
-    Attempt,
     AttemptState,
     Group,
     GroupSpec,
@@ -33,31 +30,11 @@ from forge.core.groups import (
 )
 from forge.core.rollouts import RolloutClaim
 from forge.core.trajectory import TaskId, parse_trajectory_id
+from tests.support.durable_group import Durable
 
 DOMAINS = ("code", "qa", "general")
 SHARDS = ("s0", "s1")
 TRAINERS = ("t0", "t1")
-
-
-@dataclass
-class Durable:
-    """One group as the pool has it."""
-
-    spec: GroupSpec
-    phase: Phase = Phase.QUEUED
-    batch_id: str = ""
-    step: int = 0
-    attempts: dict[tuple[int, int], AttemptState] = field(default_factory=dict)
-    """By rollout index and attempt."""
-
-    def restored(self) -> Group:
-        group = Group(self.spec)
-        group.recall(Attempt(*key, state) for key, state in self.attempts.items())
-        group.phase = self.phase
-        if not self.phase.open:
-            group.batch_id, group.step = self.batch_id, self.step
-            group.close()
-        return group
 
 
 class GenerationQueueMachine(RuleBasedStateMachine):

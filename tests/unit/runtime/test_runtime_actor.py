@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,86 +18,9 @@ from forge.core.errors import (
     NotFound,
 )
 from forge.runtime.actor import Actor, ActorSystem, Restart, ThreadActor
+from tests.support.actors import Crash, Double, Doubler, Gate, Refuse, ThreadDoubler
 
 AT_ONCE = Restart(max_restarts=3, backoff_s=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Double:
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Crash:
-    pass
-
-
-class Doubler(Actor):
-    """Counts, so that a test sees whether it is the same incarnation."""
-
-    mailbox_size = 4
-
-    def __init__(self) -> None:
-        self.handled = 0
-
-    async def receive(self, message: Any) -> Any:
-        self.handled += 1
-        match message:
-            case Double(number):
-                return 2 * number
-            case Refuse():
-                raise NotFound("no such thing")
-            case Crash():
-                raise KeyError("a bug")
-            case "handled":
-                return self.handled
-            case _:
-                return await super().receive(message)
-
-
-class ThreadDoubler(ThreadActor):
-    """The same on a thread."""
-
-    mailbox_size = 4
-
-    def __init__(self) -> None:
-        self.handled = 0
-
-    def receive(self, message: Any) -> Any:
-        self.handled += 1
-        match message:
-            case Double(number):
-                return 2 * number
-            case Refuse():
-                raise NotFound("no such thing")
-            case Crash():
-                raise KeyError("a bug")
-            case "handled":
-                return self.handled
-            case _:
-                return super().receive(message)
-
-
-class Gate(Actor):
-    """Handles a message only once its gate is open."""
-
-    mailbox_size = 2
-
-    def __init__(self) -> None:
-        self.open = asyncio.Event()
-        self.entered = asyncio.Event()
-        self.seen: list[Any] = []
-
-    async def receive(self, message: Any) -> Any:
-        self.entered.set()
-        await self.open.wait()
-        self.seen.append(message)
-        return message
 
 
 @pytest_asyncio.fixture
