@@ -71,14 +71,15 @@ def closing(body: str, end_texts: Sequence[str]) -> str:
     return body[start:] if start >= 0 else body[len(body.rstrip()) :]
 
 
-def looks_back_one_answer(render: Render, *, end_texts: Sequence[str]) -> bool:
+def looks_back_one_answer(render: Render, stub: Render, *, end_texts: Sequence[str]) -> bool:
     """Whether `STUB` may stand for the history of every answer: tried out on sample histories.
 
-    If so, following up costs only what is new, however long the session. Samples that the
-    template refuses either way prove nothing and are passed over.
+    If so, following up costs only what is new, however long the session. `stub` renders behind
+    the stub: without tools, where a template that repeats them behind every question must be seen
+    to do so. Samples that the template refuses either way prove nothing and are passed over.
     """
     return all(
-        _same_behind(render, history, answer, following, end_texts)
+        _same_behind(render, stub, history, answer, following, end_texts)
         for history in _HISTORIES
         for answer in _ANSWERS
         for following in _FOLLOWING
@@ -87,6 +88,7 @@ def looks_back_one_answer(render: Render, *, end_texts: Sequence[str]) -> bool:
 
 def _same_behind(
     render: Render,
+    stub: Render,
     history: Sequence[Message],
     answer: Message,
     following: Sequence[Message],
@@ -97,10 +99,10 @@ def _same_behind(
     except TemplateRefused:
         return True
     try:
-        stub = continuation(render, STUB, answer, "?", following, end_texts=end_texts)
+        short = continuation(stub, STUB, answer, "?", following, end_texts=end_texts)
     except TemplateRefused:
         return False
-    return full == stub
+    return full == short
 
 
 def _user(text: str) -> Message:

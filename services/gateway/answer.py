@@ -131,7 +131,7 @@ class AnswerReader:
                 # Formats that write calls as one list give several at once.
                 break
             if isinstance(delta, CallDelta):
-                delta = replace(delta, call_id=self._new_call_id())
+                delta = replace(delta, call_id=self._call_id(delta.call_id))
                 self.stopped = self.stopped or not self._parallel_calls
             named.append(delta)
             match delta:
@@ -142,3 +142,8 @@ class AnswerReader:
                 case CallDelta(name=name, arguments=arguments, call_id=call_id):
                     self._calls.append(ToolCall(name=name, arguments=arguments, call_id=call_id))
         return named
+
+    def _call_id(self, own: str) -> str:
+        """The model's own id where it gives one, for it sees that again; but no id twice."""
+        taken = {call.call_id for call in self._calls}
+        return own if own and own not in taken else self._new_call_id()

@@ -43,6 +43,7 @@ class GatewayApp:
                 config.model_path,
                 name=config.model_name,
                 context_tokens=config.context_tokens,
+                reasoning_format=config.reasoning_format,
                 tool_format=config.tool_format,
             )
         )
@@ -69,6 +70,7 @@ class GatewayApp:
             "model_loaded",
             model=model.name,
             context_tokens=model.context_tokens,
+            reasoning_format=model.reasoning.name if model.reasoning else "none",
             tool_format=model.format.name,
             looks_back_one_answer=model.looks_back_one_answer,
         )

@@ -24,7 +24,16 @@ class GatewayConfig(ServiceConfig):
         minimum=0,
     )
     tool_format: str = setting(
-        "auto", help="how the model writes tool calls: a format's name; auto: as its template says"
+        "auto",
+        help="how the model writes tool calls: hermes, qwen3_coder, glm, minimax_m2, kimi_k2, "
+        "deepseek_v3, deepseek_v31, mistral, mistral_v11, llama3_json, pythonic, react, plain "
+        "(none), or a package's; auto: as its chat template does",
+    )
+    reasoning_format: str = setting(
+        "auto",
+        help="how the model sets off reasoning: think, think_close (only the end is written), "
+        "mistral_think, none, a package's, or two tags with a space between; auto: as its chat "
+        "template does",
     )
     http_port: int = setting(0, help="HTTP port; 0 takes a free one", minimum=0, maximum=65535)
     max_body_mib: float = setting(32.0, help="largest HTTP request body", minimum=0.001)

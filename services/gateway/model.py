@@ -1,13 +1,16 @@
-"""The model as the gateway sees it: tokenizer, chat template, stop tokens, output format.
+"""The model as the gateway sees it: tokenizer, chat template, stop tokens, output formats.
 
-Owns text to ids and back, and rendering. Owns no conversation and no weights: torch is never
-imported. A model directory has the layout of transformers; `tokenizer.json` is taken as it is.
+Owns text to ids and back, rendering, and what is tried out on the template when the model is
+loaded: which formats it speaks, how it takes arguments, how far it looks back. Owns no
+conversation and no weights: torch is never imported. A model directory has the layout of
+transformers; `tokenizer.json` is taken as it is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,14 +20,21 @@ from transformers import PreTrainedTokenizerFast
 
 from forge.core.continuation import Render, TemplateRefused, looks_back_one_answer
 from forge.core.errors import ConfigError
-from forge.core.formats import OutputFormat, detect_format, get_format
-from forge.core.formats.think import CLOSE as THINK_CLOSE
-from forge.core.formats.think import MARKS as THINK_MARKS
-from forge.core.formats.think import OPEN as THINK_OPEN
+from forge.core.formats import (
+    SAMPLE_CALL,
+    SAMPLE_TOOLS,
+    OutputFormat,
+    ReasoningFormat,
+    Tools,
+    detect_format,
+    detect_reasoning,
+    get_format,
+    get_reasoning,
+)
 from forge.core.messages import Message
 from forge.core.trajectory import TOKEN_BYTES, int32_array, int32_bytes
 
-Tools = Sequence[Mapping[str, Any]]
+__all__ = ["ChatModel", "TextStream", "Tools", "template_message"]
 
 _TEMPLATE_ERRORS = (
     TemplateError,
@@ -48,6 +58,7 @@ class ChatModel:
         context_tokens: int,
         stop_ids: Iterable[int],
         tool_format: str = "auto",
+        reasoning_format: str = "auto",
     ) -> None:
         """Raises `ConfigError` when the tokenizer has no chat template."""
         if not tokenizer.chat_template:
@@ -55,26 +66,37 @@ class ChatModel:
         self.name = name
         self.context_tokens = context_tokens
         self.stop_ids = frozenset(stop_ids)
-        template = str(tokenizer.chat_template)
-        self.format: OutputFormat = get_format(
-            detect_format(template) if tool_format == "auto" else tool_format
-        )
-        self.thinks = THINK_OPEN in template
         self.vocabulary_tokens = len(tokenizer)
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
-        self._hidden_ids = self._hidden(tokenizer)
-        self.end_texts = tuple(
-            self._backend.decode([i], skip_special_tokens=False) for i in self.stop_ids
+        self.end_texts = tuple(self.piece(token_id) for token_id in self.stop_ids)
+        self._text_arguments = self._takes_text_only()
+        template = str(tokenizer.chat_template)
+        self.format: OutputFormat = get_format(
+            detect_format(template, self._written_call()) if tool_format == "auto" else tool_format
         )
-        self.opens_reasoning = self.thinks and self._opens_reasoning()
-        self.looks_back_one_answer = looks_back_one_answer(
-            self.renderer(None), end_texts=self.end_texts
-        ) and looks_back_one_answer(self.renderer(_SAMPLE_TOOLS), end_texts=self.end_texts)
+        self.reasoning: ReasoningFormat | None = get_reasoning(
+            detect_reasoning(template) if reasoning_format == "auto" else reasoning_format
+        )
+        self._hidden_ids = self._hidden(tokenizer)
+        self.opens_reasoning = self.reasoning is not None and self.reasoning.opened_by(
+            self._rendered(_ASKED, None, generation_prompt=True)
+        )
+        stub = self.renderer(None)
+        self.looks_back_one_answer = all(
+            looks_back_one_answer(self.renderer(tools), stub, end_texts=self.end_texts)
+            for tools in (None, SAMPLE_TOOLS)
+        )
 
     @classmethod
     def load(
-        cls, path: str, *, name: str = "", context_tokens: int = 0, tool_format: str = "auto"
+        cls,
+        path: str,
+        *,
+        name: str = "",
+        context_tokens: int = 0,
+        tool_format: str = "auto",
+        reasoning_format: str = "auto",
     ) -> ChatModel:
         """Reads a model directory. Raises `ConfigError` naming the file that is missing."""
         directory = Path(path)
@@ -97,6 +119,7 @@ class ChatModel:
             context_tokens=context_tokens,
             stop_ids=cast(set[int], stop_ids),
             tool_format=tool_format,
+            reasoning_format=reasoning_format,
         )
 
     def renderer(self, tools: Tools | None) -> Render:
@@ -105,7 +128,10 @@ class ChatModel:
         def render(messages: Sequence[Message], generation_prompt: bool) -> str:
             try:
                 text = self._tokenizer.apply_chat_template(
-                    [template_message(message) for message in messages],
+                    [
+                        template_message(message, text_arguments=self._text_arguments)
+                        for message in messages
+                    ],
                     tools=list(tools) if tools else None,
                     tokenize=False,
                     add_generation_prompt=generation_prompt,
@@ -128,9 +154,9 @@ class ChatModel:
 
     def reasoning_tokens(self, answer: Message, sampled_ids: bytes) -> int:
         """How many of an answer's tokens are reasoning, the mark behind it included."""
-        if not answer.reasoning:
+        if not answer.reasoning or self.reasoning is None:
             return 0
-        close = self._backend.encode(THINK_CLOSE, add_special_tokens=False).ids
+        close = self._backend.encode(self.reasoning.close, add_special_tokens=False).ids
         if len(close) != 1:
             # Text has no exact length in tokens when its end is spread over some of them.
             return len(self.encode(answer.reasoning)) // TOKEN_BYTES
@@ -141,15 +167,52 @@ class ChatModel:
         """The text of one token by itself, special or not."""
         return cast(str, self._backend.decode([token_id], skip_special_tokens=False))
 
+    def starts_inside(self, prompt_ids: bytes, *, opening: str = "") -> bool:
+        """Whether an answer to this prompt begins with reasoning that nothing marks as such.
+
+        Not the same for all prompts of a model: some templates open the reasoning behind a
+        question, but not behind the result of a tool. `opening` is the end of the prompt that was
+        put into the model's mouth, which the parser is fed too.
+        """
+        if self.reasoning is None:
+            return False
+        tail = len(opening) + _TAIL_TOKENS
+        text = self.decode(prompt_ids[-tail * TOKEN_BYTES :])
+        return self.reasoning.opened_by(text.removesuffix(opening))
+
     def _hidden(self, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
         """Special tokens are no text, except where a format writes with them."""
-        marks = self.format.marks | (THINK_MARKS if self.thinks else frozenset())
-        kept = {tokenizer.convert_tokens_to_ids(mark) for mark in marks}
+        marks = self.format.marks | (self.reasoning.marks if self.reasoning else frozenset())
+        kept = {self._backend.token_to_id(mark) for mark in marks}
         return (frozenset(tokenizer.all_special_ids) | self.stop_ids) - kept
 
-    def _opens_reasoning(self) -> bool:
-        asked = self.renderer(None)([Message(role="user", content=".")], True)
-        return asked.rstrip().endswith(THINK_OPEN)
+    def _takes_text_only(self) -> bool:
+        """Whether the template takes the arguments of a call as JSON text, and not as an object."""
+        self._text_arguments = False
+        if self._rendered(_CALLED, SAMPLE_TOOLS):
+            return False
+        self._text_arguments = True
+        return bool(self._rendered(_CALLED, SAMPLE_TOOLS))
+
+    def _written_call(self) -> str:
+        """How the template writes a call; "" if it does not."""
+        before = self._rendered(_ASKED, SAMPLE_TOOLS, generation_prompt=True)
+        after = self._rendered(_CALLED, SAMPLE_TOOLS)
+        if not before or not after:
+            return ""
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
+        written = after[sum(1 for _ in same) :]
+        ends = [at for end in self.end_texts if end and (at := written.rfind(end)) >= 0]
+        return written[: max(ends)] if ends else written
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Tools | None, *, generation_prompt: bool = False
+    ) -> str:
+        """A sample rendered; "" if the template refuses it."""
+        try:
+            return self.renderer(tools)(messages, generation_prompt)
+        except TemplateRefused:
+            return ""
 
 
 class TextStream:
@@ -191,8 +254,9 @@ class TextStream:
         return text
 
 
-def template_message(message: Message) -> dict[str, Any]:
-    """A message as chat templates expect it: arguments as an object wherever they are one."""
+def template_message(message: Message, *, text_arguments: bool = False) -> dict[str, Any]:
+    """A message as chat templates expect it: arguments as an object wherever they are one, or, for
+    the templates that want that, as text."""
     plain: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
         plain["reasoning_content"] = message.reasoning
@@ -201,7 +265,12 @@ def template_message(message: Message) -> dict[str, Any]:
             {
                 "id": call.call_id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": _object_or_text(call.arguments)},
+                "function": {
+                    "name": call.name,
+                    "arguments": call.arguments or "{}"
+                    if text_arguments
+                    else _object_or_text(call.arguments),
+                },
             }
             for call in message.tool_calls
         ]
@@ -231,13 +300,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-_SAMPLE_TOOLS: Tools = (
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Look somewhere.",
-            "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
-        },
-    },
-)
+_ASKED = (Message(role="user", content="."),)
+_CALLED = (*_ASKED, Message(role="assistant", tool_calls=(SAMPLE_CALL,)))
+_TAIL_TOKENS = 16
+"""Of a prompt, in which its template opens or closes the reasoning, or does not."""

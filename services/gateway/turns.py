@@ -9,6 +9,7 @@ make a `TurnRequest` and read deltas and the `Turn`.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forge.core.errors import Unavailable
-from forge.core.formats import Delta, Parser, PlainParser, ThinkParser
+from forge.core.formats import Delta, Parser, PlainParser
 from forge.core.messages import Message
 from forge.runtime.rpc.remote import Remote
 from forge.v1 import common_pb2, inference_pb2
@@ -118,6 +119,7 @@ class Turns:
             ended = False
             try:
                 prompt = await self._begin(session, request, opening, call)
+                attempt.begin(prompt)
                 async with aclosing(
                     self._sample(session, request, prompt, attempt, call)
                 ) as pieces:
@@ -230,8 +232,9 @@ class Turns:
         if request.required_tool is None:
             return ""
         opening = self.model.format.opening(request.required_tool or None)
+        reasoning = self.model.reasoning
         # Where the template opens the reasoning, that has to end first.
-        return f"\n</think>\n\n{opening}" if self.model.opens_reasoning else opening
+        return reasoning.closing + opening if reasoning and self.model.opens_reasoning else opening
 
     async def _end(self, session: Session, end: EndCall) -> int:
         # Shielded: an agent that leaves at this very moment must not take the turn with it.
@@ -267,15 +270,22 @@ class _Attempt:
         self._model = model
         self._request = request
         self._opening = opening
+        self._inside = False
         self.passed_on = False
         """Whether the agent has seen any of it."""
+        self.restart()
+
+    def begin(self, prompt: Prompt) -> None:
+        """What is sampled from here on answers this prompt."""
+        self._inside = self._model.starts_inside(prompt.ids, opening=self._opening)
         self.restart()
 
     def restart(self) -> None:
         self.reader = AnswerReader(
             self._model,
-            _parser(self._model, self._request),
-            new_call_id=lambda: f"call_{uuid.uuid4().hex[:24]}",
+            _parser(self._model, self._request, inside=self._inside),
+            # Some chat templates refuse ids of any other length.
+            new_call_id=lambda: secrets.token_hex(5)[:9],
             opening=self._opening,
             stop=self._request.stop,
             parallel_calls=self._request.parallel_calls,
@@ -319,11 +329,9 @@ class _Attempt:
         return self.sampled() if self.reader.ids else None
 
 
-def _parser(model: ChatModel, request: TurnRequest) -> Parser:
+def _parser(model: ChatModel, request: TurnRequest, *, inside: bool) -> Parser:
     if request.prompt_ids:
         return PlainParser()
     reads_calls = bool(request.tools) and request.call_tools
-    inner = model.format.parser() if reads_calls else PlainParser()
-    if not model.thinks:
-        return inner
-    return ThinkParser(inner, inside=model.opens_reasoning)
+    inner = model.format.parser(request.tools) if reads_calls else PlainParser()
+    return model.reasoning.parser(inner, inside=inside) if model.reasoning else inner

@@ -1,15 +1,11 @@
-"""Formats by name, and which of them a chat template speaks.
+"""How models write reasoning and tool calls: the vocabulary, and formats by name.
 
-Owns the registry. Another package adds a format without touching this one: an entry point in the
-group `forge.formats` that names an `OutputFormat` class.
+Owns no format itself: `base` has the vocabulary, `registry` the names, and each format a module
+or, where only tags differ, a class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.metadata import entry_points
-
-from forge.core.errors import ConfigError
 from forge.core.formats.base import (
     Answer,
     CallDelta,
@@ -18,13 +14,23 @@ from forge.core.formats.base import (
     Parser,
     ReasoningDelta,
     TextDelta,
+    Tools,
     collect,
 )
-from forge.core.formats.hermes import HermesFormat
-from forge.core.formats.plain import PlainFormat, PlainParser
-from forge.core.formats.think import ThinkParser
+from forge.core.formats.plain import PlainParser
+from forge.core.formats.registry import (
+    SAMPLE_CALL,
+    SAMPLE_TOOLS,
+    detect_format,
+    detect_reasoning,
+    get_format,
+    get_reasoning,
+)
+from forge.core.formats.think import ReasoningFormat, ThinkParser
 
 __all__ = [
+    "SAMPLE_CALL",
+    "SAMPLE_TOOLS",
     "Answer",
     "CallDelta",
     "Delta",
@@ -32,29 +38,13 @@ __all__ = [
     "Parser",
     "PlainParser",
     "ReasoningDelta",
+    "ReasoningFormat",
     "TextDelta",
     "ThinkParser",
+    "Tools",
     "collect",
     "detect_format",
+    "detect_reasoning",
     "get_format",
+    "get_reasoning",
 ]
-
-BUILT_IN: dict[str, Callable[[], OutputFormat]] = {"plain": PlainFormat, "hermes": HermesFormat}
-
-
-def get_format(name: str) -> OutputFormat:
-    """The format called `name`; raises `ConfigError` naming those there are."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]()
-    added = {entry.name: entry for entry in entry_points(group="forge.formats")}
-    if name in added:
-        made: OutputFormat = added[name].load()()
-        return made
-    raise ConfigError(f"tool format {name!r} is unknown; there are {sorted({*BUILT_IN, *added})}")
-
-
-def detect_format(template: str) -> str:
-    """Name of the format that a chat template asks models to write calls in."""
-    if "<tool_call>" in template and "<function=" not in template:
-        return "hermes"
-    return "plain"

@@ -9,9 +9,12 @@ comes out as text, and `error` says what was wrong with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+Tools = Sequence[Mapping[str, Any]]
+"""Tool definitions as OpenAI's protocol has them: `{"type": "function", "function": {...}}`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,8 @@ class CallDelta:
     arguments: str
     """A JSON object."""
     call_id: str = ""
-    """Made up by whoever hands the call to an agent."""
+    """What the model itself called the call, where its format has that; else whoever hands the
+    call to an agent makes one up."""
 
 
 Delta = TextDelta | ReasoningDelta | CallDelta
@@ -56,15 +60,23 @@ class OutputFormat(Protocol):
     """A way of writing tool calls."""
 
     name: str
-    marks: frozenset[str]
-    """Tags; where a tokenizer has them as special tokens, they are kept in the text."""
+    signs: tuple[str, ...]
+    """What stands in every chat template that asks for this format; () for what shows no sign."""
     takes_tools: bool
 
-    def parser(self) -> Parser:
-        """A parser for one answer."""
+    @property
+    def marks(self) -> frozenset[str]:
+        """Tags; where a tokenizer has them as special tokens, they are kept in the text."""
+
+    def parser(self, tools: Tools = ()) -> Parser:
+        """A parser for one answer. `tools` say of which types arguments are, where the format
+        does not."""
 
     def opening(self, tool: str | None) -> str:
         """Text that leaves the model no choice but to call `tool` (None: any tool)."""
+
+    def write(self, calls: Sequence[CallDelta]) -> str:
+        """The calls as a model that masters the format writes them: parsed, they are the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from forge.core.errors import InvalidArgument
-from forge.core.formats.base import Delta, Parser, TextDelta
+from forge.core.formats.base import CallDelta, Delta, Parser, TextDelta, Tools
 
 
 class PlainParser:
@@ -22,12 +24,20 @@ class PlainFormat:
 
     name = "plain"
     marks: frozenset[str] = frozenset()
+    signs: tuple[str, ...] = ()
     takes_tools = False
 
-    def parser(self) -> Parser:
+    def parser(self, tools: Tools = ()) -> Parser:
         return PlainParser()
 
     def opening(self, tool: str | None) -> str:
-        raise InvalidArgument(
-            "this model's chat template knows no tools, so no call can be required"
-        )
+        raise _no_calls()
+
+    def write(self, calls: Sequence[CallDelta]) -> str:
+        if calls:
+            raise _no_calls()
+        return ""
+
+
+def _no_calls() -> InvalidArgument:
+    return InvalidArgument("this model's chat template knows no tools, so no call can be required")

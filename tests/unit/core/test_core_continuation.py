@@ -90,6 +90,6 @@ def test_templates_that_look_further_back_are_found_out() -> None:
             raise TemplateRefused("no system message")
         return simple(messages, generation_prompt)
 
-    assert looks_back_one_answer(simple, end_texts=(END,))
-    assert not looks_back_one_answer(counting, end_texts=(END,))
-    assert not looks_back_one_answer(strict, end_texts=(END,))
+    assert looks_back_one_answer(simple, simple, end_texts=(END,))
+    assert not looks_back_one_answer(counting, counting, end_texts=(END,))
+    assert not looks_back_one_answer(strict, strict, end_texts=(END,))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.core.errors import DataLoss
-from forge.core.formats import CallDelta, Delta, PlainParser, TextDelta
+from forge.core.formats import CallDelta, Delta, PlainParser, TextDelta, get_format
 from forge.core.formats.hermes import HermesFormat
 from forge.core.trajectory import float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2
@@ -116,6 +116,16 @@ def test_calls_get_ids_once() -> None:
     calls = [delta for delta in deltas if isinstance(delta, CallDelta)]
     assert [call.call_id for call in calls] == ["call-0", "call-1"]
     assert reader.message().call_ids == ("call-0", "call-1")
+
+
+def test_models_own_call_ids_stay_unless_they_repeat() -> None:
+    """A model that sees its ids again keeps them, but no agent gets the same id twice."""
+    kimi = get_format("kimi_k2")
+    text = kimi.write([CallDelta(name="a", arguments="{}", call_id="functions.a:0")] * 2)
+    reader = reader_of(parser=kimi.parser())
+    reader.feed(tokens(spelt(text)))
+    reader.finish()
+    assert reader.message().call_ids == ("functions.a:0", "call-0")
 
 
 def test_unequal_columns_are_refused() -> None:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forge.core.errors import InvalidArgument
-from forge.core.formats import ThinkParser, collect
+from forge.core.formats import collect
 from forge.core.messages import Message, ToolCall
 from forge.core.trajectory import (
     TokenTree,
@@ -95,8 +95,8 @@ class Session:
 
     def parse(self, text: str, *, call_id: str) -> Message:
         parser = self.model.format.parser()
-        if self.model.thinks:
-            parser = ThinkParser(parser, inside=self.model.opens_reasoning)
+        if self.model.reasoning is not None:
+            parser = self.model.reasoning.parser(parser, inside=self.model.opens_reasoning)
         answer = collect([*parser.feed(text), *parser.finish()], parser.error)
         calls = tuple(
             ToolCall(name=call.name, arguments=call.arguments, call_id=f"{call_id}-{at}")
@@ -328,7 +328,7 @@ def spoken(session: Session, step: Step) -> str:
     if step.call is not None and session.model.format.takes_tools and session.tools:
         call = json.dumps({"name": "look", "arguments": step.call}, ensure_ascii=False)
         text += f"\n<tool_call>\n{call}\n</tool_call>"
-    if session.model.thinks and step.thought.strip():
+    if session.model.reasoning and step.thought.strip():
         text = f"<think>\n{step.thought}\n</think>\n\n{text}"
     return text
 

@@ -32,7 +32,8 @@ def test_directory_tells_all(tmp_path: Path) -> None:
     model = ChatModel.load(str(tmp_path / "my-model"))
     assert (model.name, model.context_tokens, model.format.name) == ("my-model", 512, "hermes")
     assert model.end_texts == ("<|im_end|>",)
-    assert model.thinks
+    assert model.reasoning is not None
+    assert model.reasoning.name == "think"
     plain = ChatModel.load(
         str(tmp_path / "my-model"), name="it", context_tokens=9, tool_format="plain"
     )

@@ -1,0 +1,153 @@
+"""Formats by name, and which of them a chat template speaks.
+
+Owns the registry. Another package adds a format without touching this one: an entry point in the
+group `forge.formats` that names an `OutputFormat` class, or one in `forge.reasoning` that names a
+`ReasoningFormat`.
+
+A template's format is the one that reads back a call as the template writes it. Templates that
+write none, or refuse to, are searched for what every template of a format has in it. Formats that
+packages have added are asked first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from forge.core.errors import ConfigError
+from forge.core.formats.base import OutputFormat, Tools, collect
+from forge.core.formats.hermes import HermesFormat
+from forge.core.formats.llama import LlamaJsonFormat, PythonicFormat
+from forge.core.formats.mistral import MistralFormat, MistralV11Format
+from forge.core.formats.plain import PlainFormat
+from forge.core.formats.react import ReActFormat
+from forge.core.formats.sections import DeepSeekV3Format, DeepSeekV31Format, KimiFormat
+from forge.core.formats.think import MISTRAL_THINK, THINK, THINK_CLOSE, ReasoningFormat
+from forge.core.formats.xml import GlmFormat, MiniMaxFormat, Qwen3CoderFormat
+from forge.core.messages import ToolCall
+
+FORMATS_GROUP = "forge.formats"
+REASONING_GROUP = "forge.reasoning"
+NO_REASONING = "none"
+
+# Signs are looked for in this order: what is more particular comes first.
+BUILT_IN: dict[str, Callable[[], OutputFormat]] = {
+    "minimax_m2": MiniMaxFormat,
+    "kimi_k2": KimiFormat,
+    "deepseek_v3": DeepSeekV3Format,
+    "deepseek_v31": DeepSeekV31Format,
+    "mistral_v11": MistralV11Format,
+    "mistral": MistralFormat,
+    "qwen3_coder": Qwen3CoderFormat,
+    "glm": GlmFormat,
+    "hermes": HermesFormat,
+    "pythonic": PythonicFormat,
+    "llama3_json": LlamaJsonFormat,
+    "react": ReActFormat,
+    "plain": PlainFormat,
+}
+BUILT_IN_REASONING = {
+    reasoning.name: reasoning for reasoning in (THINK, THINK_CLOSE, MISTRAL_THINK)
+}
+
+SAMPLE_TOOLS: Tools = (
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look somewhere.",
+            "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+        },
+    },
+)
+SAMPLE_CALL = ToolCall(name="look", arguments='{"at": "a"}', call_id="call000a1")
+"""A call that templates are made to write; they differ in which ids they take, not in this one."""
+
+
+def get_format(name: str) -> OutputFormat:
+    """The format called `name`; raises `ConfigError` naming those there are."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    added = _added(FORMATS_GROUP)
+    if name in added:
+        made: OutputFormat = _load(added[name])()
+        return made
+    raise ConfigError(f"tool format {name!r} is unknown; there are {sorted({*BUILT_IN, *added})}")
+
+
+def detect_format(template: str, written: str = "") -> str:
+    """Name of the format that a chat template asks models to write calls in.
+
+    `written` is how the template writes `SAMPLE_CALL`; "" if it does not.
+    """
+    for output in _all_formats():
+        if written and _reads(output, written):
+            return output.name
+    for output in _all_formats():
+        if output.signs and all(sign in template for sign in output.signs):
+            return output.name
+    return PlainFormat.name
+
+
+def get_reasoning(name: str) -> ReasoningFormat | None:
+    """The reasoning format called `name`, or made of two tags with a space between.
+
+    None for "none". Raises `ConfigError` naming those there are.
+    """
+    if name == NO_REASONING:
+        return None
+    if name in BUILT_IN_REASONING:
+        return BUILT_IN_REASONING[name]
+    match name.split():
+        case [opening, closing]:
+            return ReasoningFormat(name=name, open=opening, close=closing)
+    added = _added(REASONING_GROUP)
+    if name in added:
+        made: ReasoningFormat = _load(added[name])
+        return made
+    known = sorted({NO_REASONING, *BUILT_IN_REASONING, *added})
+    raise ConfigError(
+        f"reasoning format {name!r} is unknown; there are {known}, or two tags with a space between"
+    )
+
+
+def detect_reasoning(template: str) -> str:
+    """Name of the reasoning format whose closing tag a chat template has."""
+    added = (_load(entry) for entry in _added(REASONING_GROUP).values())
+    for reasoning in (*added, THINK, MISTRAL_THINK):
+        if reasoning.close in template:
+            return str(reasoning.name)
+    return NO_REASONING
+
+
+def _all_formats() -> Iterator[OutputFormat]:
+    for entry in _added(FORMATS_GROUP).values():
+        yield _load(entry)()
+    for make in BUILT_IN.values():
+        yield make()
+
+
+def _reads(output: OutputFormat, written: str) -> bool:
+    parser = output.parser(SAMPLE_TOOLS)
+    answer = collect([*parser.feed(written), *parser.finish()], parser.error)
+    return (
+        not answer.error
+        and not answer.content.strip()
+        and [(call.name, json.loads(call.arguments)) for call in answer.calls]
+        == [(SAMPLE_CALL.name, json.loads(SAMPLE_CALL.arguments))]
+    )
+
+
+def _added(group: str) -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in sorted(entry_points(group=group))}
+
+
+def _load(entry: EntryPoint) -> Any:
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{entry.group} {entry.name!r} cannot be loaded from {entry.value}: {error}"
+        ) from error

@@ -1,0 +1,84 @@
+"""Formats by name, by template, and from other packages."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from forge.core.errors import ConfigError
+from forge.core.formats import (
+    SAMPLE_CALL,
+    CallDelta,
+    detect_format,
+    detect_reasoning,
+    get_format,
+    get_reasoning,
+    registry,
+)
+from forge.core.formats.hermes import HermesFormat
+from forge.core.formats.think import ReasoningFormat
+from tests.support.format_samples import CALLING
+
+
+class ShoutingFormat(HermesFormat):
+    """Another package's format."""
+
+    name = "shouting"
+    signs: tuple[str, ...] = ("TOOL!",)
+
+
+SHOUTED = ReasoningFormat(name="shouted", open="HM!", close="AHA!")
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package that adds one of each."""
+    entries = {
+        "forge.formats": [EntryPoint("shouting", f"{__name__}:ShoutingFormat", "forge.formats")],
+        "forge.reasoning": [EntryPoint("shouted", f"{__name__}:SHOUTED", "forge.reasoning")],
+    }
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: entries[group])
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_written_call_shows_the_format(name: str) -> None:
+    """What a template writes for a call is read by its own format and by no other."""
+    call = CallDelta(name=SAMPLE_CALL.name, arguments=SAMPLE_CALL.arguments)
+    assert detect_format("", get_format(name).write([call])) == name
+
+
+@pytest.mark.parametrize("name", [name for name in CALLING if name != "pythonic"])
+def test_signs_show_the_format(name: str) -> None:
+    """Where a template writes no call, what all templates of a format have in them decides."""
+    output = get_format(name)
+    assert output.signs
+    assert detect_format(" ".join(output.signs) + " {tools}") == name
+
+
+def test_what_shows_no_format_is_plain() -> None:
+    """A template that knows no tools has no tool calls."""
+    assert detect_format("{{ messages }}", "something else") == "plain"
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    """One clear line with what there is."""
+    with pytest.raises(ConfigError, match=r"'morse'.*hermes.*qwen3_coder"):
+        get_format("morse")
+
+
+@pytest.mark.usefixtures("added")
+def test_packages_add_formats() -> None:
+    """An entry point makes a format known by name and to detection, before the built-in ones."""
+    assert get_format("shouting").name == "shouting"
+    assert detect_format("TOOL! <tool_call>") == "shouting"
+    assert get_reasoning("shouted") is SHOUTED
+    assert detect_reasoning("... AHA! ...") == "shouted"
+
+
+def test_broken_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry point that cannot be loaded is one clear line, not a traceback of another's."""
+    broken = EntryPoint("broken", "no_such_module:Format", "forge.formats")
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: [broken])
+    with pytest.raises(ConfigError, match=r"forge\.formats 'broken'.*no_such_module"):
+        get_format("broken")
