@@ -9,6 +9,7 @@
       FailedPrecondition   the record's state forbids it: sealed, not all turns arrived
         StaleFence         a deposed leader's write, or a lost compare-and-swap
         LeaseLost          the claim this rests on has expired
+      Conflict             somebody else was first: read again, then decide anew
       ResourceExhausted    a bounded queue, the disk or the budget is full: retry later
         MailboxFull        the actor asked has too much to do
       Unavailable          starting, draining, or gone: retry
@@ -74,6 +75,11 @@ class StaleFence(FailedPrecondition):
 
 class LeaseLost(FailedPrecondition):
     pass
+
+
+class Conflict(ForgeError):
+    code = "ABORTED"
+    http_status = 409
 
 
 class ResourceExhausted(ForgeError):

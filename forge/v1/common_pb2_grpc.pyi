@@ -12,6 +12,7 @@ Status codes, the same on every service:
   PERMISSION_DENIED    the token is genuine but does not carry the scope needed.
   NOT_FOUND            the named task, trajectory, batch or version is not known here.
   FAILED_PRECONDITION  the record is in a state that forbids the call (sealed, stale fence).
+  ABORTED              another writer was first. Read again, then decide anew.
   RESOURCE_EXHAUSTED   a bounded queue or the disk is full. Retry after the `retry-after-ms`
                        trailing metadata.
   UNAVAILABLE          the instance is starting, draining or gone. Retry, on another if any.

@@ -113,8 +113,8 @@ class PoolServiceServicer(object):
 
     def AppendTurns(self, request_iterator, context):
         """Appends turns; answers each sequence number once its turn is on disk. Idempotent by
-        (trajectory, turn): the same turn again is acknowledged, a different one under the same
-        index is INVALID_ARGUMENT. FAILED_PRECONDITION once sealed. RESOURCE_EXHAUSTED when the
+        (trajectory, turn): the same turn again is acknowledged, ABORTED for a different one under
+        the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION once sealed. RESOURCE_EXHAUSTED when the
         disk is full: nothing is lost, retry later. Turns may come in any order, and before their
         group; the first one opens the trajectory. A turn's chunks must not be mixed with another's.
         Answers come in the order of the turns. On UNAVAILABLE, as when the instance drains, resend

@@ -50,8 +50,8 @@ class PoolServiceStub:
     """
     AppendTurns: _grpc.StreamStreamMultiCallable[_pool_pb2.AppendTurnsRequest, _pool_pb2.AppendTurnsResponse]
     """Appends turns; answers each sequence number once its turn is on disk. Idempotent by
-    (trajectory, turn): the same turn again is acknowledged, a different one under the same
-    index is INVALID_ARGUMENT. FAILED_PRECONDITION once sealed. RESOURCE_EXHAUSTED when the
+    (trajectory, turn): the same turn again is acknowledged, ABORTED for a different one under
+    the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION once sealed. RESOURCE_EXHAUSTED when the
     disk is full: nothing is lost, retry later. Turns may come in any order, and before their
     group; the first one opens the trajectory. A turn's chunks must not be mixed with another's.
     Answers come in the order of the turns. On UNAVAILABLE, as when the instance drains, resend
@@ -97,8 +97,8 @@ class PoolServiceAsyncStub(PoolServiceStub):
     """
     AppendTurns: _aio.StreamStreamMultiCallable[_pool_pb2.AppendTurnsRequest, _pool_pb2.AppendTurnsResponse]  # type: ignore[assignment]
     """Appends turns; answers each sequence number once its turn is on disk. Idempotent by
-    (trajectory, turn): the same turn again is acknowledged, a different one under the same
-    index is INVALID_ARGUMENT. FAILED_PRECONDITION once sealed. RESOURCE_EXHAUSTED when the
+    (trajectory, turn): the same turn again is acknowledged, ABORTED for a different one under
+    the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION once sealed. RESOURCE_EXHAUSTED when the
     disk is full: nothing is lost, retry later. Turns may come in any order, and before their
     group; the first one opens the trajectory. A turn's chunks must not be mixed with another's.
     Answers come in the order of the turns. On UNAVAILABLE, as when the instance drains, resend
@@ -165,8 +165,8 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pool_pb2.AppendTurnsResponse], _abc.AsyncIterator[_pool_pb2.AppendTurnsResponse]]:
         """Appends turns; answers each sequence number once its turn is on disk. Idempotent by
-        (trajectory, turn): the same turn again is acknowledged, a different one under the same
-        index is INVALID_ARGUMENT. FAILED_PRECONDITION once sealed. RESOURCE_EXHAUSTED when the
+        (trajectory, turn): the same turn again is acknowledged, ABORTED for a different one under
+        the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION once sealed. RESOURCE_EXHAUSTED when the
         disk is full: nothing is lost, retry later. Turns may come in any order, and before their
         group; the first one opens the trajectory. A turn's chunks must not be mixed with another's.
         Answers come in the order of the turns. On UNAVAILABLE, as when the instance drains, resend

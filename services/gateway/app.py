@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+from collections.abc import Callable
 from functools import partial
 
 from forge.runtime.actor import ActorRef, ActorSystem
-from forge.runtime.security import Claims
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
-from forge.v1 import common_pb2, gateway_pb2_grpc, inference_pb2_grpc, pool_pb2_grpc
+from forge.v1 import gateway_pb2_grpc, inference_pb2_grpc, pool_pb2_grpc
 from services.gateway.actors.session import SessionSettings
-from services.gateway.actors.shard_writer import Backlog
 from services.gateway.config import GatewayConfig
 from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
 from services.gateway.model import ChatModel
 from services.gateway.pool import Pool
 from services.gateway.service import FULL_NAME, GatewayServicer
-from services.gateway.sessions import Limits, Sessions, keeper
+from services.gateway.sessions import Limits, Sessions
 from services.gateway.turns import Turns
 
 
@@ -43,8 +42,8 @@ class GatewayApp:
                 config.model_path,
                 name=config.model_name,
                 context_tokens=config.context_tokens,
-                reasoning_format=config.reasoning_format,
                 tool_format=config.tool_format,
+                reasoning_format=config.reasoning_format,
             )
         )
         pools = self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
@@ -70,8 +69,8 @@ class GatewayApp:
             "model_loaded",
             model=model.name,
             context_tokens=model.context_tokens,
-            reasoning_format=model.reasoning.name if model.reasoning else "none",
             tool_format=model.format.name,
+            reasoning_format=model.reasoning.name if model.reasoning else "none",
             looks_back_one_answer=model.looks_back_one_answer,
         )
 
@@ -85,24 +84,22 @@ class GatewayApp:
         await self._actors.stop()
 
     def _make_sessions(self, config: GatewayConfig, model: ChatModel, pool: Pool) -> Sessions:
-        def settings(backlog: Backlog, writer: ActorRef) -> SessionSettings:
-            async def fetch(claims: Claims) -> common_pb2.Trajectory | None:
-                # A session that crashed may have left turns on their way.
-                await sessions.flush(claims.trajectory_id, backlog, writer)
-                return await pool.fetch(claims)
-
+        def settings(writer: ActorRef, grown: Callable[[str, int], None]) -> SessionSettings:
             return SessionSettings(
                 model=model,
                 max_calls=config.max_calls_per_session,
-                fetch=fetch,
-                keep=keeper(writer),
+                fetch=pool.fetch,
+                stored=pool.stored,
+                writer=writer,
+                grown=grown,
                 clock=time.monotonic,
             )
 
-        sessions = Sessions(
+        return Sessions(
             self._actors,
             limits=Limits(
                 sessions=config.max_sessions,
+                session_bytes=int(config.max_session_mib * (1 << 20)),
                 calls=config.max_calls,
                 idle_s=config.idle_s,
                 backlog_bytes=int(config.max_backlog_mib * (1 << 20)),
@@ -111,7 +108,6 @@ class GatewayApp:
             open_stream=lambda shard: partial(pool.open_append_stream, shard),
             clock=time.monotonic,
         )
-        return sessions
 
     async def _listen(
         self, config: GatewayConfig, turns: Turns, sessions: Sessions, pool: Pool

@@ -7,16 +7,21 @@ simply called again.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from functools import partial
 
 from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
-from services.gateway.actors.session import Closed, Describe, SessionFacts, StartClose
+from services.gateway.actors.session import Closed, Describe, Reread, SessionFacts, StartClose
 from services.gateway.pool import Pool
 from services.gateway.sessions import Session, Sessions
 
 ASK_TIMEOUT_S = 60.0
+CATCH_UP_S = 3.0
+"""How long a close waits for turns that are answered and not on record."""
+CATCH_UP_PAUSE_S = 0.1
 MALFORMED_REWARD = -1.0
 
 
@@ -41,20 +46,16 @@ async def close_session(
     """
     check_rewards(rewards)
     await _end_calls(session)
-    facts = await facts_of(session)
-    if facts.turns < min_turns and not abandon_reason:
-        raise FailedPrecondition(
-            f"{min_turns} turns were answered but {facts.turns} are on record: a gateway died with "
-            "the others; abandon the trajectory"
-        )
-    if not facts.closed:
-        await sessions.flush(session.claims.trajectory_id, session.backlog, session.writer)
-    summary = await pool.seal(
-        session.claims,
-        turns=facts.turns,
-        rewards=[*rewards, *(_malformed(turn) for turn in facts.malformed)],
-        abandon_reason=abandon_reason,
-    )
+    await _make_durable(sessions, session, abandon_reason=abandon_reason)
+    if not abandon_reason:
+        await _catch_up(session, min_turns)
+    seal = partial(_seal, pool, session, rewards, abandon_reason)
+    try:
+        summary = await seal()
+    except FailedPrecondition:
+        # Another gateway may have recorded turns that this one has not seen.
+        await session.actor.ask(Reread(), timeout_s=ASK_TIMEOUT_S)
+        summary = await seal()
     await session.actor.ask(Closed(), timeout_s=ASK_TIMEOUT_S)
     log.info(
         "session_closed",
@@ -64,6 +65,44 @@ async def close_session(
         abandon_reason=abandon_reason,
     )
     return summary
+
+
+async def _make_durable(sessions: Sessions, session: Session, *, abandon_reason: str) -> None:
+    try:
+        await sessions.flush(session)
+    except FailedPrecondition:
+        # What the pool refuses keeps nobody from giving the trajectory up.
+        if not abandon_reason:
+            raise
+
+
+async def _catch_up(session: Session, min_turns: int) -> None:
+    """Waits for turns that another gateway may have answered and not yet made durable. Raises
+    `FailedPrecondition` when they do not come."""
+    give_up_s = time.monotonic() + CATCH_UP_S
+    while (facts := await facts_of(session)).turns < min_turns:
+        if time.monotonic() >= give_up_s:
+            raise FailedPrecondition(
+                f"{min_turns} turns were answered but {facts.turns} are on record: a gateway died "
+                "with the others; abandon the trajectory"
+            )
+        await asyncio.sleep(CATCH_UP_PAUSE_S)
+        await session.actor.ask(Reread(), timeout_s=ASK_TIMEOUT_S)
+
+
+async def _seal(
+    pool: Pool,
+    session: Session,
+    rewards: Sequence[common_pb2.RewardEvent],
+    abandon_reason: str,
+) -> common_pb2.TrajectorySummary:
+    facts = await facts_of(session)
+    return await pool.seal(
+        session.claims,
+        turns=facts.turns,
+        rewards=[*rewards, *(_malformed(turn) for turn in facts.malformed)],
+        abandon_reason=abandon_reason,
+    )
 
 
 def check_rewards(rewards: Sequence[common_pb2.RewardEvent]) -> None:

@@ -40,6 +40,11 @@ class GatewayConfig(ServiceConfig):
     max_calls: int = setting(4096, help="calls in flight, over all sessions", minimum=1)
     max_calls_per_session: int = setting(64, help="calls in flight in one session", minimum=1)
     max_sessions: int = setting(100_000, help="sessions held in memory", minimum=1)
+    max_session_mib: float = setting(
+        1024.0,
+        help="sessions held in memory, by size; the longest unused leave, the pool brings them back",
+        minimum=1,
+    )
     idle_s: float = setting(
         600.0, help="a session unused for so long leaves memory; the pool brings it back", minimum=0
     )

@@ -35,6 +35,10 @@ from services.gateway.handles import Handle, Held, Recalled
 from services.gateway.model import ChatModel, Tools
 from services.gateway.reading import MARKS_KEPT, Marked, Reading, begin
 
+SESSION_BYTES = 8192
+"""Of a session without turns, its actor included."""
+TURN_BYTES = 1024
+"""Of a turn without its text and tokens."""
 MAX_ANSWERS_TRIED = 3
 """Answers from the end of the history that a context may continue, before it branches."""
 
@@ -120,6 +124,8 @@ class Conversation:
     marks: list[Marked] = field(default_factory=list)
     """The last requests, the latest last."""
     sampled_tokens: int = 0
+    size_bytes: int = SESSION_BYTES
+    """About what it takes in memory."""
     parse_errors: dict[int, str] = field(default_factory=dict)
     """By turn."""
     held: dict[str, Held] = field(default_factory=dict)
@@ -212,6 +218,7 @@ class Conversation:
         )
         if handle is not None and node is not None:
             self._hold(record, handle.name, handle.facts)
+        self.size_bytes += TURN_BYTES + record.ByteSize()
         return record
 
     def restore(self, turn: common_pb2.Turn) -> None:
@@ -230,6 +237,7 @@ class Conversation:
             for name, facts in said.get("handle", {}).items():
                 self._hold(turn, name, facts)
         self.nodes.append(node)
+        self.size_bytes += TURN_BYTES + turn.ByteSize()
 
     def recall(self, name: str) -> Recalled | None:
         """The turn of this name; None if none of this session has it."""

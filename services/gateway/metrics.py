@@ -28,10 +28,17 @@ REFUSED_TURNS = counter(
     "forge_gateway_refused_turns_total",
     "Turns the pool refused for good; their sessions cannot seal.",
 )
+CONTESTED_TURNS = counter(
+    "forge_gateway_contested_turns_total",
+    "Turns numbered anew, as another gateway had been first with their number.",
+)
 UPSTREAM_RETRIES = counter(
     "forge_gateway_upstream_retries_total", "Answers begun anew on another router."
 )
 SESSIONS = gauge("forge_gateway_sessions", "Sessions in memory.")
+SESSION_BYTES = gauge(
+    "forge_gateway_session_bytes", "About what the sessions in memory take of it."
+)
 REBUILT = counter("forge_gateway_sessions_rebuilt_total", "Sessions read back from the pool.")
 CALLS = gauge("forge_gateway_calls_in_flight", "Calls being answered.")
 BACKLOG = gauge(

@@ -6,7 +6,7 @@ sealed. All of them are idempotent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from forge.core.errors import NotFound
@@ -29,17 +29,14 @@ class Pool:
         self._remote = remote
         self._timeout_s = timeout_s
 
+    async def stored(self, claims: Claims) -> int:
+        """How many turns of the session's trajectory are stored."""
+        return sum(summary.turns for summary in await self._summaries(claims))
+
     async def fetch(self, claims: Claims) -> common_pb2.Trajectory | None:
         """All that is stored of the session's trajectory; None if nothing is."""
         ids = [claims.trajectory_id]
-        summaries: pool_pb2.GetSummariesResponse = await self._remote.call(
-            "GetSummaries",
-            pool_pb2.GetSummariesRequest(trajectory_ids=ids),
-            timeout_s=self._timeout_s,
-            retry_for_s=self._timeout_s,
-            where=_shard(claims.pool_shard),
-        )
-        if not summaries.summaries:
+        if not await self._summaries(claims):
             return None
         joiner = Joiner()
         async with translated():
@@ -52,6 +49,17 @@ class Pool:
                 if whole is not None:
                     return common_pb2.Trajectory.FromString(whole)
         raise NotFound(f"pool shard {claims.pool_shard} sent nothing of {claims.trajectory_id}")
+
+    async def _summaries(self, claims: Claims) -> Sequence[common_pb2.TrajectorySummary]:
+        """One, or none if nothing is stored."""
+        found: pool_pb2.GetSummariesResponse = await self._remote.call(
+            "GetSummaries",
+            pool_pb2.GetSummariesRequest(trajectory_ids=[claims.trajectory_id]),
+            timeout_s=self._timeout_s,
+            retry_for_s=self._timeout_s,
+            where=_shard(claims.pool_shard),
+        )
+        return found.summaries
 
     async def annotate(self, claims: Claims, rewards: Iterable[common_pb2.RewardEvent]) -> None:
         await self._remote.call(

@@ -1,8 +1,9 @@
 """All sessions of this gateway: found by token, made on first use, dropped when idle.
 
-Owns the life of session actors and shard writers, and how many calls may be in flight. A session
-leaves memory only when nobody uses it and all its turns are durable; the next call with its token
-reads it back from the pool.
+Owns the life of session actors and shard writers, how much memory sessions take, and how many
+calls may be in flight. A session leaves memory only when nobody uses it and all its turns are
+durable: after an idle time, or, the longest unused first, when there are too many or they are too
+big. The next call with its token reads it back from the pool.
 """
 
 from __future__ import annotations
@@ -10,21 +11,26 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from forge.core.errors import PermissionDenied, ResourceExhausted, Unavailable
+from forge.core.errors import ForgeError, PermissionDenied, ResourceExhausted, Unavailable
 from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.actor import ActorRef, ActorSystem
 from forge.runtime.security import Claims
-from forge.v1 import common_pb2
-from services.gateway.actors.session import SessionActor, SessionSettings
-from services.gateway.actors.shard_writer import Append, Backlog, Flush, OpenStream, ShardWriter
-from services.gateway.metrics import CALLS, SESSIONS
+from forge.runtime.telemetry import log
+from services.gateway.actors.session import Reread, SessionActor, SessionSettings
+from services.gateway.actors.shard_writer import Backlog, Flush, OpenStream, ShardWriter
+from services.gateway.metrics import CALLS, SESSION_BYTES, SESSIONS
 
 FLUSH_TIMEOUT_S = 60.0
 """For the turns of one session to become durable."""
+REREAD_TIMEOUT_S = 60.0
+REREAD_RETRY_S = 1.0
+RELIEF = 0.95
+"""Share of a limit that is left once it was reached, so that it is not reached at every call."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,11 +44,13 @@ class Session:
     users: int = 0
     used_s: float = 0.0
     """When it was last in use."""
+    size_bytes: int = 0
+    """About what it takes in memory."""
 
     @property
     def idle(self) -> bool:
         """Whether it can be dropped without losing anything."""
-        return not self.users and not self.backlog.by_trajectory[self.claims.trajectory_id]
+        return not self.users and self.claims.trajectory_id not in self.backlog.by_trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +58,7 @@ class Limits:
     """Bounds on what is kept and done at once."""
 
     sessions: int
+    session_bytes: int
     calls: int
     idle_s: float
     backlog_bytes: int
@@ -61,7 +70,7 @@ class Sessions:
         actors: ActorSystem,
         *,
         limits: Limits,
-        settings: Callable[[Backlog, ActorRef], SessionSettings],
+        settings: Callable[[ActorRef, Callable[[str, int], None]], SessionSettings],
         open_stream: Callable[[str], OpenStream],
         clock: Callable[[], float],
     ) -> None:
@@ -72,10 +81,14 @@ class Sessions:
         self._clock = clock
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         """The longest unused first."""
-        self._writers: dict[str, tuple[Backlog, ActorRef]] = {}
+        self._bytes = 0
+        """Of all sessions."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: dict[str, tuple[Backlog, ActorRef, SessionSettings]] = {}
         self._making = asyncio.Lock()
         self._calls = 0
         self._draining = False
+        self._relieving = False
         self._quiet = asyncio.Event()
         """Set whenever no call is in flight."""
 
@@ -120,17 +133,18 @@ class Sessions:
                 self._quiet.set()
             CALLS.set(self._calls)
 
-    async def flush(self, trajectory_id: str, backlog: Backlog, writer: ActorRef) -> None:
-        """Waits until all recorded turns of a trajectory are durable. Raises
+    async def flush(self, session: Session) -> None:
+        """Waits until all recorded turns of a session are durable. Raises
         `FailedPrecondition` when the pool refused one, `Unavailable` when it does not answer."""
-        done: asyncio.Future[None] = await writer.ask(
+        trajectory_id = session.claims.trajectory_id
+        done: asyncio.Future[None] = await session.writer.ask(
             Flush(trajectory_id=trajectory_id), timeout_s=FLUSH_TIMEOUT_S
         )
         try:
             await asyncio.wait_for(done, FLUSH_TIMEOUT_S)
         except TimeoutError:
             raise Unavailable(
-                f"pool shard {backlog.pool_shard} did not acknowledge all turns of "
+                f"pool shard {session.backlog.pool_shard} did not acknowledge all turns of "
                 f"{trajectory_id} within {FLUSH_TIMEOUT_S:g} s"
             ) from None
 
@@ -148,43 +162,96 @@ class Sessions:
             await self._quiet.wait()
         for session in list(self._sessions.values()):
             if not session.idle:
-                await self.flush(session.claims.trajectory_id, session.backlog, session.writer)
+                await self.flush(session)
 
     async def _make(self, claims: Claims) -> Session:
         if not claims.pool_shard:
             raise PermissionDenied("the session token names no pool shard")
         parse_trajectory_id(claims.trajectory_id)
         await self._make_room()
-        backlog, writer = await self._writer(claims.pool_shard)
-        settings = self._settings(backlog, writer)
+        backlog, writer, settings = await self._writer(claims.pool_shard)
         actor = await self._actors.spawn(
             lambda: SessionActor(claims, settings), name=f"session-{claims.trajectory_id}"
         )
         session = Session(
             claims=claims, actor=actor, backlog=backlog, writer=writer, used_s=self._clock()
         )
+        dead = self._sessions.get(claims.trajectory_id)
+        self._bytes -= dead.size_bytes if dead is not None else 0
         self._sessions[claims.trajectory_id] = session
         SESSIONS.set(len(self._sessions))
         return session
 
     async def _make_room(self) -> None:
-        while len(self._sessions) >= self._limits.sessions:
-            idle = next((session for session in self._sessions.values() if session.idle), None)
-            if idle is None:
-                raise ResourceExhausted(
-                    f"{len(self._sessions)} sessions are in use, the most there may be",
-                    retry_after_s=5.0,
-                )
-            await self._drop(idle)
+        if len(self._sessions) < self._limits.sessions:
+            return
+        await self._relieve(int(self._limits.sessions * RELIEF), self._limits.session_bytes)
+        if len(self._sessions) >= self._limits.sessions:
+            raise ResourceExhausted(
+                f"{len(self._sessions)} sessions are in use, the most there may be",
+                retry_after_s=5.0,
+            )
+
+    def _grown(self, trajectory_id: str, size_bytes: int) -> None:
+        """A session takes so much memory now."""
+        session = self._sessions.get(trajectory_id)
+        if session is None:
+            return
+        self._bytes += size_bytes - session.size_bytes
+        session.size_bytes = size_bytes
+        SESSION_BYTES.set(self._bytes)
+        if self._bytes > self._limits.session_bytes and not self._relieving:
+            self._relieving = True
+            self._start(self._relieve_pressure())
+
+    async def _relieve_pressure(self) -> None:
+        try:
+            await self._relieve(len(self._sessions), int(self._limits.session_bytes * RELIEF))
+        finally:
+            self._relieving = False
+
+    async def _relieve(self, sessions: int, size_bytes: int) -> None:
+        """Drops idle sessions, the longest unused first, until no more than so much is left."""
+        for session in list(self._sessions.values()):
+            if len(self._sessions) <= sessions and self._bytes <= size_bytes:
+                return
+            if session.idle:
+                await self._drop(session)
 
     async def _drop(self, session: Session) -> None:
         trajectory_id = session.claims.trajectory_id
+        if self._sessions.get(trajectory_id) is not session:
+            return
         del self._sessions[trajectory_id]
+        self._bytes -= session.size_bytes
         session.backlog.forget(trajectory_id)
+        SESSION_BYTES.set(self._bytes)
         SESSIONS.set(len(self._sessions))
         await session.actor.stop()
 
-    async def _writer(self, pool_shard: str) -> tuple[Backlog, ActorRef]:
+    def _contested(self, trajectory_id: str) -> None:
+        self._start(self._reread(trajectory_id))
+
+    async def _reread(self, trajectory_id: str) -> None:
+        """Another gateway was first with the number of a turn: has the session number its turns
+        anew, however long the pool takes."""
+        session = self._sessions.get(trajectory_id)
+        while session is not None:
+            try:
+                async with self.use(session.claims) as session:
+                    await session.actor.ask(Reread(), timeout_s=REREAD_TIMEOUT_S)
+                return
+            except ForgeError as error:
+                log.warning("reread_failed", trajectory_id=trajectory_id, error=str(error))
+            await asyncio.sleep(REREAD_RETRY_S)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        # Not in the context of the call at hand: it would log as that session.
+        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _writer(self, pool_shard: str) -> tuple[Backlog, ActorRef, SessionSettings]:
         known = self._writers.get(pool_shard)
         if known is None or not known[1].alive:
             backlog = (
@@ -196,14 +263,11 @@ class Sessions:
             # Not in the context of the call that came first: it would log as that session.
             writer = await asyncio.get_running_loop().create_task(
                 self._actors.spawn(
-                    lambda: ShardWriter(backlog, open_stream), name=f"shard-writer-{pool_shard}"
+                    lambda: ShardWriter(backlog, open_stream, self._contested),
+                    name=f"shard-writer-{pool_shard}",
                 ),
                 context=contextvars.Context(),
             )
-            known = self._writers[pool_shard] = (backlog, writer)
+            settings = self._settings(writer, self._grown)
+            known = self._writers[pool_shard] = (backlog, writer, settings)
         return known
-
-
-def keeper(writer: ActorRef) -> Callable[[common_pb2.Turn], None]:
-    """How sessions hand their turns to a shard writer."""
-    return lambda turn: writer.tell(Append(turn=turn))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from forge.core.errors import (
+    Conflict,
     FailedPrecondition,
     ForgeError,
     InvalidArgument,
@@ -80,7 +81,7 @@ def _append_turn(records: Records, turn: NewTurn) -> None:
     stored = records.get(Table.TURNS, key)
     if stored is not None:
         if not _same_turn(bytes(turn_of_payload(stored)), turn.serialized):
-            raise InvalidArgument(
+            raise Conflict(
                 f"turn {turn.head.turn_index} of {turn.trajectory} is already stored with other "
                 "content"
             )

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import pytest_asyncio
 from openai import APIError, APIStatusError, RateLimitError
@@ -89,6 +90,65 @@ async def test_killed_gateway_is_replaced_by_another(
     assert [turn.parent_turn for turn in trajectory.turns] == [-1, 0, 1]
     lengths = token_tree(trajectory).lengths
     assert [turn.prefix_tokens for turn in trajectory.turns] == [0, lengths[0], lengths[1]]
+
+
+async def test_agent_sees_one_error_when_its_gateway_is_killed(
+    stack: GatewayStack, coordinator: Coordinator
+) -> None:
+    """Killed in mid-answer, a gateway costs its agent one failed call, which another one then
+    answers; the turns before keep their ids, and no turn is recorded of the call that failed."""
+    trajectory_id = "failover:0:0"
+    token = stack.token(trajectory_id)
+    first = stack.openai(await stack.gateway(coordinator), token)
+    stack.start_gateway("gateway-1")
+    history = [user("SAY[[one]]")]
+    await ask(first, history)
+    await until_durable(stack, coordinator, trajectory_id, 1)
+    history.append(user("PACE[[0.02]] SAY[[a long answer]]"))
+    streamed = await first.chat.completions.create(model="policy", messages=history, stream=True)
+    await anext(aiter(streamed))
+    stack.kill("gateway-0")
+    with pytest.raises((APIError, httpx2.TransportError)):
+        async for _ in streamed:
+            pass
+    second = stack.openai(await stack.gateway(coordinator, "gateway-1"), token)
+    assert await ask(second, history) == "a long answer"
+    history.append(user("SAY[[three]]"))
+    assert await ask(second, history) == "three"
+    async with stack.agent(await stack.gateway(coordinator, "gateway-1"), token) as agent:
+        assert await agent.close(min_turns=3) == 3
+    trajectory = await recorded(stack, coordinator, trajectory_id)
+    check_exact(stack, trajectory, lost=1)
+    assert [turn.parent_turn for turn in trajectory.turns] == [-1, 0, 1]
+
+
+async def test_two_gateways_may_serve_one_session(
+    stack: GatewayStack, coordinator: Coordinator
+) -> None:
+    """A client that spreads its calls over two gateways loses no turn and doubles none, though
+    both number the turns of the same session at once."""
+    trajectory_id = "spread:0:0"
+    token = stack.token(trajectory_id)
+    stack.start_gateway("gateway-1")
+    clients = [
+        stack.openai(await stack.gateway(coordinator, name), token)
+        for name in ("gateway-0", "gateway-1")
+    ]
+    history: list[Any] = []
+    for round_ in range(4):
+        forks = [[*history, user(f"SAY[[{number} in {round_}]] {number}")] for number in range(6)]
+        answers = await asyncio.gather(
+            *(ask(clients[number % 2], fork) for number, fork in enumerate(forks))
+        )
+        assert answers == [f"{number} in {round_}" for number in range(6)]
+        # The next round goes on from an answer that one of the two has never seen.
+        history = forks[round_ % 2]
+    async with stack.agent(await stack.gateway(coordinator, "gateway-1"), token) as agent:
+        assert await agent.close(min_turns=24) == 24
+    trajectory = await recorded(stack, coordinator, trajectory_id)
+    check_exact(stack, trajectory)
+    logs = [stack.log_of(name).read_text() for name in ("gateway-0", "gateway-1")]
+    assert any('"turn_contested"' in log for log in logs)
 
 
 async def test_answer_survives_the_death_of_its_router(

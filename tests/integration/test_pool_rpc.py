@@ -107,7 +107,7 @@ async def test_each_turn_is_answered_by_itself(start):
     nameless.trajectory_id = "nameless"
     sent = [
         (make_turn("t:0:0", 0), "OK", ""),
-        (make_turn("t:0:0", 0, sampled=(9,)), "INVALID_ARGUMENT", "already stored"),
+        (make_turn("t:0:0", 0, sampled=(9,)), "ABORTED", "already stored"),
         (nameless, "INVALID_ARGUMENT", "trajectory_id 'nameless'"),
         (
             make_turn("t:0:0", 1, messages_json="x" * (3 << 20)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from forge.client.session import AgentSession
-from forge.core.trajectory import TokenTree, TurnTokens, int32_array
+from forge.core.trajectory import TokenTree, TurnTokens, int32_bytes
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.security import Claims
 from forge.v1 import common_pb2
@@ -33,6 +34,7 @@ class GatewayStack:
     etcd: EtcdServer
     cluster: str
     family: str = "chatml"
+    context_tokens: int = 4096
     pool: PoolProcess = field(init=False)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -42,7 +44,7 @@ class GatewayStack:
         )
         self.model_path = self.folder / "model"
         self.model_path.mkdir(parents=True)
-        save_model(self.family, self.model_path, context_tokens=4096)
+        save_model(self.family, self.model_path, context_tokens=self.context_tokens)
         self.requests_file = self.folder / "requests.jsonl"
 
     def start(self) -> None:
@@ -152,12 +154,14 @@ def token_tree(trajectory: common_pb2.Trajectory) -> TokenTree:
     )
 
 
-def check_exact(stack: GatewayStack, trajectory: common_pb2.Trajectory) -> None:
-    """What is on record is what the engine was sent and what it sampled, bit for bit."""
+def check_exact(stack: GatewayStack, trajectory: common_pb2.Trajectory, *, lost: int = 0) -> None:
+    """What is on record is what the engine was sent and what it sampled, bit for bit; but for
+    `lost` samples of gateways that were killed meanwhile."""
     tree = token_tree(trajectory)
-    asked = stack.sampled(trajectory.trajectory_id)
-    on_record = [
-        (list(int32_array(tree.context(turn.turn_index))), list(int32_array(turn.sampled_ids)))
-        for turn in tree.turns
-    ]
-    assert sorted(on_record) == sorted((one["prompt_ids"], one["sampled_ids"]) for one in asked)
+    on_record = Counter((tree.context(turn.turn_index), turn.sampled_ids) for turn in tree.turns)
+    asked = Counter(
+        (int32_bytes(one["prompt_ids"]), int32_bytes(one["sampled_ids"]))
+        for one in stack.sampled(trajectory.trajectory_id)
+    )
+    assert not on_record - asked
+    assert (asked - on_record).total() == lost

@@ -27,7 +27,7 @@ _BY_CODE: dict[grpc.StatusCode, type[ForgeError]] = {
     grpc.StatusCode.NOT_FOUND: errors.NotFound,
     grpc.StatusCode.ALREADY_EXISTS: errors.FailedPrecondition,
     grpc.StatusCode.FAILED_PRECONDITION: errors.FailedPrecondition,
-    grpc.StatusCode.ABORTED: errors.Unavailable,
+    grpc.StatusCode.ABORTED: errors.Conflict,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.ResourceExhausted,
     grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
     grpc.StatusCode.CANCELLED: errors.Unavailable,

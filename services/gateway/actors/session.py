@@ -2,7 +2,8 @@
 
 Owns the contexts of its trajectory, the numbering of its turns and whether it is still open.
 Sampling is done by the callers, in parallel; what they bring back is recorded here, one at a
-time. Rebuilds itself from the pool before its first message, so any gateway can pick it up.
+time. Rebuilds itself from the pool before its first message, so any gateway can pick it up, and
+again when it learns that another gateway has: see `services.gateway.rebase`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any, ClassVar
 
 from forge.core.errors import ResourceExhausted
 from forge.core.messages import Message
-from forge.runtime.actor import Actor
+from forge.runtime.actor import Actor, ActorRef
 from forge.runtime.security import Claims
 from forge.v1 import common_pb2
+from services.gateway.actors.shard_writer import Append, Replace, Waiting
 from services.gateway.conversation import Conversation, Draft, Prompt, Sampled, given
 from services.gateway.errors import ContextTooLong, SessionClosed
 from services.gateway.handles import Handle
@@ -29,9 +31,12 @@ from services.gateway.metrics import (
     TURNS,
 )
 from services.gateway.model import ChatModel, Tools
+from services.gateway.rebase import rebase
 
 LARGE_TEXT_CHARS = 32_768
 """Longer texts are encoded on a thread: more than a few milliseconds of work."""
+WRITER_TIMEOUT_S = 10.0
+"""For the shard writer to say what waits; it never waits itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +119,11 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reread:
+    """Another gateway may have recorded turns of this session: take the pool's word for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFacts:
     turns: int
     sampled_tokens: int
@@ -130,8 +140,12 @@ class SessionSettings:
     max_calls: int
     fetch: Callable[[Claims], Awaitable[common_pb2.Trajectory | None]]
     """What the pool has of a trajectory; None if nothing."""
-    keep: Callable[[common_pb2.Turn], None]
-    """Hands a turn over to be made durable."""
+    stored: Callable[[Claims], Awaitable[int]]
+    """How many turns of a trajectory the pool has."""
+    writer: ActorRef
+    """Makes turns durable."""
+    grown: Callable[[str, int], None]
+    """Told about how many bytes a trajectory takes in memory."""
     clock: Callable[[], float]
     """Monotonic seconds."""
 
@@ -151,6 +165,8 @@ class SessionActor(Actor):
         self._drained: asyncio.Future[None] | None = None
         self._answered_s: float | None = None
         """When the last call ended."""
+        self._just_read = False
+        """Whether the pool was asked since the last call began."""
 
     async def receive(self, message: Any) -> Any:
         # Not in `started`: a pool that is away fails this message, not the session.
@@ -159,9 +175,7 @@ class SessionActor(Actor):
         match message:
             case BeginChat():
                 self._admit()
-                draft = self._conversation.draft(
-                    message.messages, message.tools, opening=message.opening
-                )
+                draft = await self._draft(self._conversation, message)
                 return self._begin(message, await self._encode(draft))
             case CountChat():
                 draft = self._conversation.draft(
@@ -184,19 +198,49 @@ class SessionActor(Actor):
             case Closed():
                 self._sealed = True
                 return None
+            case Reread():
+                self._conversation = await self._rebuild()
+                return None
             case _:
                 return await super().receive(message)
 
     async def _rebuild(self) -> Conversation:
-        conversation = Conversation(model=self._settings.model)
-        trajectory = await self._settings.fetch(self._claims)
+        settings = self._settings
+        # In this order: what is acknowledged in between is then found in both, and not missed.
+        waiting = await self._waiting()
+        trajectory = await settings.fetch(self._claims)
+        stored = trajectory.turns if trajectory is not None else ()
+        conversation, unstored = rebase(settings.model, stored, waiting)
+        if waiting:
+            trajectory_id = self._claims.trajectory_id
+            settings.writer.tell(Replace(trajectory_id=trajectory_id, turns=unstored))
         if trajectory is not None:
-            for turn in trajectory.turns:
-                conversation.restore(turn)
             self._sealed = trajectory.state != common_pb2.TRAJECTORY_STATE_OPEN
-            self._closing = self._sealed
+            self._closing = self._closing or self._sealed
             REBUILT.inc()
+        self._just_read = True
+        settings.grown(self._claims.trajectory_id, conversation.size_bytes)
         return conversation
+
+    async def _waiting(self) -> list[common_pb2.Turn]:
+        """Turns on their way to the pool."""
+        ask = Waiting(trajectory_id=self._claims.trajectory_id)
+        turns: list[common_pb2.Turn] = await self._settings.writer.ask(
+            ask, timeout_s=WRITER_TIMEOUT_S
+        )
+        return turns
+
+    async def _draft(self, conversation: Conversation, chat: BeginChat) -> Draft:
+        draft = conversation.draft(chat.messages, chat.tools, opening=chat.opening)
+        just_read, self._just_read = self._just_read, False
+        if just_read or draft.place is None or not draft.place.unknown_answers:
+            return draft
+        # The agent may have had these answers from another gateway; then their ids are known.
+        durable = conversation.turns - len(await self._waiting())
+        if await self._settings.stored(self._claims) <= durable:
+            return draft
+        self._conversation = conversation = await self._rebuild()
+        return conversation.draft(chat.messages, chat.tools, opening=chat.opening)
 
     def _admit(self) -> None:
         if self._closing:
@@ -249,7 +293,8 @@ class SessionActor(Actor):
         if self._answered_s is not None:
             # Zero between calls that overlap: nobody waited for the agent then.
             turn.timings.agent_s = max(0.0, call.started_s - self._answered_s)
-        self._settings.keep(turn)
+        self._settings.writer.tell(Append(turn=turn))
+        self._settings.grown(turn.trajectory_id, conversation.size_bytes)
         TURNS.labels(common_pb2.FinishReason.Name(sampled.finish_reason)).inc()
         SAMPLED_TOKENS.inc(sampled.tokens)
         PROMPT_TOKENS.labels("shared").inc(turn.prefix_tokens)

@@ -4,12 +4,17 @@ Owns the turns of one shard that are not durable yet. A turn leaves only when th
 acknowledged it, or has refused it for good; then its session can not be sealed any more. Agents
 do not wait here: whoever closes a session does. How much may pile up is decided when a call
 begins (`Backlog.admit`), never when its turn, already sampled, arrives.
+
+Of each trajectory one turn is under way at a time. A turn refers to earlier ones by number, and
+when another gateway was first with a number, nothing that was numbered after it may get through:
+its session reads the trajectory again and numbers what waits anew (`Contested`, `Waiting`,
+`Replace`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -22,7 +27,7 @@ from forge.runtime.rpc.chunks import split
 from forge.runtime.rpc.status import from_rpc_error
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
-from services.gateway.metrics import BACKLOG, REFUSED_TURNS
+from services.gateway.metrics import BACKLOG, CONTESTED_TURNS, REFUSED_TURNS
 
 _RETRY_S = 0.5
 _PASSING = frozenset(
@@ -31,11 +36,12 @@ _PASSING = frozenset(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.ABORTED,
         grpc.StatusCode.CANCELLED,
     )
 )
 """Statuses after which the same turn may be accepted later: a full disk, a restart."""
+_TAKEN: int = grpc.StatusCode.ABORTED.value[0]
+"""The status of a turn whose number another gateway was first with."""
 
 
 class AppendStream(Protocol):
@@ -66,6 +72,21 @@ class Flush:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Answered with the turns of a trajectory that are not durable yet, in order."""
+
+    trajectory_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replace:
+    """Make these turns of a trajectory durable in place of those that wait."""
+
+    trajectory_id: str
+    turns: Sequence[common_pb2.Turn]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Waiting:
     trajectory_id: str
     turn_index: int
@@ -82,7 +103,10 @@ class Backlog:
     unsent: deque[int] = field(default_factory=deque)
     bytes: int = 0
     next_sequence: int = 1
-    by_trajectory: Counter[str] = field(default_factory=Counter)
+    by_trajectory: dict[str, deque[int]] = field(default_factory=dict)
+    """What waits of each trajectory, in order; only the first is sent."""
+    contested: set[str] = field(default_factory=set)
+    """Trajectories of which nothing is sent before it has been replaced."""
     refused: dict[str, str] = field(default_factory=dict)
     """Why a turn of a trajectory was refused for good."""
     flushes: dict[str, list[asyncio.Future[None]]] = field(default_factory=dict)
@@ -101,27 +125,52 @@ class Backlog:
         self.waiting[sequence] = _Waiting(
             trajectory_id=turn.trajectory_id, turn_index=turn.turn_index, data=data
         )
-        self.unsent.append(sequence)
-        self.by_trajectory[turn.trajectory_id] += 1
+        queue = self.by_trajectory.setdefault(turn.trajectory_id, deque())
+        queue.append(sequence)
+        if len(queue) == 1:
+            self.unsent.append(sequence)
         self._count(len(data))
 
     def resend_all(self) -> None:
-        self.unsent = deque(self.waiting)
+        self.unsent = deque(
+            queue[0]
+            for trajectory_id, queue in self.by_trajectory.items()
+            if trajectory_id not in self.contested
+        )
 
     def remove(self, sequence: int) -> _Waiting | None:
-        """Forgets a turn that was acknowledged or refused; None if that is known already."""
+        """Forgets a turn that was acknowledged or refused, and lets the next one of its trajectory
+        go; None if that is known already."""
         turn = self.waiting.pop(sequence, None)
         if turn is None:
             return None
         self._count(-len(turn.data))
-        self.by_trajectory[turn.trajectory_id] -= 1
+        queue = self.by_trajectory[turn.trajectory_id]
+        assert queue[0] == sequence, "only the first turn of a trajectory is sent"
+        queue.popleft()
+        if queue:
+            self.unsent.append(queue[0])
+        else:
+            del self.by_trajectory[turn.trajectory_id]
         return turn
+
+    def turns_of(self, trajectory_id: str) -> list[common_pb2.Turn]:
+        """What waits of a trajectory, in order."""
+        queue = self.by_trajectory.get(trajectory_id, ())
+        return [common_pb2.Turn.FromString(self.waiting[sequence].data) for sequence in queue]
+
+    def replace(self, trajectory_id: str, turns: Sequence[common_pb2.Turn]) -> None:
+        """Forgets what waits of a trajectory, and takes `turns` for it."""
+        for sequence in self.by_trajectory.pop(trajectory_id, ()):
+            self._count(-len(self.waiting.pop(sequence).data))
+        self.contested.discard(trajectory_id)
+        for turn in turns:
+            self.add(turn)
 
     def settle(self, trajectory_id: str) -> None:
         """Answers who waits for a trajectory, if nothing of it is left."""
-        if self.by_trajectory[trajectory_id] > 0:
+        if trajectory_id in self.by_trajectory:
             return
-        del self.by_trajectory[trajectory_id]
         why = self.refused.get(trajectory_id)
         for flush in self.flushes.pop(trajectory_id, ()):
             if flush.done():
@@ -143,9 +192,13 @@ class Backlog:
 class ShardWriter(Actor):
     mailbox_size: ClassVar[int] = 1 << 16
 
-    def __init__(self, backlog: Backlog, open_stream: OpenStream) -> None:
+    def __init__(
+        self, backlog: Backlog, open_stream: OpenStream, contested: Callable[[str], None]
+    ) -> None:
+        """`contested` is told the trajectories whose turns have to be numbered anew."""
         self._backlog = backlog
         self._open_stream = open_stream
+        self._contested = contested
         self._more = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
 
@@ -161,6 +214,13 @@ class ShardWriter(Actor):
         match message:
             case Append(turn=turn):
                 self._backlog.add(turn)
+                self._more.set()
+                return None
+            case Waiting(trajectory_id=trajectory_id):
+                return self._backlog.turns_of(trajectory_id)
+            case Replace(trajectory_id=trajectory_id, turns=turns):
+                self._backlog.replace(trajectory_id, turns)
+                self._backlog.settle(trajectory_id)
                 self._more.set()
                 return None
             case Flush(trajectory_id=trajectory_id):
@@ -232,6 +292,9 @@ class ShardWriter(Actor):
         if response.status_code in _PASSING:
             asyncio.get_running_loop().call_later(_RETRY_S, self._resend, response.sequence)
             return
+        if response.status_code == _TAKEN:
+            self._taken(response)
+            return
         turn = backlog.remove(response.sequence)
         if turn is None:
             return
@@ -241,9 +304,20 @@ class ShardWriter(Actor):
             REFUSED_TURNS.inc()
             log.error("turn_refused", trajectory_id=turn.trajectory_id, error=why)
         backlog.settle(turn.trajectory_id)
+        self._more.set()
+
+    def _taken(self, response: pool_pb2.AppendTurnsResponse) -> None:
+        turn = self._backlog.waiting.get(response.sequence)
+        if turn is None or turn.trajectory_id in self._backlog.contested:
+            return
+        self._backlog.contested.add(turn.trajectory_id)
+        CONTESTED_TURNS.inc()
+        log.warning("turn_contested", trajectory_id=turn.trajectory_id, error=response.error)
+        self._contested(turn.trajectory_id)
 
     def _resend(self, sequence: int) -> None:
-        if sequence in self._backlog.waiting:
+        turn = self._backlog.waiting.get(sequence)
+        if turn is not None and turn.trajectory_id not in self._backlog.contested:
             self._backlog.unsent.append(sequence)
             self._more.set()
 

@@ -22,10 +22,12 @@ from services.gateway.actors.session import (
     Closed,
     Describe,
     EndCall,
+    Reread,
     SessionActor,
     SessionSettings,
     StartClose,
 )
+from services.gateway.actors.shard_writer import Append, Replace, Waiting
 from services.gateway.conversation import Prompt, Sampled
 from services.gateway.errors import ContextTooLong, SessionClosed
 from tests.support.chat_templates import make_model
@@ -39,7 +41,11 @@ class World:
     """A session's surroundings: the pool, the writer and the clock."""
 
     kept: list[common_pb2.Turn] = field(default_factory=list)
+    waiting: list[common_pb2.Turn] = field(default_factory=list)
+    """Of what was kept: what is not acknowledged."""
     stored: common_pb2.Trajectory | None = None
+    fetches: int = 0
+    size_bytes: int = 0
     away: bool = False
     """Whether the pool is."""
     now_s: float = 100.0
@@ -47,14 +53,39 @@ class World:
     async def fetch(self, _: Claims) -> common_pb2.Trajectory | None:
         if self.away:
             raise Unavailable("the pool is away")
+        self.fetches += 1
         return self.stored
+
+    async def count(self, _: Claims) -> int:
+        return len(self.stored.turns) if self.stored is not None else 0
+
+    def store(self, *turns: common_pb2.Turn, state: Any = common_pb2.TRAJECTORY_STATE_OPEN) -> None:
+        self.stored = common_pb2.Trajectory(trajectory_id="t:0:0", state=state, turns=turns)
+
+    def tell(self, message: Any) -> None:
+        """As the shard writer."""
+        match message:
+            case Append(turn=turn):
+                self.kept.append(turn)
+            case Replace(turns=turns):
+                self.waiting = list(turns)
+
+    async def ask(self, message: Any, *, timeout_s: float) -> Any:
+        """As the shard writer."""
+        assert message == Waiting(trajectory_id="t:0:0")
+        return self.waiting
+
+    def grown(self, trajectory_id: str, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
 
     def settings(self) -> SessionSettings:
         return SessionSettings(
             model=make_model("chatml", context_tokens=64),
             max_calls=2,
             fetch=self.fetch,
-            keep=self.kept.append,
+            stored=self.count,
+            writer=self,
+            grown=self.grown,
             clock=lambda: self.now_s,
         )
 
@@ -74,13 +105,23 @@ async def session(world: World) -> AsyncIterator[ActorRef]:
     await system.stop()
 
 
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+YES = Message(role="assistant", content="Yes.")
+
+
 async def begin(
-    session: ActorRef, call_id: str, text: str = "One?", abort: Callable[[], None] = lambda: None
+    session: ActorRef,
+    call_id: str,
+    *texts: str | Message,
+    abort: Callable[[], None] = lambda: None,
 ) -> Prompt:
     message = BeginChat(
         call_id=call_id,
         abort=abort,
-        messages=[Message(role="user", content=text)],
+        messages=[user(one) if isinstance(one, str) else one for one in texts or ("One?",)],
         tools=(),
         opening="",
     )
@@ -184,9 +225,7 @@ async def test_rebuilds_before_its_first_message(world: World) -> None:
     system = ActorSystem("test")
     lost = await system.spawn(lambda: SessionActor(CLAIMS, world.settings()), name="lost")
     await end(lost, "a", await begin(lost, "a"), parse_error="broken")
-    world.stored = common_pb2.Trajectory(
-        trajectory_id="t:0:0", state=common_pb2.TRAJECTORY_STATE_OPEN, turns=world.kept
-    )
+    world.store(*world.kept)
     found = await system.spawn(lambda: SessionActor(CLAIMS, world.settings()), name="found")
     facts = await found.ask(Describe(), timeout_s=TIMEOUT_S)
     assert (facts.turns, facts.malformed, facts.closed) == (1, (0,), False)
@@ -210,3 +249,50 @@ async def test_sealed_trajectory_takes_no_calls(session: ActorRef, world: World)
     world.stored = common_pb2.Trajectory(state=common_pb2.TRAJECTORY_STATE_SEALED)
     with pytest.raises(SessionClosed):
         await begin(session, "a")
+
+
+async def test_turn_that_another_gateway_was_first_with_is_numbered_anew(
+    session: ActorRef, world: World
+) -> None:
+    """Told to read again, a session keeps its own turns behind those that it had not seen."""
+    theirs = World()
+    system = ActorSystem("theirs")
+    other = await system.spawn(lambda: SessionActor(CLAIMS, theirs.settings()), name="other")
+    await end(other, "a", await begin(other, "a", "Theirs?"))
+    await end(session, "a", await begin(session, "a", "Ours?"))
+    await end(session, "b", await begin(session, "b", "Ours?", YES, "And?"))
+    world.waiting = list(world.kept)
+    world.store(*theirs.kept)
+    await session.ask(Reread(), timeout_s=TIMEOUT_S)
+    assert [(turn.turn_index, turn.parent_turn) for turn in world.waiting] == [(1, 0), (2, 1)]
+    assert (await session.ask(Describe(), timeout_s=TIMEOUT_S)).turns == 3
+    assert (await begin(session, "c", "Theirs?")).draft.how == "repeated"
+    assert (await begin(session, "d", "Ours?", YES, "And?", YES, "So?")).draft.how == "continued"
+    await system.stop()
+
+
+async def test_unknown_answer_is_looked_for_in_the_pool(session: ActorRef, world: World) -> None:
+    """An answer that another gateway gave keeps its ids; one that nobody gave costs one look."""
+    theirs = World()
+    system = ActorSystem("theirs")
+    other = await system.spawn(lambda: SessionActor(CLAIMS, theirs.settings()), name="other")
+    await session.ask(Describe(), timeout_s=TIMEOUT_S)
+    await begin(session, "a", "Mine?")
+    await end(other, "a", await begin(other, "a"))
+    world.store(*theirs.kept)
+    assert (await begin(session, "b", "One?", YES, "Two?")).draft.how == "continued"
+    assert world.fetches == 2
+    await end(session, "a", None, sampled=False)
+    invented = Message(role="assistant", content="Invented.")
+    assert (await begin(session, "c", "One?", invented, "Two?")).draft.how == "branched"
+    assert world.fetches == 2
+    await system.stop()
+
+
+async def test_size_grows_with_what_a_session_remembers(session: ActorRef, world: World) -> None:
+    """Who bounds the memory of all sessions learns what each of them takes."""
+    await end(session, "a", await begin(session, "a"))
+    first = world.size_bytes
+    await end(session, "b", await begin(session, "b", "x" * 40))
+    assert first > 0
+    assert world.size_bytes > first + 40

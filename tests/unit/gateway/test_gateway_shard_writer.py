@@ -16,7 +16,14 @@ from forge.core.errors import FailedPrecondition, ResourceExhausted
 from forge.runtime.actor import ActorRef, ActorSystem
 from forge.runtime.rpc.chunks import Joiner
 from forge.v1 import common_pb2, pool_pb2
-from services.gateway.actors.shard_writer import Append, Backlog, Flush, ShardWriter
+from services.gateway.actors.shard_writer import (
+    Append,
+    Backlog,
+    Flush,
+    Replace,
+    ShardWriter,
+    Waiting,
+)
 
 WAIT_S = 10.0
 
@@ -89,10 +96,20 @@ def backlog() -> Backlog:
     return Backlog(pool_shard="s0", max_bytes=1000)
 
 
+@pytest.fixture
+def contested() -> list[str]:
+    """Trajectories whose sessions were told to number their turns anew."""
+    return []
+
+
 @pytest_asyncio.fixture
-async def writer(shard: FakeShard, backlog: Backlog) -> AsyncIterator[ActorRef]:
+async def writer(
+    shard: FakeShard, backlog: Backlog, contested: list[str]
+) -> AsyncIterator[ActorRef]:
     system = ActorSystem("test")
-    yield await system.spawn(lambda: ShardWriter(backlog, shard.open), name="writer")
+    yield await system.spawn(
+        lambda: ShardWriter(backlog, shard.open, contested.append), name="writer"
+    )
     await system.stop()
 
 
@@ -113,36 +130,78 @@ async def flush(writer: ActorRef, trajectory_id: str = "t:0:0") -> asyncio.Futur
 
 async def test_flush_waits_for_every_acknowledgement(writer: ActorRef, shard: FakeShard) -> None:
     """It is done when the last turn of its trajectory is, whatever others still wait for."""
-    for index in range(2):
-        writer.tell(turn(index))
+    writer.tell(turn(0))
     writer.tell(turn(0, "other:0:0"))
+    writer.tell(turn(1))
     done = await flush(writer)
     stream = await shard.next_stream()
-    sequences = [(await stream.turn())[0] for _ in range(3)]
-    stream.answer(sequences[0])
-    assert not done.done()
-    stream.answer(sequences[1])
+    mine, _ = await stream.turn()
+    await stream.turn()
+    stream.answer(mine)
+    last, index = await stream.turn()
+    assert (index, done.done()) == (1, False)
+    stream.answer(last)
     await asyncio.wait_for(done, WAIT_S)
     assert not (await flush(writer, "other:0:0")).done()
     assert (await flush(writer, "never-seen:0:0")).done()
+
+
+async def test_turn_waits_for_the_one_before(writer: ActorRef, shard: FakeShard) -> None:
+    """Of one trajectory a turn is sent once its predecessor is durable; others do not wait."""
+    for index in range(2):
+        writer.tell(turn(index))
+    writer.tell(turn(0, "other:0:0"))
+    stream = await shard.next_stream()
+    first, index = await stream.turn()
+    assert index == 0
+    _, index = await stream.turn()
+    assert index == 0
+    assert stream.received.empty()
+    stream.answer(first)
+    assert (await stream.turn())[1] == 1
 
 
 async def test_lost_stream_resends_what_was_not_acknowledged(
     writer: ActorRef, shard: FakeShard
 ) -> None:
     """A new stream begins with the turns whose answers the old one took with it, in order."""
-    for index in range(3):
-        writer.tell(turn(index))
+    for number in range(3):
+        writer.tell(turn(0, f"t:{number}:0"))
     first = await shard.next_stream()
     sequences = [(await first.turn())[0] for _ in range(3)]
     first.answer(sequences[1])
     first.lose()
     second = await shard.next_stream()
-    resent = [await second.turn() for _ in range(2)]
-    assert [index for _, index in resent] == [0, 2]
-    for sequence, _ in resent:
-        second.answer(sequence)
-    await asyncio.wait_for(await flush(writer), WAIT_S)
+    resent = [(await second.turn())[0] for _ in range(2)]
+    assert resent == [sequences[0], sequences[2]]
+    for number in (0, 2):
+        second.answer(sequences[number])
+        await asyncio.wait_for(await flush(writer, f"t:{number}:0"), WAIT_S)
+
+
+async def test_contested_trajectory_waits_to_be_numbered_anew(
+    writer: ActorRef, shard: FakeShard, contested: list[str]
+) -> None:
+    """A number that is taken stops its trajectory until its session has replaced what waits; what
+    the pool still says about the old turns is ignored."""
+    for index in range(2):
+        writer.tell(turn(index))
+    stream = await shard.next_stream()
+    old, _ = await stream.turn()
+    stream.answer(old, grpc.StatusCode.ABORTED)
+    waiting = await writer.ask(Waiting(trajectory_id="t:0:0"), timeout_s=WAIT_S)
+    assert [one.turn_index for one in waiting] == [0, 1]
+    done = await flush(writer)
+    writer.tell(turn(0, "other:0:0"))
+    await stream.turn()
+    assert contested == ["t:0:0"]
+    writer.tell(Replace(trajectory_id="t:0:0", turns=[turn(1).turn, turn(2).turn]))
+    for expected in (1, 2):
+        sequence, index = await stream.turn()
+        assert (index, done.done()) == (expected, False)
+        stream.answer(old)
+        stream.answer(sequence)
+    await asyncio.wait_for(done, WAIT_S)
 
 
 async def test_full_disk_is_waited_for(writer: ActorRef, shard: FakeShard) -> None:
@@ -168,14 +227,20 @@ async def test_refused_turn_fails_the_flush(writer: ActorRef, shard: FakeShard) 
         await (await flush(writer))
 
 
-async def test_crashed_writer_loses_no_turn(backlog: Backlog, shard: FakeShard) -> None:
+async def test_crashed_writer_loses_no_turn(
+    backlog: Backlog, shard: FakeShard, contested: list[str]
+) -> None:
     """The backlog outlives the actor: a fresh one sends what the old one had not finished."""
     system = ActorSystem("test")
-    first = await system.spawn(lambda: ShardWriter(backlog, shard.open), name="one")
+    first = await system.spawn(
+        lambda: ShardWriter(backlog, shard.open, contested.append), name="one"
+    )
     first.tell(turn(0))
     await (await shard.next_stream()).turn()
     await first.stop()
-    second = await system.spawn(lambda: ShardWriter(backlog, shard.open), name="two")
+    second = await system.spawn(
+        lambda: ShardWriter(backlog, shard.open, contested.append), name="two"
+    )
     stream = await shard.next_stream()
     sequence, index = await stream.turn()
     assert index == 0
@@ -189,14 +254,14 @@ async def test_full_backlog_refuses_calls_but_takes_turns(
 ) -> None:
     """Admission ends when too much waits; what was sampled meanwhile is taken all the same."""
     backlog.admit()
-    for index in range(2):
-        writer.tell(turn(index, size_bytes=600))
+    for number in range(2):
+        writer.tell(turn(0, f"t:{number}:0", size_bytes=600))
     stream = await shard.next_stream()
     sequences = [(await stream.turn())[0] for _ in range(2)]
     with pytest.raises(ResourceExhausted):
         backlog.admit()
-    for sequence in sequences:
+    for number, sequence in enumerate(sequences):
         stream.answer(sequence)
-    await asyncio.wait_for(await flush(writer), WAIT_S)
+        await asyncio.wait_for(await flush(writer, f"t:{number}:0"), WAIT_S)
     backlog.admit()
     assert backlog.bytes == 0

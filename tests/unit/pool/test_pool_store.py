@@ -6,6 +6,7 @@ import pytest
 
 from forge.core.errors import (
     ConfigError,
+    Conflict,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
@@ -141,7 +142,7 @@ def test_a_turn_serialised_differently_is_the_same_turn(store):
 def test_another_turn_under_the_same_index_is_refused(store):
     """What is stored stays; the message names the turn."""
     append(store, make_turn(sampled=(4, 5)))
-    with pytest.raises(InvalidArgument, match=r"turn 0 of task:0:0 .* other content"):
+    with pytest.raises(Conflict, match=r"turn 0 of task:0:0 .* other content"):
         append(store, make_turn(sampled=(4, 6)))
     assert fetch(store).turns == [make_turn(sampled=(4, 5))]
 
@@ -152,7 +153,7 @@ def test_one_refused_turn_does_not_hold_up_its_neighbours(store):
     new = [make_turn(index=0, sampled=(9,)), make_turn(index=1, prefix=5)]
     command = AppendTurns(turns=tuple(validation.new_turn(t.SerializeToString()) for t in new))
     refused, accepted = commit(store, command)
-    assert isinstance(refused, InvalidArgument)
+    assert isinstance(refused, Conflict)
     assert accepted is None
     assert len(fetch(store).turns) == 2
 

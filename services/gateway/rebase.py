@@ -1,0 +1,91 @@
+"""A session's turns, held against what the pool has of its trajectory.
+
+Owns the rule for two gateways in one session: the pool's order is the truth. A turn whose number
+another gateway was first with is recorded anew behind all that is stored: the same prompt, the
+same sample, a new number and a new parent. Pure: what is stored comes in, what to store goes out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from forge.core.context_tree import root_of
+from forge.core.errors import DataLoss
+from forge.v1 import common_pb2
+from services.gateway.conversation import Conversation, Draft, Place, Prompt, Sampled
+from services.gateway.handles import Handle
+from services.gateway.model import ChatModel
+
+
+def rebase(
+    model: ChatModel,
+    stored: Sequence[common_pb2.Turn],
+    waiting: Sequence[common_pb2.Turn],
+) -> tuple[Conversation, list[common_pb2.Turn]]:
+    """The whole conversation, and the turns that are still to be stored, as they are now.
+
+    `waiting` are the turns this gateway has not seen acknowledged, in order; some may be stored
+    all the same. Raises `DataLoss` when turns that must have been acknowledged are gone.
+    """
+    unstored = [turn for turn in waiting if not _is_stored(turn, stored)]
+    conversation = _restored(model, stored)
+    if not unstored:
+        return conversation, []
+    first = unstored[0].turn_index
+    if first > len(stored):
+        raise DataLoss(
+            f"{unstored[0].trajectory_id} has {len(stored)} turns in the pool, but turn "
+            f"{first - 1} was acknowledged"
+        )
+    if first == len(stored):
+        for turn in unstored:
+            conversation.restore(turn)
+        return conversation, unstored
+    # One turn of a trajectory is sent at a time: what came before the first was stored like this.
+    ours = _restored(model, [*stored[:first], *unstored])
+    return conversation, [_recorded(turn, ours, conversation) for turn in unstored]
+
+
+def _is_stored(turn: common_pb2.Turn, stored: Sequence[common_pb2.Turn]) -> bool:
+    return turn.turn_index < len(stored) and stored[turn.turn_index] == turn
+
+
+def _restored(model: ChatModel, turns: Sequence[common_pb2.Turn]) -> Conversation:
+    conversation = Conversation(model=model)
+    for turn in turns:
+        conversation.restore(turn)
+    return conversation
+
+
+def _recorded(turn: common_pb2.Turn, source: Conversation, target: Conversation) -> common_pb2.Turn:
+    """A turn of `source`, recorded in `target`."""
+    node = source.nodes[turn.turn_index]
+    ids = source.prefixes.prompt(turn.turn_index)
+    place, opening = None, ""
+    if node is not None and node.parent is not None:
+        place, opening = Place(root=root_of(node), node=node.parent, beyond=()), node.opening
+    sampled = Sampled(
+        ids=turn.sampled.ids,
+        logprobs=turn.sampled.logprobs,
+        weight_versions=turn.sampled.weight_versions,
+        finish_reason=turn.finish_reason,
+        answer=node.message if node is not None else None,
+        parse_error=turn.parse_error,
+        cached_tokens=turn.cached_tokens,
+    )
+    draft = Draft(how="rebased", ids=ids, place=place, opening=opening)
+    anew = target.record(Prompt(ids=ids, draft=draft), sampled, _handle(turn))
+    result = common_pb2.Turn()
+    result.CopyFrom(turn)
+    result.turn_index, result.parent_turn = anew.turn_index, anew.parent_turn
+    result.prefix_tokens, result.prompt_ids = anew.prefix_tokens, anew.prompt_ids
+    result.messages_json = anew.messages_json
+    return result
+
+
+def _handle(turn: common_pb2.Turn) -> Handle | None:
+    said = json.loads(turn.messages_json or "{}")
+    for name, facts in said.get("handle", {}).items():
+        return Handle(name=name, facts=facts)
+    return None

@@ -1,0 +1,147 @@
+"""Two gateways in one session: what each recorded ends up in one order, once, and exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from forge.core.errors import DataLoss
+from forge.core.messages import Message
+from forge.core.trajectory import TokenTree, TurnTokens, float32_bytes, int32_bytes
+from forge.v1 import common_pb2
+from services.gateway.conversation import Conversation, Prompt, Sampled
+from services.gateway.handles import Handle
+from services.gateway.rebase import rebase
+from tests.support.chat_templates import make_model
+
+MODEL = make_model("chatml")
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+@dataclass
+class Gateway:
+    """One gateway's copy of the session."""
+
+    name: str
+    conversation: Conversation = field(default_factory=lambda: Conversation(model=MODEL))
+    waiting: list[common_pb2.Turn] = field(default_factory=list)
+
+    def turn(self, history: list[Message], text: str) -> tuple[bytes, bytes, Message]:
+        """One call; what the engine was sent and sampled, and the answer."""
+        draft = self.conversation.draft(history, ())
+        prompt = Prompt(ids=draft.ids + MODEL.encode(draft.text), draft=draft)
+        ids = b"".join(MODEL.encode(char) for char in text) + int32_bytes(MODEL.stop_ids)
+        sampled = Sampled(
+            ids=ids,
+            logprobs=float32_bytes([-0.5] * (len(ids) // 4)),
+            weight_versions=int32_bytes([1] * (len(ids) // 4)),
+            finish_reason=common_pb2.FINISH_REASON_STOP,
+            answer=Message(role="assistant", content=text),
+        )
+        handle = Handle(name=f"{self.name}-{self.conversation.turns}", facts={"by": self.name})
+        turn = self.conversation.record(prompt, sampled, handle)
+        turn.trajectory_id, turn.temperature = "t:0:0", 0.5
+        self.waiting.append(turn)
+        return prompt.ids, ids, Message(role="assistant", content=text)
+
+    def send(self, stored: list[common_pb2.Turn]) -> None:
+        """Offers the pool the first turn that waits, and reads again when its number is taken."""
+        if not self.waiting:
+            return
+        turn = self.waiting[0]
+        if turn.turn_index < len(stored) and stored[turn.turn_index] != turn:
+            self.conversation, self.waiting = rebase(MODEL, stored, self.waiting)
+            turn = self.waiting[0]
+        assert turn.turn_index == len(stored)
+        stored.append(self.waiting.pop(0))
+
+
+steps = st.lists(
+    st.tuples(
+        st.integers(0, 1),  # which gateway
+        st.integers(0, 3),  # which history to go on from
+        st.sampled_from(["a", "b c"]),  # what is said
+        st.sampled_from(["1", "ab", "b c"]),  # what is answered
+        st.lists(st.integers(0, 1), max_size=3),  # who sends to the pool then
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+@given(steps)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_nothing_is_lost_and_nothing_recorded_twice(plan: list) -> None:
+    """However calls and appends of two gateways interleave, the stored turns are a tree that
+    spells every call that was made, each exactly once."""
+    gateways = [Gateway("a"), Gateway("b")]
+    stored: list[common_pb2.Turn] = []
+    made: list[tuple[bytes, bytes]] = []
+    histories: list[list[Message]] = [[]]
+    for which, onward, said, text, senders in plan:
+        history = [*histories[onward % len(histories)], user(said)]
+        prompt, sampled, answer = gateways[which].turn(history, text)
+        made.append((prompt, sampled))
+        histories.append([*history, answer])
+        for sender in senders:
+            gateways[sender].send(stored)
+    while any(gateway.waiting for gateway in gateways):
+        for gateway in gateways:
+            gateway.send(stored)
+    tree = TokenTree(
+        [
+            TurnTokens(
+                turn_index=turn.turn_index,
+                parent_turn=turn.parent_turn,
+                prefix_tokens=turn.prefix_tokens,
+                prompt_ids=turn.prompt_ids,
+                sampled_ids=turn.sampled.ids,
+                logprobs=turn.sampled.logprobs,
+                weight_versions=turn.sampled.weight_versions,
+            )
+            for turn in stored
+        ]
+    )
+    recorded = [(tree.context(at), turn.sampled_ids) for at, turn in enumerate(tree.turns)]
+    assert sorted(recorded) == sorted(made)
+    assert {turn.temperature for turn in stored} == {0.5}
+    restored, left = rebase(MODEL, stored, [])
+    assert (restored.turns, left) == (len(made), [])
+
+
+def test_turns_stored_meanwhile_are_not_sent_again() -> None:
+    """What the pool has, byte for byte, only lacks its acknowledgement."""
+    gateway = Gateway("a")
+    gateway.turn([user("One?")], "1")
+    gateway.turn([user("Two?")], "2")
+    conversation, left = rebase(MODEL, gateway.waiting[:1], gateway.waiting)
+    assert left == gateway.waiting[1:]
+    assert conversation.turns == 2
+
+
+def test_handles_follow_their_turns() -> None:
+    """A name given to a turn finds it under its new number."""
+    first, second = Gateway("a"), Gateway("b")
+    first.turn([user("One?")], "1")
+    second.turn([user("Two?")], "2")
+    conversation, (turn,) = rebase(MODEL, first.waiting, second.waiting)
+    assert turn.turn_index == 1
+    recalled = conversation.recall("b-0")
+    assert recalled is not None
+    assert recalled.held.turn_index == 1
+    assert recalled.held.facts == {"by": "b"}
+
+
+def test_acknowledged_turns_that_are_gone_are_data_loss() -> None:
+    """A pool that forgot what it acknowledged is not written to as if nothing had happened."""
+    gateway = Gateway("a")
+    for text in ("One?", "Two?"):
+        gateway.turn([user(text)], "1")
+    with pytest.raises(DataLoss, match="turn 0 was acknowledged"):
+        rebase(MODEL, [], gateway.waiting[1:])
