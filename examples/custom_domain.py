@@ -1,7 +1,7 @@
-"""A domain of one's own, with a tool, state and rewards, and a way to submit its tasks.
+"""A domain of one's own, with a tool, state and rewards.
 
-    forge agents run --domains=dice=examples.custom_domain:Dice    # a runner that knows it
-    .venv/bin/python -m examples.custom_domain ETCD KEY_FILE       # submit 64 tasks
+    forge up --set runner.domains=dice=examples.custom_domain:Dice
+    .venv/bin/python -m examples.submit RUN_DIR --domain examples.custom_domain:Dice --train
 
 A domain need not be registered to be trained: with a reward function alone, prompts will do:
 
@@ -10,18 +10,12 @@ A domain need not be registered to be trained: with a reward function alone, pro
 
 from __future__ import annotations
 
-import asyncio
-import json
-import sys
 from collections.abc import Mapping
 from random import Random
 from typing import Any
 
 from forge.agents.environments.base import Reward, ToolError, Transcript
 from forge.agents.rewards import RewardTask
-from forge.client.operator import Operator
-from forge.runtime.security import Keyring, Security
-from forge.v1.common_pb2 import PURPOSE_TRAIN, Task
 
 ROLL = {
     "type": "function",
@@ -80,27 +74,3 @@ class DiceEpisode:
 def brevity(trajectory: Transcript, task: RewardTask) -> float:
     """A reward function: the fewer words, the better."""
     return 1 / max(1, len(trajectory.answer.split()))
-
-
-async def submit(etcd: str, key_file: str) -> None:
-    """Queue 64 tasks, eight rollouts each."""
-    security = Security(Keyring.from_file(key_file), subject="examples")
-    operator = await Operator.connect(etcd, cluster="default", security=security)
-    domain = Dice()
-    tasks = [
-        Task(
-            task_id=f"dice-{number}",
-            domain=domain.name,
-            scaffold=domain.scaffold,
-            payload_json=json.dumps(domain.generate(Random(number))),
-            group_size=8,
-            purpose=PURPOSE_TRAIN,
-        )
-        for number in range(64)
-    ]
-    print(await operator.submit(tasks), "tasks queued")
-    await operator.close()
-
-
-if __name__ == "__main__":
-    asyncio.run(submit(sys.argv[1], sys.argv[2]))

@@ -1,0 +1,67 @@
+"""The Node example: grpc-js over the protos as they are, no generated code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.runtime.coordination import Coordinator, Instance
+from tests.support.client_programs import VENV, check_linear, scripted
+from tests.support.example_run import EXAMPLES, ROOT, run_example
+from tests.support.gateway_stack import GatewayStack
+
+INSTALL_S = 120
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example, installed from its lock file in a copy: the work tree stays as it is."""
+    folder = tmp_path_factory.mktemp("node") / "example"
+    shutil.copytree(EXAMPLES / "node_grpc", folder, ignore=shutil.ignore_patterns("node_modules"))
+    installed = subprocess.run(
+        [str(VENV / "bin/npm"), "ci", "--silent"],
+        cwd=folder,
+        env={"PATH": f"{VENV / 'bin'}:{os.environ['PATH']}", "HOME": os.environ["HOME"]},
+        capture_output=True,
+        text=True,
+        timeout=INSTALL_S,
+    )
+    if installed.returncode:
+        pytest.skip(f"npm ci: {installed.stdout}{installed.stderr}")
+    return folder / "agent.mjs"
+
+
+async def test_a_node_program_without_stubs_is_an_agent(
+    program: Path,
+    stack: GatewayStack,
+    gateway: Instance,
+    clients_coordinator: Coordinator,
+    matrix: Callable[..., Any],
+) -> None:
+    """It finds the gateway in its environment, streams two turns, and continues its own answer."""
+    package = json.loads((program.parent / "node_modules/@grpc/grpc-js/package.json").read_text())
+    matrix(
+        client="@grpc/grpc-js",
+        version=package["version"],
+        protocol="grpc",
+        stream=True,
+        tools=False,
+    )
+    run = await run_example(
+        # The copy is not where the protos are two folders up.
+        f"env FORGE_PROTOS={ROOT / 'protos'} {VENV / 'bin/node'} {program}",
+        prompt=scripted("What is 2 + 2?", "I will think: four.", "4"),
+        stack=stack,
+        gateway=gateway,
+        coordinator=clients_coordinator,
+    )
+    assert run.transcript.answer == "4"
+    assert len(run.trajectory.turns) == 2
+    check_linear(run.trajectory)
