@@ -38,6 +38,10 @@ class Tail:
         while piece := await stream.read(1 << 16):
             self._kept = (self._kept + piece)[-self._limit_bytes :]
 
+    def clear(self) -> None:
+        """Forget what was read so far."""
+        self._kept = b""
+
     @property
     def text(self) -> str:
         return self._kept.decode(errors="replace")

@@ -17,6 +17,7 @@ import os
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -34,11 +35,13 @@ LOAD_S: Final = 120.0
 ANSWER_BYTES: Final = 1 << 20
 """Of one call; more is taken for garbage."""
 STDERR_BYTES: Final = 8 << 10
-STDERR_S: Final = 1.0
+LAST_WORDS_S: Final = 1.0
 """How long the last words of a dead process are waited for: who escaped its group may hold it."""
 LOGGED_CHARS: Final = 2000
 
-_CALLS = histogram("forge_runner_reward_seconds", "Time of one call of a reward function.")
+_CALLS = histogram(
+    "forge_runner_reward_seconds", "Time of one call of a reward function, waiting included."
+)
 _FAILURES = counter(
     "forge_runner_reward_failures_total", "Calls of reward functions that failed.", ["cause"]
 )
@@ -220,6 +223,7 @@ class _Worker:
             text = f"the trajectory is not plain data: {error}"
             return _Answer(call=0, error=text, cause="value")
         process = self._process or await self._start()
+        self._stderr.clear()
         try:
             answer = await _exchange(process, framed(body))
         # The last is how uvloop says that the pipe is closed.
@@ -238,7 +242,7 @@ class _Worker:
         kill_group(self._process)
         await self._process.wait()
         assert self._reading
-        await asyncio.wait([self._reading], timeout=STDERR_S)
+        await asyncio.wait([self._reading], timeout=LAST_WORDS_S)
         self._reading.cancel()
 
     async def _start(self) -> Process:
@@ -257,11 +261,15 @@ class _Worker:
         return self._process
 
     async def _last_words(self, process: Process) -> str:
+        # Before it is killed for good: how it ended by itself is what matters.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), LAST_WORDS_S)
+        code = process.returncode
+        how = "closed the pipe of its answers" if code is None else how_it_ended(code)
         await self.end()
-        assert process.returncode is not None
         words = last_lines(self.stderr, chars=200)
         told = f"; it said: {words[-1]}" if words else ""
-        return f"its process {how_it_ended(process.returncode)}{told}"
+        return f"its process {how}{told}"
 
 
 async def _exchange(process: Process, frame: bytes) -> _Answer:
