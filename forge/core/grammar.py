@@ -24,12 +24,12 @@ MAX_PROPERTIES = 500
 MAX_LOCATING_TRIES = 200
 """Compilations spent on finding out where in a schema the trouble is."""
 LIMITS = LLParserLimits(
-    # A megabyte or two for a thousand states, kept for as long as the grammar is.
-    max_lexer_states=20_000,
-    # Per token: about 7 ms of lexing and 1 ms of parsing, after which the answer is refused.
-    step_lexer_fuel=100_000,
+    # About 1.5 KiB each, kept for as long as the compiled grammar is.
+    max_lexer_states=10_000,
+    # Per token: a few milliseconds; an answer that needs more ends with an error.
+    step_lexer_fuel=20_000,
     step_max_items=20_000,
-    # Once: about 20 ms.
+    # Once: some tens of milliseconds.
     initial_lexer_fuel=1_000_000,
     max_grammar_size=200_000,
     # The grammar may hold what the agent's prompt holds; logs must not.
@@ -185,4 +185,5 @@ def _escaped(name: str) -> str:
 
 def one_line(message: str) -> str:
     """What llguidance says, fit for an error message."""
-    return " ".join(message.partition(" while processing json-schema:")[0].split())[:300]
+    plain = message.partition(" while processing json-schema:")[0].replace("<non-verbose/>", "")
+    return " ".join(plain.split())[:300]

@@ -11,7 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 from forge.runtime.actor import ActorSystem
 from services.inference.engines.base import (
@@ -35,6 +42,11 @@ torch.set_num_threads(1)
 VOCABULARY = 211
 CONTEXT_TOKENS = 512
 BLOCK_TOKENS = 8
+
+END = 0
+"""The token that ends an answer, for tests that want one."""
+_PIECES = ["<end>", *map(chr, range(33, 127)), "\u0120", '{"', '":', "12", "na"]
+"""The tokenizer: printable ASCII, a space as byte-level tokenizers spell it, and a few merges."""
 
 _SHAPE = {
     "vocab_size": VOCABULARY,
@@ -84,6 +96,20 @@ def prompt_ids(tokens: int, *, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCABULARY, tokens).tolist()
 
 
+def save_tokenizer(folder: Path) -> None:
+    """For engines to read grammars with; most tests know tokens as numbers only."""
+    vocabulary = {piece: token for token, piece in enumerate(_PIECES)}
+    merges = [(piece[0], piece[1]) for piece in _PIECES[-4:]]
+    bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=_PIECES[END]).save_pretrained(folder)
+
+
+def text_of(ids: list[int]) -> str:
+    return "".join(_PIECES[token] for token in ids).replace("\u0120", " ")
+
+
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, max_tokens=16, stop_ids=frozenset(), seed=0)
 SAMPLED = replace(GREEDY, temperature=1.0)
 _request_numbers = count()
@@ -96,6 +122,7 @@ class Answer:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    allowed: list[float] = field(default_factory=list)
     finish: Any = None
     cached_tokens: int = 0
     fetched_tokens: int = 0
@@ -104,6 +131,7 @@ class Answer:
         self.ids += tokens.ids
         self.logprobs += tokens.logprobs
         self.versions += tokens.versions
+        self.allowed += tokens.allowed
 
 
 @dataclass(kw_only=True)

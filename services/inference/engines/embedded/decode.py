@@ -24,13 +24,15 @@ from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
 from forge.core.prefix_cache import Match
 from forge.runtime.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Finish, KvSpan, Piece, Prompt, Tokens
+from services.inference.engines.embedded.draws import DrawnToken, draw
 from services.inference.engines.embedded.kv_cache import KvCache, prefix
 from services.inference.engines.embedded.policy import Policy
-from services.inference.engines.embedded.prefill import Swap, draw
+from services.inference.engines.embedded.prefill import Swap
 from services.inference.engines.embedded.slabs import Slabs
 from services.inference.engines.embedded.step import SlabStep
 from services.inference.engines.embedded.tensors import from_bytes
 from services.inference.engines.embedded.trunks import Branch, Trunks
+from services.inference.grammar import Matcher
 
 STREAM_INTERVAL_S = 0.05
 """Streamed tokens are sent together when they come faster than this."""
@@ -62,6 +64,8 @@ class Join:
     stream: bool
     asked_s: float
     deliver: Deliver
+    matcher: Matcher | None = None
+    """Of a prompt with a grammar: where its answer stands behind `first`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,18 +107,24 @@ class _Sequence(Branch):
     """Of all its keys and values."""
     arrived: _Arrived | None
     """Until it has its row."""
+    matcher: Matcher | None
     began_s: float = 0.0
     sent_s: float = 0.0
-    unsent: list[tuple[int, float, int]] = field(default_factory=list)
+    unsent: list[tuple[DrawnToken, int]] = field(default_factory=list)
+    """With the version of the weights that sampled each."""
 
     @property
     def ids(self) -> bytes:
         return self.prompt.ids + self.sampled.tobytes()
 
     def take_unsent(self) -> Tokens:
-        ids, logprobs, versions = zip(*self.unsent, strict=True) if self.unsent else ((), (), ())
-        self.unsent.clear()
-        return Tokens(ids=ids, logprobs=logprobs, versions=versions)
+        unsent, self.unsent = self.unsent, []
+        return Tokens(
+            ids=tuple(drawn.token for drawn, _ in unsent),
+            logprobs=tuple(drawn.logprob for drawn, _ in unsent),
+            versions=tuple(version for _, version in unsent),
+            allowed=() if self.matcher is None else tuple(drawn.allowed for drawn, _ in unsent),
+        )
 
 
 class DecodeActor(ThreadActor):
@@ -211,6 +221,7 @@ class DecodeActor(ThreadActor):
                 most_sampled=min(prompt.sampling.max_tokens, room),
                 version=span.version,
                 arrived=_Arrived(cached=match, fetched=fetched),
+                matcher=join.matcher,
                 prompt_blocks=blocks,
             )
         )
@@ -285,10 +296,16 @@ class DecodeActor(ThreadActor):
         for sequence in sequences:
             sequence.tokens += 1
         positions = [sequence.base + sequence.tokens for sequence in sequences]
-        drawn = draw(logits_NV, [s.prompt for s in sequences], positions=positions)
+        prompts = [sequence.prompt for sequence in sequences]
+        matchers = [sequence.matcher for sequence in sequences]
+        drawn = draw(logits_NV, prompts, positions=positions, matchers=matchers)
         now_s = time.monotonic()
-        for sequence, token, logprob in zip(sequences, *drawn, strict=True):
-            self._advance(sequence, token, logprob, now_s)
+        for row, sequence in enumerate(sequences):
+            if row in drawn.failed:
+                self._leave(sequence)
+                self._send_error(sequence, drawn.failed[row])
+            else:
+                self._advance(sequence, drawn.row(row), now_s)
 
     def _make_room(self) -> None:
         """One more token for every sequence; the youngest give way when the slabs are full."""
@@ -300,18 +317,20 @@ class DecodeActor(ThreadActor):
                 if youngest is sequence:
                     break
 
-    def _advance(self, sequence: _Sequence, token: int, logprob: float, now_s: float) -> None:
+    def _advance(self, sequence: _Sequence, drawn: DrawnToken, now_s: float) -> None:
         version = self._policy.version
-        if sequence.version != version or not math.isfinite(logprob):
+        if sequence.version != version or not math.isfinite(drawn.logprob):
             sequence.version = _MIXED
-        if not math.isfinite(logprob):
+        if not math.isfinite(drawn.logprob):
             self._leave(sequence)
             broken = BrokenWeights(f"weights {version} gave a logit that is not a number")
-            self._outbox.append((sequence.deliver, broken))
+            self._send_error(sequence, broken)
             return
-        sequence.sampled.append(token)
-        sequence.unsent.append((token, logprob, version))
-        finish = self._finish(sequence, token)
+        sequence.sampled.append(drawn.token)
+        sequence.unsent.append((drawn, version))
+        if sequence.matcher is not None:
+            sequence.matcher.advance(drawn.token)
+        finish = self._finish(sequence, drawn.token)
         if finish is not None:
             self._leave(sequence)
             piece = Piece(
@@ -357,11 +376,14 @@ class DecodeActor(ThreadActor):
             sequence.prompt_blocks = None
 
     def _refuse(self, sequence: _Sequence, reason: str) -> None:
+        request = sequence.prompt.request_id
+        self._send_error(
+            sequence, ResourceExhausted(f"request {request} {reason}", retry_after_s=0.5)
+        )
+
+    def _send_error(self, sequence: _Sequence, error: ForgeError) -> None:
         if sequence.unsent:
             self._outbox.append((sequence.deliver, Piece(tokens=sequence.take_unsent())))
-        error = ResourceExhausted(
-            f"request {sequence.prompt.request_id} {reason}", retry_after_s=0.5
-        )
         self._outbox.append((sequence.deliver, error))
 
     def _deliver(self) -> None:

@@ -33,6 +33,7 @@ from services.inference.engines.embedded.policy import Policy
 from services.inference.engines.embedded.prefill import HeldPrompt, PrefillActor, Read, Swap
 from services.inference.engines.embedded.slabs import Slabs
 from services.inference.engines.embedded.trunks import Trunks
+from services.inference.grammar import Grammars
 
 # A crash in the model leaves its state unknown: the process ends, and its supervisor starts anew.
 _NEVER_RESTART = Restart(max_restarts=0)
@@ -117,6 +118,7 @@ class _Embedded:
         self._policy = policy
         self._actor = actor
         self._options = options
+        self._grammars = Grammars(options.model_path, vocabulary=policy.limits.vocabulary)
         self._work = _Work()
 
     @property
@@ -133,6 +135,7 @@ class _Embedded:
         await self._work.none.wait()
 
     async def close(self) -> None:
+        self._grammars.close()
         await self._actor.stop()
 
 
@@ -182,8 +185,10 @@ class EmbeddedPrefill(_Embedded):
             )
         self._work.add(1)
         try:
+            matcher = await self._grammars.matcher(prompt)
             outcome: HeldPrompt = await self._actor.ask(
-                Read(prompt=prompt, asked_s=now_s), timeout_s=self._options.ask_timeout_s
+                Read(prompt=prompt, asked_s=now_s, matcher=matcher),
+                timeout_s=self._options.ask_timeout_s,
             )
         except BaseException:
             self._work.add(-1)
@@ -262,6 +267,7 @@ class EmbeddedDecode(_Embedded):
         self._work.add(1)
         finished = False
         try:
+            matcher = await self._grammars.matcher(prompt, first.ids)
             async with self._missing(prompt) as missing_from:
                 span = await fetch_kv(missing_from)
                 join = Join(
@@ -271,6 +277,7 @@ class EmbeddedDecode(_Embedded):
                     stream=stream,
                     asked_s=asked_s,
                     deliver=pieces.put_nowait,
+                    matcher=matcher,
                 )
                 await self._ask(join)
             while not finished:

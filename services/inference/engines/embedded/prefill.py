@@ -18,12 +18,13 @@ import torch
 
 from forge.core.errors import ForgeError, Unavailable
 from forge.core.prefix_cache import PrefixCache
-from forge.rl.sampling import sample, uniforms
 from forge.runtime.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Prefilled, Prompt, Tokens
 from services.inference.engines.embedded.attention import grouped_attention
+from services.inference.engines.embedded.draws import DrawnToken, draw
 from services.inference.engines.embedded.kv_cache import KvCache
 from services.inference.engines.embedded.policy import Policy, StagedWeights
+from services.inference.grammar import Matcher
 
 _MASK_ELEMENTS = 1 << 24
 """Most elements of one prompt's attention mask in one pass: long prompts go in smaller steps."""
@@ -36,6 +37,8 @@ class Read:
     prompt: Prompt
     asked_s: float
     """On the monotonic clock."""
+    matcher: Matcher | None = None
+    """Of a prompt with a grammar: where its answer begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,17 +124,17 @@ class PrefillActor(ThreadActor):
             return [Unavailable("no weights have been loaded yet") for _ in batch]
         began_s = time.monotonic()
         readings = self._compute([message.prompt for message in batch])
-        tokens, logprobs = draw(
+        drawn = draw(
             torch.stack([reading.logits for reading in readings if reading.logits is not None]),
             [message.prompt for message in batch],
             positions=[message.prompt.tokens for message in batch],
+            matchers=[message.matcher for message in batch],
         )
         prefill_s = time.monotonic() - began_s
         return [
-            self._result(message, reading, token, logprob, began_s=began_s, prefill_s=prefill_s)
-            for message, reading, token, logprob in zip(
-                batch, readings, tokens, logprobs, strict=True
-            )
+            drawn.failed.get(row)
+            or self._result(message, reading, drawn.row(row), began_s=began_s, prefill_s=prefill_s)
+            for row, (message, reading) in enumerate(zip(batch, readings, strict=True))
         ]
 
     def _compute(self, prompts: Sequence[Prompt]) -> list[_Reading]:
@@ -153,21 +156,25 @@ class PrefillActor(ThreadActor):
         self,
         message: Read,
         reading: _Reading,
-        token: int,
-        logprob: float,
+        drawn: DrawnToken,
         *,
         began_s: float,
         prefill_s: float,
     ) -> HeldPrompt | ForgeError:
         version = self._policy.version
-        if not math.isfinite(logprob):
+        if not math.isfinite(drawn.logprob):
             return BrokenWeights(f"weights {version} gave a logit that is not a number")
         its_own = reading.prompt is message.prompt
         if its_own:
             self._cache.store(reading.prompt.ids, reading.kv)
         return HeldPrompt(
             prefilled=Prefilled(
-                first=Tokens(ids=(token,), logprobs=(logprob,), versions=(version,)),
+                first=Tokens(
+                    ids=(drawn.token,),
+                    logprobs=(drawn.logprob,),
+                    versions=(version,),
+                    allowed=() if message.matcher is None else (drawn.allowed,),
+                ),
                 cached_tokens=reading.start if its_own else reading.prompt.tokens,
                 queue_s=began_s - message.asked_s,
                 prefill_s=prefill_s,
@@ -310,19 +317,3 @@ class _PrefillPass:
             bias_ST = torch.zeros(hidden_ST.shape, dtype=kv.dtype, device=kv.device)
             self._bias[index, window] = bias_ST.masked_fill_(hidden_ST, -torch.inf)[None, None]
         return self._bias[index, window]
-
-
-def draw(
-    logits_RV: torch.Tensor, prompts: Sequence[Prompt], *, positions: Sequence[int]
-) -> tuple[list[int], list[float]]:
-    """One token and its log-prob per row, each with its own settings and random stream."""
-    device = logits_RV.device
-    settings = [prompt.sampling for prompt in prompts]
-    drawn = sample(
-        logits_RV,
-        temperature_B=torch.tensor([s.temperature for s in settings], device=device),
-        top_p_B=torch.tensor([s.top_p for s in settings], device=device),
-        top_k_B=torch.tensor([s.top_k for s in settings], device=device),
-        uniform_B=uniforms([s.seed for s in settings], positions).to(device),
-    )
-    return drawn.ids.tolist(), drawn.logprobs.tolist()

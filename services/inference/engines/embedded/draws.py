@@ -1,0 +1,110 @@
+"""From logits to tokens: grammars first, then each request's own settings and random stream.
+
+Owns the application of masks. What a grammar allows is `services.inference.grammar`'s, the drawing
+`forge.rl.sampling`'s.
+
+Shape suffixes: R rows, M rows with a grammar, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from forge.core.errors import ForgeError
+from forge.rl.sampling import sample, uniforms
+from services.inference.engines.base import Prompt
+from services.inference.grammar import Matcher, mask_words
+
+
+class DrawnToken(NamedTuple):
+    token: int
+    logprob: float
+    """In the distribution drawn from."""
+    allowed: float
+    """The log of the share of probability that the grammar left; 0 without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """One token per row."""
+
+    ids: list[int]
+    logprobs: list[float]
+    allowed: Mapping[int, float]
+    """Of rows with a grammar alone."""
+    failed: Mapping[int, ForgeError]
+    """Rows whose grammar cannot be gone on with; what was drawn there means nothing."""
+
+    def row(self, row: int) -> DrawnToken:
+        return DrawnToken(self.ids[row], self.logprobs[row], self.allowed.get(row, 0.0))
+
+
+def draw(
+    logits_RV: torch.Tensor,
+    prompts: Sequence[Prompt],
+    *,
+    positions: Sequence[int],
+    matchers: Sequence[Matcher | None],
+) -> Drawn:
+    """Masks `logits_RV` in place where there is a grammar, and draws."""
+    device = logits_RV.device
+    settings = [prompt.sampling for prompt in prompts]
+    allowed: Mapping[int, float] = {}
+    failed: Mapping[int, ForgeError] = {}
+    if any(matchers):
+        allowed, failed = _mask(logits_RV, matchers, [s.temperature for s in settings])
+    drawn = sample(
+        logits_RV,
+        temperature_B=torch.tensor([s.temperature for s in settings], device=device),
+        top_p_B=torch.tensor([s.top_p for s in settings], device=device),
+        top_k_B=torch.tensor([s.top_k for s in settings], device=device),
+        uniform_B=uniforms([s.seed for s in settings], positions).to(device),
+    )
+    return Drawn(
+        ids=drawn.ids.tolist(), logprobs=drawn.logprobs.tolist(), allowed=allowed, failed=failed
+    )
+
+
+def _mask(
+    logits_RV: torch.Tensor,
+    matchers: Sequence[Matcher | None],
+    temperatures: Sequence[float],
+) -> tuple[dict[int, float], dict[int, ForgeError]]:
+    """Forbids what the grammars do; gives each row's allowed share and its failure."""
+    vocabulary = logits_RV.shape[-1]
+    rows: list[int] = []
+    failed: dict[int, ForgeError] = {}
+    words = np.zeros((len(matchers), mask_words(vocabulary)), dtype=np.uint32)
+    for row, matcher in enumerate(matchers):
+        if matcher is None:
+            continue
+        try:
+            matcher.fill(words[len(rows)])
+        except ForgeError as error:
+            failed[row] = error
+            continue
+        rows.append(row)
+    if not rows:
+        return {}, failed
+    bits = np.unpackbits(words[: len(rows)].view(np.uint8), axis=1, bitorder="little")
+    allowed_MV = torch.from_numpy(bits[:, :vocabulary]).to(logits_RV.device).bool()
+    logits_MV = logits_RV[rows]
+    masked_MV = logits_MV.masked_fill(~allowed_MV, -torch.inf)
+    logits_RV[rows] = masked_MV
+    # A greedy row has no distribution: any temperature will do, and the share is not looked at.
+    heat_M = [temperatures[row] or 1.0 for row in rows]
+    heat_M1 = torch.tensor(heat_M, device=logits_RV.device)[:, None]
+    left_M = (masked_MV.float() / heat_M1).logsumexp(-1)
+    all_M = (logits_MV.float() / heat_M1).logsumexp(-1)
+    # Rounding may leave a little more than everything.
+    shares = (left_M - all_M).clamp(max=0).tolist()
+    allowed = {
+        row: share if temperatures[row] > 0 else 0.0
+        for row, share in zip(rows, shares, strict=True)
+    }
+    return allowed, failed

@@ -1,0 +1,186 @@
+"""Which tokens may come next: compiled grammars, and each answer's place in its own.
+
+Owns the tokenizer as llguidance sees it, the cache of compiled grammars and their limits. Compiling
+happens on a thread of its own, so that a slow grammar delays none but other new ones. Knows no
+torch: masks are bits, which the engine applies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
+
+from forge.core.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from forge.core.grammar import LIMITS, one_line, source
+from forge.core.trajectory import TOKEN_BYTES, int32_array
+from forge.runtime.telemetry import counter
+from services.inference.engines.base import Grammar, Prompt
+
+Words = NDArray[np.uint32]
+"""A mask: bit i of word w stands for token 32 * w + i."""
+
+MAX_COMPILED = 64
+MAX_COMPILING = 64
+_LOOKUPS = counter(
+    "forge_inference_grammars_total",
+    "Requests with a grammar by what became of it: cached, compiled or refused.",
+    ["outcome"],
+)
+_Key = tuple[str, str, bool]
+
+
+def mask_words(vocabulary: int) -> int:
+    return -(-vocabulary // 32)
+
+
+class Matcher:
+    """One answer's place in its grammar. Belongs to one thread at a time."""
+
+    def __init__(
+        self, matcher: LLMatcher, *, stop_ids: frozenset[int], stop: Words, end: Words
+    ) -> None:
+        self._matcher = matcher
+        self._stop_ids = stop_ids
+        self._stop = stop
+        self._end = end
+        """What llguidance allows at the end, of its own: the tokenizer's end tokens."""
+
+    def fill(self, mask: Words) -> None:
+        """Write which tokens may come next.
+
+        A stop token may where the answer is complete, or where it is a piece of the answer's text.
+        Raises `InvalidArgument` when the grammar is too complex to go on with, or when no token of
+        the vocabulary can go on with it.
+        """
+        self.check()
+        if self._matcher.is_stopped():
+            mask[:] = self._stop
+            return
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self.check()
+        mask &= ~self._end
+        if self._matcher.is_accepting():
+            mask |= self._stop
+        if not mask.any():
+            raise InvalidArgument("no token of the vocabulary can go on with the grammar")
+
+    def advance(self, token: int) -> None:
+        """Take a sampled token; one that does not match shows in `check`."""
+        if token not in self._stop_ids:
+            self._matcher.consume_token(token)
+
+    def check(self) -> None:
+        """Raises `InvalidArgument` once the answer has left the grammar, or its limits."""
+        if self._matcher.is_error():
+            raise InvalidArgument(
+                f"the grammar cannot be followed: {one_line(self._matcher.get_error())}"
+            )
+
+
+class Grammars:
+    """Compiled grammars of one model."""
+
+    def __init__(self, model_path: str, *, vocabulary: int) -> None:
+        """Reads nothing yet: most workers never see a grammar."""
+        self._model_path = model_path
+        self._vocabulary = vocabulary
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[_Key, LLMatcher] = OrderedDict()
+        self._compiling: dict[_Key, asyncio.Future[LLMatcher]] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+
+    async def matcher(self, prompt: Prompt, sampled: Sequence[int] = ()) -> Matcher | None:
+        """Where the answer stands behind `sampled`; None without a grammar.
+
+        Raises `InvalidArgument` for a grammar that does not compile or has not matched so far,
+        `ResourceExhausted` when too many wait to be compiled.
+        """
+        grammar = prompt.sampling.grammar
+        if grammar is None:
+            return None
+        compiled = await self._prototype(grammar)
+        assert self._tokenizer is not None
+        matcher = Matcher(
+            compiled.deep_copy(),
+            stop_ids=prompt.sampling.stop_ids,
+            stop=self._bits(prompt.sampling.stop_ids),
+            end=self._bits(self._tokenizer.eos_tokens),
+        )
+        matched = prompt.ids[len(prompt.ids) - grammar.matched_tokens * TOKEN_BYTES :]
+        for token in (*int32_array(matched), *sampled):
+            matcher.advance(token)
+        matcher.check()
+        return matcher
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _prototype(self, grammar: Grammar) -> LLMatcher:
+        key = (grammar.kind, grammar.text, grammar.lenient)
+        if key in self._compiled:
+            self._compiled.move_to_end(key)
+            _LOOKUPS.labels("cached").inc()
+            return self._compiled[key]
+        if key not in self._compiling:
+            if len(self._compiling) >= MAX_COMPILING:
+                raise ResourceExhausted(
+                    f"{MAX_COMPILING} grammars wait to be compiled already", retry_after_s=1.0
+                )
+            self._compiling[key] = asyncio.ensure_future(self._compile(key, grammar))
+        # Shielded: others may wait for the same grammar.
+        return await asyncio.shield(self._compiling[key])
+
+    async def _compile(self, key: _Key, grammar: Grammar) -> LLMatcher:
+        loop = asyncio.get_running_loop()
+        try:
+            compiled = await loop.run_in_executor(self._thread, self._compile_blocking, grammar)
+        except BaseException:
+            _LOOKUPS.labels("refused").inc()
+            raise
+        finally:
+            del self._compiling[key]
+        _LOOKUPS.labels("compiled").inc()
+        self._compiled[key] = compiled
+        if len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        return compiled
+
+    def _compile_blocking(self, grammar: Grammar) -> LLMatcher:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._model_path, vocabulary=self._vocabulary)
+        text = source(grammar.kind, grammar.text, lenient=grammar.lenient)
+        compiled = LLMatcher(self._tokenizer, text, limits=LIMITS, log_level=0)
+        # The first mask does what is left to do once: not in a step that others share.
+        compiled.deep_copy().compute_bitmask()
+        if compiled.is_error():
+            raise InvalidArgument(
+                f"sampling.grammar.{grammar.kind} does not compile: "
+                f"{one_line(compiled.get_error())}"
+            )
+        return compiled
+
+    def _bits(self, ids: Iterable[int]) -> Words:
+        words = np.zeros(mask_words(self._vocabulary), dtype=np.uint32)
+        for token in ids:
+            if 0 <= token < self._vocabulary:
+                words[token // 32] |= np.uint32(1 << token % 32)
+        return words
+
+
+def load_tokenizer(model_path: str, *, vocabulary: int) -> LLTokenizer:
+    """Raises `FailedPrecondition` when the model directory has no tokenizer."""
+    if not (Path(model_path) / "tokenizer.json").is_file():
+        raise FailedPrecondition(
+            f"grammars cannot be enforced here: there is no tokenizer.json in {model_path!r}"
+        )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path)
+    return from_tokenizer(tokenizer, n_vocab=vocabulary, slices=LLTokenizer.json_slices())

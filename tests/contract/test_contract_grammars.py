@@ -1,0 +1,138 @@
+"""What every engine must do with a grammar: hold every answer to it and say by how much."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+from forge.core.errors import InvalidArgument
+from services.inference.engines.base import Finish, Grammar, Prompt
+from services.inference.grammar import Grammars, mask_words
+from tests.contract import engines
+from tests.contract.engines import (
+    END,
+    SAMPLED,
+    VOCABULARY,
+    Answer,
+    Pair,
+    prompt_ids,
+    published,
+    reference,
+    save_tokenizer,
+    text_of,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "count": {"type": "integer", "minimum": -99, "maximum": 99},
+        "kind": {"enum": ["a", "b", None]},
+    },
+    "required": ["name", "count", "kind"],
+    "additionalProperties": False,
+}
+JSON = Grammar(kind="json_schema", text=json.dumps(SCHEMA))
+HELD = replace(SAMPLED, grammar=JSON, stop_ids=frozenset({END}), max_tokens=200)
+
+
+@pytest.fixture(params=engines.ENGINES)
+async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
+    """With weights and a tokenizer."""
+    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    async with engines.ENGINES[request.param](tmp_path) as started:
+        await started.load(published(reference("qwen3")), version=1)
+        yield started
+
+
+async def recomputed(
+    model_path: Path, ids: list[int], answer: Answer, *, temperature: float
+) -> tuple[list[float], list[float]]:
+    """Log-probs and allowed shares by one full forward of transformers' model and fresh masks."""
+    model = reference("qwen3")
+    logits_TV = model(torch.tensor([ids + answer.ids])).logits[0, len(ids) - 1 : -1] / temperature
+    prompt = Prompt(request_id="check", ids=np.asarray(ids, dtype="<i4").tobytes(), sampling=HELD)
+    matcher = await Grammars(str(model_path), vocabulary=VOCABULARY).matcher(prompt)
+    assert matcher is not None
+    logprobs, allowed = [], []
+    for token, logits_V in zip(answer.ids, logits_TV, strict=True):
+        mask = np.zeros(mask_words(VOCABULARY), dtype=np.uint32)
+        matcher.fill(mask)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCABULARY]
+        may_V = torch.from_numpy(bits).bool()
+        masked_V = logits_V.masked_fill(~may_V, -torch.inf)
+        logprobs.append(masked_V.log_softmax(-1)[token].item())
+        allowed.append((masked_V.logsumexp(-1) - logits_V.logsumexp(-1)).item())
+        matcher.advance(token)
+    return logprobs, allowed
+
+
+async def test_random_weights_answer_as_the_schema_says(pair: Pair, tmp_path: Path) -> None:
+    """Answers of every seed are valid and end with the stop token; log-probs are those of the
+    distribution that the mask left, and what it left is on record."""
+    ids = prompt_ids(20)
+    for seed, temperature in ((1, 1.0), (2, 1.0), (3, 0.6)):
+        answer = await pair.sample(ids, replace(HELD, seed=seed, temperature=temperature))
+        assert answer.finish is Finish.STOP
+        assert answer.ids[-1] == END
+        jsonschema.validate(json.loads(text_of(answer.ids[:-1])), SCHEMA)
+        logprobs, allowed = await recomputed(tmp_path, ids, answer, temperature=temperature)
+        assert answer.logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert answer.allowed == pytest.approx(allowed, abs=1e-4)
+
+
+async def test_a_grammar_binds_nobody_else(pair: Pair) -> None:
+    """Requests without one, in the same batch, are answered as they are alone."""
+    prompts = [prompt_ids(9 + n, seed=n) for n in range(4)]
+    free = [replace(SAMPLED, max_tokens=40, seed=n) for n in range(4)]
+    alone = [await pair.sample(*request) for request in zip(prompts, free, strict=True)]
+    held = [pair.sample(ids, replace(HELD, seed=7)) for ids in prompts]
+    mixed = await asyncio.gather(*map(pair.sample, prompts, free), *held)
+    assert [answer.ids for answer in mixed[:4]] == [answer.ids for answer in alone]
+    assert not any(answer.allowed for answer in mixed[:4])
+    for answer in mixed[4:]:
+        jsonschema.validate(json.loads(text_of(answer.ids[:-1])), SCHEMA)
+
+
+async def test_another_worker_goes_on_behind_what_was_matched(pair: Pair) -> None:
+    """Prompt and half an answer, given as matched, are gone on with as if nothing had happened."""
+    ids = prompt_ids(12)
+    whole = await pair.sample(ids, replace(HELD, seed=5))
+    for cut in (1, 4, len(whole.ids) - 2):
+        grammar = replace(JSON, matched_tokens=cut)
+        rest = await pair.sample(ids + whole.ids[:cut], replace(HELD, seed=5, grammar=grammar))
+        assert rest.ids == whole.ids[cut:]
+
+
+async def test_the_answer_ends_where_its_room_does(pair: Pair) -> None:
+    """max_tokens cuts an answer in the middle, and says so."""
+    answer = await pair.sample(prompt_ids(5), replace(HELD, max_tokens=4))
+    assert len(answer.ids) == 4
+    assert answer.finish is Finish.LENGTH
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar(kind="json_schema", text='{"type": "strin"}'),
+        Grammar(kind="regex", text="("),
+        replace(JSON, matched_tokens=1),
+    ],
+)
+async def test_a_grammar_that_cannot_be_is_refused_at_once(pair: Pair, grammar: Any) -> None:
+    """Before the prompt is read: INVALID_ARGUMENT, and nothing is held for it."""
+    with pytest.raises(InvalidArgument):
+        await pair.sample([*prompt_ids(4), 9], replace(HELD, grammar=grammar))
+    await pair.prefill.idle()
