@@ -1,0 +1,340 @@
+"""OpenAI's Responses API through the unmodified SDK, against real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI, BadRequestError, NotFoundError
+from openai.types.responses import Response
+
+from forge.runtime.coordination import Coordinator, Instance
+from forge.v1 import common_pb2, pool_pb2
+from tests.support.etcd import EtcdServer
+from tests.support.gateway_stack import GatewayStack, check_exact, recorded, token_tree
+
+CLUSTER = "gateway-responses"
+TOOL: Any = {
+    "type": "function",
+    "name": "look",
+    "description": "Look somewhere.",
+    "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+    "strict": False,
+}
+CALL = '<tool_call>\n{{"name": "look", "arguments": {{"at":"{}"}}}}\n</tool_call>'
+TWO_CALLS = f"<think>\nhm\n</think>\n\nI look.\n{CALL.format('a')}\n{CALL.format('b')}"
+
+
+@pytest.fixture(scope="module")
+def stack(
+    shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayStack]:
+    """A pool, an engine and two gateways; the second has room for one session."""
+    made = GatewayStack(
+        folder=tmp_path_factory.mktemp("gateway"),
+        etcd=shared_etcd,
+        cluster=CLUSTER,
+        family="qwen3",
+    )
+    made.start()
+    made.start_gateway("gateway-1", "--max-sessions", "1")
+    yield made
+    made.stop()
+
+
+@pytest_asyncio.fixture
+async def own_coordinator(shared_etcd: EtcdServer) -> AsyncIterator[Coordinator]:
+    connected = await Coordinator.connect(shared_etcd.endpoint, cluster=CLUSTER)
+    yield connected
+    await connected.close()
+
+
+@pytest_asyncio.fixture
+async def gateway(stack: GatewayStack, own_coordinator: Coordinator) -> Instance:
+    return await stack.gateway(own_coordinator)
+
+
+async def ask(client: AsyncOpenAI, *, stream: bool, **asked: Any) -> Response:
+    """One response, however it comes."""
+    if not stream:
+        created: Response = await client.responses.create(model="policy", **asked)
+        return created
+    async with client.responses.stream(model="policy", **asked) as events:
+        # The helper also checks that what it puts together is what the last event has.
+        seen = [event async for event in events]
+    last = seen[-1]
+    assert last.type in ("response.completed", "response.incomplete")
+    return last.response
+
+
+def results(response: Response) -> list[Any]:
+    """What the tools answer to each call of a response."""
+    calls = [item for item in response.output if item.type == "function_call"]
+    return [
+        {
+            "type": "function_call_output",
+            "call_id": call.call_id,
+            "output": f"{json.loads(call.arguments)['at']} is empty SAY[[Nothing there.]]",
+        }
+        for call in calls
+    ]
+
+
+async def closed(
+    stack: GatewayStack, coordinator: Coordinator, gateway: Instance, trajectory_id: str
+) -> common_pb2.Trajectory:
+    """The trajectory, sealed, and checked against what the engine saw."""
+    async with stack.agent(gateway, stack.token(trajectory_id)) as agent:
+        await agent.close()
+    trajectory = await recorded(stack, coordinator, trajectory_id)
+    check_exact(stack, trajectory)
+    return trajectory
+
+
+def check_linear(trajectory: common_pb2.Trajectory) -> None:
+    """Each turn continues the one before it, to its last token."""
+    lengths = [0, *token_tree(trajectory).lengths]
+    assert [turn.parent_turn for turn in trajectory.turns] == list(
+        range(-1, len(trajectory.turns) - 1)
+    )
+    assert [turn.prefix_tokens for turn in trajectory.turns] == lengths[:-1]
+
+
+@pytest.mark.parametrize("how", ["items", "without ids", "references"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tool_loop_by_echoed_items(
+    stack: GatewayStack,
+    gateway: Instance,
+    own_coordinator: Coordinator,
+    stream: bool,
+    how: str,
+) -> None:
+    """An agent that sends all items back, whole or by their ids, makes one linear trajectory."""
+    trajectory_id = f"echo-{how.replace(' ', '-')}:{int(stream)}:0"
+    client = stack.openai(gateway, stack.token(trajectory_id))
+    asked: dict[str, Any] = {"tools": [TOOL], "instructions": "Be brief.", "stream": stream}
+    history: list[Any] = [{"role": "user", "content": f"Look. SAY[[{TWO_CALLS}]]"}]
+    first = await ask(client, input=history, temperature=0.5, **asked)
+    assert [item.type for item in first.output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+    assert (first.status, first.output_text, first.temperature) == ("completed", "I look.", 0.5)
+    assert first.usage is not None
+    assert first.usage.input_tokens_details.cached_tokens > 0
+    assert 0 < first.usage.output_tokens_details.reasoning_tokens < first.usage.output_tokens
+    for item in first.output:
+        if how == "references":
+            history.append({"type": "item_reference", "id": item.id})
+        else:
+            ids = {"id"} if how == "without ids" else set()
+            history.append(item.model_dump(exclude_none=True, exclude=ids))
+    history += results(first)
+    second = await ask(client, input=history, **asked)
+    assert (second.status, second.output_text) == ("completed", "Nothing there.")
+
+    trajectory = await closed(stack, own_coordinator, gateway, trajectory_id)
+    check_linear(trajectory)
+    assert trajectory.turns[0].temperature == 0.5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tool_loop_by_previous_response_id(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator, stream: bool
+) -> None:
+    """An agent that sends only what is new makes the same trajectory."""
+    trajectory_id = f"previous:{int(stream)}:0"
+    client = stack.openai(gateway, stack.token(trajectory_id))
+    asked: dict[str, Any] = {"tools": [TOOL], "instructions": "Be brief.", "stream": stream}
+    first = await ask(client, input=f"Look. SAY[[{TWO_CALLS}]]", **asked)
+    second = await ask(client, input=results(first), previous_response_id=first.id, **asked)
+    assert (second.output_text, second.previous_response_id) == ("Nothing there.", first.id)
+    third = await ask(
+        client, input="SAY[[Bye.]]", previous_response_id=second.id, tools=[TOOL], stream=stream
+    )
+    assert third.output_text == "Bye."
+
+    trajectory = await closed(stack, own_coordinator, gateway, trajectory_id)
+    one, two, three = trajectory.turns
+    assert (one.parent_turn, two.parent_turn) == (-1, 0)
+    assert two.prefix_tokens == token_tree(trajectory).lengths[0]
+    # Instructions are not carried over: without them the third context is another one.
+    assert three.prefix_tokens < two.prefix_tokens
+
+
+async def test_a_response_can_be_gone_on_from_twice(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """A fork from an earlier response is a branch of the same tree."""
+    trajectory_id = "fork:0:0"
+    client = stack.openai(gateway, stack.token(trajectory_id))
+    root = await ask(client, input="SAY[[one]]", stream=False)
+    for said in ("left", "right"):
+        text = f"SAY[[{said}]]"
+        fork = await ask(client, input=text, previous_response_id=root.id, stream=False)
+        assert fork.output_text == said
+    trajectory = await closed(stack, own_coordinator, gateway, trajectory_id)
+    length = token_tree(trajectory).lengths[0]
+    assert [turn.parent_turn for turn in trajectory.turns[:2]] == [-1, 0]
+    # The second fork shares with the first what the template writes before the user's text.
+    assert all(turn.prefix_tokens >= length for turn in trajectory.turns[1:])
+
+
+async def test_responses_outlive_their_gateway_and_the_session_in_memory(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """Another gateway finds a response by its id, also after it had to make room."""
+    trajectory_id = "moved:0:0"
+    token = stack.token(trajectory_id)
+    first = await ask(
+        stack.openai(gateway, token),
+        input="SAY[[one]]",
+        instructions="Be brief.",
+        metadata={"step": "1"},
+        stream=False,
+    )
+    await until_durable(stack, own_coordinator, trajectory_id, turns=1)
+    other = await stack.gateway(own_coordinator, "gateway-1")
+    client = stack.openai(other, token)
+    asked: dict[str, Any] = {"instructions": "Be brief.", "stream": False}
+    second = await ask(client, input="SAY[[two]]", previous_response_id=first.id, **asked)
+    await until_durable(stack, own_coordinator, trajectory_id, turns=2)
+    await ask(stack.openai(other, stack.token("crowd:0:0")), input="SAY[[x]]", stream=False)
+    assert await client.responses.retrieve(first.id) == first
+    third = await ask(client, input="SAY[[three]]", previous_response_id=second.id, **asked)
+    assert third.output_text == "three"
+    check_linear(await closed(stack, own_coordinator, other, trajectory_id))
+
+
+async def until_durable(
+    stack: GatewayStack, coordinator: Coordinator, trajectory_id: str, *, turns: int
+) -> None:
+    client = await stack.pool_client(coordinator)
+    request = pool_pb2.GetSummariesRequest(trajectory_ids=[trajectory_id])
+    async with asyncio.timeout(20):
+        while not any(
+            s.turns >= turns for s in (await client.stub.GetSummaries(request)).summaries
+        ):
+            await asyncio.sleep(0.02)
+    await client.close()
+
+
+async def test_unknown_and_foreign_responses_are_not_found(
+    stack: GatewayStack, gateway: Instance
+) -> None:
+    """An id of another session, of nothing, of a deleted or an unstored response: each by name."""
+    foreign = stack.openai(gateway, stack.token("ids:1:0"))
+    client = stack.openai(gateway, stack.token("ids:0:0"))
+    theirs = await ask(foreign, input="SAY[[secret]]", stream=False)
+    unstored = await ask(client, input="SAY[[gone]]", store=False, stream=False)
+    deleted = await ask(client, input="SAY[[gone]]", stream=False)
+    assert (await client.responses.retrieve(deleted.id)).output_text == "gone"
+    await client.responses.delete(deleted.id)
+    for unknown in (theirs.id, "resp_nonsense", unstored.id, deleted.id):
+        with pytest.raises(BadRequestError, match=unknown) as refused:
+            await ask(client, input="hi", previous_response_id=unknown, stream=False)
+        assert refused.value.code == "previous_response_not_found"
+        with pytest.raises(NotFoundError, match=unknown):
+            await client.responses.retrieve(unknown)
+        with pytest.raises(NotFoundError, match=unknown):
+            await client.responses.delete(unknown)
+
+
+async def test_required_calls_and_limits(stack: GatewayStack, gateway: Instance) -> None:
+    """A tool that must be called is called; one call is one call; what is cut off says so."""
+    client = stack.openai(gateway, stack.token("limits:0:0"))
+    asked: dict[str, Any] = {"tools": [TOOL], "stream": False}
+    forced = await ask(
+        client,
+        input='SAY[[{"at": "c"}}\n</tool_call>]]',
+        tool_choice={"type": "function", "name": "look"},
+        **asked,
+    )
+    (call,) = forced.output
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("look", {"at": "c"})
+    single = await ask(client, input=f"SAY[[{TWO_CALLS}]]", parallel_tool_calls=False, **asked)
+    assert [item.type for item in single.output].count("function_call") == 1
+    short = await ask(client, input="SAY[[much too long]]", max_output_tokens=3, stream=True)
+    assert (short.status, short.output_text) == ("incomplete", "muc")
+    assert short.incomplete_details is not None
+    assert short.incomplete_details.reason == "max_output_tokens"
+    with_logprobs = await ask(
+        client, input="SAY[[abc]]", include=["message.output_text.logprobs"], stream=False
+    )
+    (message,) = with_logprobs.output
+    assert message.type == "message"
+    assert message.content[0].type == "output_text"
+    assert [p.token for p in message.content[0].logprobs or ()][:3] == ["a", "b", "c"]
+
+
+async def test_a_stream_that_breaks_off_ends_with_its_reason(
+    stack: GatewayStack, gateway: Instance
+) -> None:
+    """What was said before stays readable, and the last event has the error."""
+    token = stack.token("broken:0:0")
+    client = stack.openai(gateway, token)
+    stream = await client.responses.create(
+        model="policy", input=f"PACE[[0.02]] SAY[[{'x' * 200}]]", stream=True
+    )
+    events: list[Any] = []
+    async with stack.agent(gateway, token) as agent:
+        async for event in stream:
+            if event.type == "response.output_text.delta" and not any(
+                seen.type == event.type for seen in events
+            ):
+                await agent.close(abandon_reason="enough")
+            events.append(event)
+    last = events[-1]
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert "closed" in last.response.error.message
+    assert last.response.output_text.startswith("x")
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"input": ""}, None),
+        ({"input": []}, "input must not be empty"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "'msg_1'"),
+        ({"input": "hi", "tools": [{"type": "web_search"}]}, "'web_search'"),
+        ({"input": "hi", "truncation": "auto"}, "'auto'"),
+        ({"input": "hi", "max_output_tokens": 0}, "max_output_tokens = 0"),
+        ({"input": "hi", "tool_choice": "required"}, "no tools"),
+        ({"input": "a b c d e " * 2000}, "4096"),
+    ],
+)
+async def test_what_cannot_be_answered_is_refused(
+    stack: GatewayStack, gateway: Instance, asked: dict[str, Any], says: str | None
+) -> None:
+    """Each is the SDK's own exception, with the fact, streamed or not."""
+    client = stack.openai(gateway, stack.token("refused:0:0"))
+    for stream in (False, True):
+        if says is None:
+            assert (await ask(client, stream=stream, **asked)).status == "completed"
+            continue
+        with pytest.raises(BadRequestError, match=says):
+            await ask(client, stream=stream, **asked)
+
+
+async def test_session_in_the_path(stack: GatewayStack, gateway: Instance) -> None:
+    """A program that takes only a base URL has the same API, every event with its name."""
+    base = f"http://{gateway.metadata['http']}/s/{stack.token('path:0:0')}/v1"
+    body = {"model": "policy", "input": "SAY[[yes]]", "stream": True}
+    async with aiohttp.ClientSession() as http:
+        async with http.post(f"{base}/responses", json=body) as got:
+            lines = (await got.text()).splitlines()
+        events = [line.removeprefix("event: ") for line in lines if line.startswith("event")]
+        data = [json.loads(line[6:]) for line in lines if line.startswith("data")]
+        assert [one["type"] for one in data] == events
+        assert [one["sequence_number"] for one in data] == list(range(len(data)))
+        async with http.get(f"{base}/responses/{data[-1]['response']['id']}") as got:
+            assert (await got.json())["output"] == data[-1]["response"]["output"]
