@@ -46,6 +46,8 @@ class AnswerReader:
         self.ids = bytearray()
         self.logprobs = bytearray()
         self.weight_versions = bytearray()
+        self.allowed_logprobs = bytearray()
+        """Empty without a grammar."""
         self._model = model
         self._parser = parser
         self._stream = TextStream(model)
@@ -65,6 +67,8 @@ class AnswerReader:
         count = len(tokens.ids) // TOKEN_BYTES
         if not len(tokens.ids) == len(tokens.logprobs) == len(tokens.weight_versions):
             raise DataLoss("the engine sent columns of unequal length")
+        if len(tokens.allowed_logprobs) not in (0, len(tokens.ids)):
+            raise DataLoss("the engine sent columns of unequal length")
         ids = list(int32_array(tokens.ids))
         deltas: list[Delta] = []
         if not self._stop and self._parallel_calls:
@@ -79,6 +83,7 @@ class AnswerReader:
         self.ids += tokens.ids[: count * TOKEN_BYTES]
         self.logprobs += tokens.logprobs[: count * TOKEN_BYTES]
         self.weight_versions += tokens.weight_versions[: count * TOKEN_BYTES]
+        self.allowed_logprobs += tokens.allowed_logprobs[: count * TOKEN_BYTES]
         return deltas
 
     def finish(self) -> list[Delta]:

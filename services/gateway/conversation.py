@@ -98,6 +98,8 @@ class Sampled:
     ids: bytes
     logprobs: bytes
     weight_versions: bytes
+    allowed_logprobs: bytes = b""
+    """As in `SampledTokens`: empty without a grammar."""
     finish_reason: common_pb2.FinishReason.ValueType
     answer: Message | None
     """Parsed; None when ids were asked for."""
@@ -207,6 +209,7 @@ class Conversation:
                 ids=sampled.ids,
                 logprobs=sampled.logprobs,
                 weight_versions=sampled.weight_versions,
+                allowed_logprobs=sampled.allowed_logprobs,
             ),
             finish_reason=sampled.finish_reason,
             timings=common_pb2.TurnTimings(

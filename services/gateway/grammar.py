@@ -46,21 +46,24 @@ async def answer_grammar(
 async def checked(schema: Mapping[str, Any], *, strict: bool, field: str) -> None:
     """Raises `InvalidArgument` for a schema that no answer can be held to."""
     # On a thread, for it may take a good part of a second.
-    wrong = await asyncio.to_thread(_wrong, _spelt(schema), strict, field)
+    wrong = await asyncio.to_thread(_wrong, _spelt(schema), strict)
     if wrong:
-        raise InvalidArgument(wrong)
+        raise InvalidArgument(field + wrong)
 
 
 def _spelt(schema: Mapping[str, Any]) -> str:
     # In the order given: it is the order in which properties are written.
-    return json.dumps(schema, ensure_ascii=False)
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except RecursionError:
+        raise InvalidArgument("the schema is nested too deeply") from None
 
 
 @functools.lru_cache(maxsize=_CHECKED_SCHEMAS)
-def _wrong(schema_json: str, strict: bool, field: str) -> str:
+def _wrong(schema_json: str, strict: bool) -> str:
     """ "" or what is wrong, kept: agents send the same schemas with every call."""
     try:
-        check_schema(json.loads(schema_json), field=field, lenient=not strict)
+        check_schema(json.loads(schema_json), field="", lenient=not strict)
     except InvalidArgument as error:
         return str(error)
     return ""

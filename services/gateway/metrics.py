@@ -32,6 +32,10 @@ CONTESTED_TURNS = counter(
     "forge_gateway_contested_turns_total",
     "Turns numbered anew, as another gateway had been first with their number.",
 )
+UNENFORCED = counter(
+    "forge_gateway_unenforced_strict_total",
+    "Calls with strict tools whose arguments the model's notation does not let be enforced.",
+)
 UPSTREAM_RETRIES = counter(
     "forge_gateway_upstream_retries_total", "Answers begun anew on another router."
 )

@@ -69,6 +69,7 @@ class ChatModel:
         self.vocabulary_tokens = len(tokenizer)
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
+        self._added_ids = frozenset(self._backend.get_added_tokens_decoder())
         self.end_texts = tuple(self.piece(token_id) for token_id in self.stop_ids)
         self._text_arguments = self._takes_text_only()
         template = str(tokenizer.chat_template)
@@ -162,6 +163,18 @@ class ChatModel:
             return len(self.encode(answer.reasoning)) // TOKEN_BYTES
         numbers = list(int32_array(sampled_ids))
         return numbers.index(close[0]) + 1 if close[0] in numbers else len(numbers)
+
+    def added_tokens_in(self, text: str) -> list[str | int]:
+        """The text in pieces: ids of tokens that were added to the tokenizer whole, as tags and
+        special tokens are, and the text between them."""
+        encoded = self._backend.encode(text, add_special_tokens=False)
+        pieces: list[str | int] = []
+        end = 0
+        for token_id, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
+            if token_id in self._added_ids:
+                pieces += [text[end:start], token_id]
+                end = stop
+        return [piece for piece in (*pieces, text[end:]) if piece != ""]
 
     def piece(self, token_id: int) -> str:
         """The text of one token by itself, special or not."""

@@ -24,6 +24,7 @@ from forge.runtime.rpc.remote import Remote
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.session import BeginChat, BeginGenerate, CountChat, EndCall
 from services.gateway.answer import AnswerReader, TokenLogprob
+from services.gateway.constraints import check, turn_grammar
 from services.gateway.conversation import Prompt, Sampled
 from services.gateway.errors import SessionClosed
 from services.gateway.handles import Handle
@@ -54,6 +55,7 @@ class TurnRequest:
     required_tool: str | None = None
     """The tool the answer must call; "" for any; None leaves it to the model."""
     sampling: common_pb2.SamplingParams
+    """A `grammar` is the form of the answer, wherever the model reasons or calls tools instead."""
     stop: Sequence[str] = ()
     context_action: str = ""
     handle: Handle | None = None
@@ -111,6 +113,7 @@ class Turns:
         Close it to abort. Raises `ContextTooLong`, `SessionClosed`, `ResourceExhausted`,
         `Unavailable`, `InvalidArgument`.
         """
+        await check(request)
         async with self._sessions.call(session):
             call = SampleCall(self._router, timeout_s=self._sample_timeout_s)
             opening = self._opening(request)
@@ -191,7 +194,7 @@ class Turns:
             request_id=call.call_id,
             session_id=session.claims.trajectory_id,
             prompt_ids=prompt.ids,
-            sampling=self._sampling(request, prompt),
+            sampling=self._sampling(request, prompt, attempt),
             stream=request.stream or bool(request.stop) or not request.parallel_calls,
         )
         give_up_s = time.monotonic() + self._retry_for_s
@@ -219,13 +222,19 @@ class Turns:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, 1.0)
 
-    def _sampling(self, request: TurnRequest, prompt: Prompt) -> common_pb2.SamplingParams:
-        """What was asked for, within the room that the context leaves."""
+    def _sampling(
+        self, request: TurnRequest, prompt: Prompt, attempt: _Attempt
+    ) -> common_pb2.SamplingParams:
+        """What was asked for, within the room that the context leaves and as this model writes."""
         sampling = common_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
         room = self.model.context_tokens - prompt.tokens
         sampling.max_tokens = min(sampling.max_tokens or room, room)
         sampling.stop_token_ids.extend(sorted(self.model.stop_ids - {*sampling.stop_token_ids}))
+        grammar = turn_grammar(self.model, request, opening=attempt.opening, inside=attempt.inside)
+        sampling.ClearField("grammar")
+        if grammar is not None:
+            sampling.grammar.CopyFrom(grammar)
         return sampling
 
     def _opening(self, request: TurnRequest) -> str:
@@ -269,24 +278,25 @@ class _Attempt:
     def __init__(self, model: ChatModel, request: TurnRequest, opening: str) -> None:
         self._model = model
         self._request = request
-        self._opening = opening
-        self._inside = False
+        self.opening = opening
+        self.inside = False
+        """Whether the answer begins with reasoning that nothing marks."""
         self.passed_on = False
         """Whether the agent has seen any of it."""
         self.restart()
 
     def begin(self, prompt: Prompt) -> None:
         """What is sampled from here on answers this prompt."""
-        self._inside = self._model.starts_inside(prompt.ids, opening=self._opening)
+        self.inside = self._model.starts_inside(prompt.ids, opening=self.opening)
         self.restart()
 
     def restart(self) -> None:
         self.reader = AnswerReader(
             self._model,
-            _parser(self._model, self._request, inside=self._inside),
+            _parser(self._model, self._request, inside=self.inside),
             # Some chat templates refuse ids of any other length.
             new_call_id=lambda: secrets.token_hex(5)[:9],
-            opening=self._opening,
+            opening=self.opening,
             stop=self._request.stop,
             parallel_calls=self._request.parallel_calls,
         )
@@ -315,6 +325,7 @@ class _Attempt:
             ids=bytes(reader.ids),
             logprobs=bytes(reader.logprobs),
             weight_versions=bytes(reader.weight_versions),
+            allowed_logprobs=bytes(reader.allowed_logprobs),
             finish_reason=finish_reason,
             answer=None if self._request.prompt_ids else reader.message(),
             parse_error=reader.parse_error if self.complete else "",

@@ -43,13 +43,15 @@ class ChatCompletions:
         claims = edge.claims(request)
         asked = schema.decode(await request.read(), schema.ChatCompletionRequest)
         edge.check_model(asked.model)
+        sampling = schema.sampling_of(asked)
+        sampling.MergeFrom(common_pb2.SamplingParams(grammar=await schema.answer_grammar_of(asked)))
         turn = TurnRequest(
             messages=schema.messages_of(asked),
             tools=schema.tools_of(asked.tools),
             call_tools=asked.tool_choice != "none",
             parallel_calls=asked.parallel_tool_calls is not False,
             required_tool=schema.required_tool(asked, edge.turns.model.format),
-            sampling=schema.sampling_of(asked),
+            sampling=sampling,
             stop=schema.stop_of(asked),
             stream=bool(asked.stream),
             arrived_s=arrived_s,

@@ -18,6 +18,7 @@ from forge.core.formats import OutputFormat
 from forge.core.history import History
 from forge.core.messages import Message, ToolCall, normal_role
 from forge.v1 import common_pb2
+from services.gateway.grammar import answer_grammar
 from services.gateway.model import Tools
 
 MAX_CHOICES = 128
@@ -62,8 +63,15 @@ class NamedTool(msgspec.Struct):
     function: NamedFunction
 
 
+class AnswerSchema(msgspec.Struct):
+    name: str
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
 class ResponseFormat(msgspec.Struct):
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: AnswerSchema | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -206,6 +214,22 @@ def sampling_params(
     return sampling
 
 
+async def answer_grammar_of(request: ChatCompletionRequest) -> common_pb2.Grammar | None:
+    """The form that `response_format` asks for; raises `InvalidArgument` if it cannot be had."""
+    wanted = request.response_format
+    if wanted is None:
+        return None
+    described = wanted.json_schema
+    if wanted.type == "json_schema" and described is None:
+        raise InvalidArgument("response_format.json_schema is missing")
+    return await answer_grammar(
+        wanted.type,
+        described.schema if described else None,
+        strict=bool(described and described.strict),
+        field="response_format.json_schema.schema",
+    )
+
+
 def stop_of(request: ChatCompletionRequest) -> list[str]:
     stop = request.stop or []
     return checked_stops("stop", [stop] if isinstance(stop, str) else stop)
@@ -223,8 +247,6 @@ def choices_of(request: ChatCompletionRequest) -> int:
         raise InvalidArgument(
             "top_logprobs is not supported: log-probs are kept of sampled tokens only"
         )
-    if request.response_format is not None and request.response_format.type != "text":
-        raise InvalidArgument(f"response_format {request.response_format.type!r} is not supported")
     if request.functions:
         raise InvalidArgument("functions are not supported: give them as tools")
     if request.web_search_options is not None:

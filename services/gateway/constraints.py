@@ -1,0 +1,286 @@
+"""The grammar of one turn: what an agent asked for, as this model writes it.
+
+Owns how an answer's grammar, the tools' strict schemas and a required call fit to the model's
+reasoning and to its notation of tool calls. A notation is known by what it writes: where a call's
+arguments stand in it as JSON, they can be held to a schema. Knows nothing of tokens and masks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os.path
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from llguidance import regex_to_lark
+
+from forge.core.errors import InvalidArgument
+from forge.core.formats import CallDelta, OutputFormat, collect
+from forge.core.grammar import guided
+from forge.v1 import common_pb2
+from services.gateway.grammar import checked
+from services.gateway.metrics import UNENFORCED
+from services.gateway.model import ChatModel, Tools
+
+if TYPE_CHECKING:
+    from services.gateway.turns import TurnRequest
+
+_PROBE = '{"forge": 0}'
+"""Arguments that no notation would write in another way, if it writes JSON at all."""
+_ANY_TEXT = "/(?s:.+)/"
+_ANY_ARGUMENTS = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notation:
+    """The text around the JSON arguments of calls."""
+
+    first: tuple[str, ...]
+    """Before those of the first call, by tool."""
+    further: tuple[str, ...]
+    """Between those of one call and the next, by the next one's tool; () where a notation has only
+    one call, or numbers them."""
+    end: str
+    """Behind the last ones."""
+
+    @property
+    def opening(self) -> str:
+        """What every first call begins with."""
+        return os.path.commonprefix(self.first)  # noqa: RUF071
+
+
+async def check(request: TurnRequest) -> None:
+    """Raises `InvalidArgument` for what cannot be had together, and for strict tools whose schema
+    cannot be enforced, naming the place in it."""
+    if request.prompt_ids:
+        return
+    if request.sampling.HasField("grammar"):
+        if request.required_tool is not None:
+            raise InvalidArgument(
+                "an answer cannot be in the form asked for and be the tool call that tool_choice "
+                "asks for: leave one of them out"
+            )
+        if request.stop:
+            raise InvalidArgument(
+                "stop cannot be had with an answer of a given form: it would be cut off"
+            )
+        answer = request.sampling.grammar
+        if answer.WhichOneof("kind") == "json_schema":
+            field = "sampling.grammar.json_schema"
+            await checked(
+                _object(answer.json_schema, field), strict=not answer.lenient, field=field
+            )
+    if request.call_tools:
+        for at, tool in enumerate(request.tools):
+            if _is_strict(tool):
+                await checked(
+                    _parameters(tool), strict=True, field=f"tools[{at}].function.parameters"
+                )
+
+
+def turn_grammar(
+    model: ChatModel, request: TurnRequest, *, opening: str, inside: bool
+) -> common_pb2.Grammar | None:
+    """What is sampled behind `opening`; `inside`: it begins with reasoning. None: anything goes."""
+    answer = request.sampling.grammar if request.sampling.HasField("grammar") else None
+    if request.prompt_ids or (answer is not None and answer.WhichOneof("kind") == "lark"):
+        return answer
+    callable_tools = request.tools and request.call_tools and model.format.takes_tools
+    calls = _Calls(model, request) if callable_tools else None
+    if request.required_tool is not None:
+        rules = calls.required(opening) if calls is not None else None
+    elif answer is not None:
+        if model.reasoning is None and calls is None:
+            return answer
+        rules = [f"answer: {_answer(answer)}"]
+        if calls is None:
+            rules.append("body: answer")
+        else:
+            rules += ["body: answer | calls", *calls.beside_answer()]
+    else:
+        rules = calls.in_text() if calls is not None and calls.strict else None
+    if rules is None:
+        if calls is not None and calls.strict:
+            UNENFORCED.inc()
+        return None
+    # The opening of a required call has ended the reasoning already.
+    start, more = "body", list[str]()
+    if not opening:
+        start, more = _reasoning(model, inside=inside), _reasoning_rules(model)
+    return common_pb2.Grammar(lark="\n".join(["%llguidance {}", f"start: {start}", *rules, *more]))
+
+
+class _Calls:
+    """The tool calls of one answer as rules of a grammar."""
+
+    def __init__(self, model: ChatModel, request: TurnRequest) -> None:
+        self._model = model
+        self._tools: Tools = [
+            tool
+            for tool in request.tools
+            if request.required_tool in (None, "", tool["function"]["name"])
+        ]
+        names = tuple(tool["function"]["name"] for tool in self._tools)
+        self._names = names
+        self._notation = notation_of(model.format, names)
+        self._several = request.parallel_calls
+        self.strict = any(_is_strict(tool) for tool in self._tools)
+
+    def required(self, opening: str) -> list[str] | None:
+        """Rules for an answer that begins with a call, whose `opening` is the prompt's already."""
+        if self._model.reasoning is not None:
+            opening = opening.removeprefix(self._model.reasoning.closing)
+        if self._notation is None or not self._notation.opening.startswith(opening):
+            return None
+        return ["body: calls", *self._calls(self._notation, behind=opening)]
+
+    def beside_answer(self) -> list[str]:
+        """Rules for calls in the place of an answer of a given form."""
+        if self._notation is not None:
+            return self._calls(self._notation)
+        # Held to nothing, but told from an answer by the tag they begin with.
+        mark = self._mark(_written(self._model.format, self._names[:1]))
+        if not mark:
+            raise InvalidArgument(
+                f"an answer of a given form cannot be had beside tools: in the model's notation of "
+                f"calls ({self._model.format.name}) nothing tells the beginning of a call; use "
+                'tool_choice "none"'
+            )
+        return [f"calls: {spelt(self._model, mark)} {_ANY_TEXT}"]
+
+    def in_text(self) -> list[str] | None:
+        """Rules for text behind which calls may follow, and in which nothing looks like one."""
+        mark = self._mark(self._notation.opening) if self._notation is not None else ""
+        if self._notation is None or not mark:
+            return None
+        told = "|".join(_lark_escaped(each) for each in sorted(self._model.format.marks))
+        rules = self._calls(self._notation, behind=mark)
+        rules.append(f"TEXT: {_ANY_TEXT} & ~/(?s:.*)({told})(?s:.*)/")
+        begin = spelt(self._model, mark)
+        if begin.startswith("<"):
+            return [f"body: TEXT? | TEXT? {begin} calls", *rules]
+        # As text, the tag ends the text before it: the lexer must not read on over it.
+        return ["body: TEXT? | lead calls", f"lead[lazy]: /(?s:.*){_lark_escaped(mark)}/", *rules]
+
+    def _calls(self, notation: Notation, *, behind: str = "") -> list[str]:
+        """The rule "calls", less the text `behind` at its beginning."""
+        arguments = [f"arguments_{at}" for at in range(len(self._tools))]
+        first = [
+            f"{spelt(self._model, begin.removeprefix(behind))} {name}"
+            for begin, name in zip(notation.first, arguments, strict=True)
+        ]
+        rules = [f"first: {' | '.join(first)}"]
+        several = self._several and bool(notation.further)
+        if several:
+            further = [
+                f"{spelt(self._model, between)} {name}"
+                for between, name in zip(notation.further, arguments, strict=True)
+            ]
+            rules.append(f"further: {' | '.join(further)}")
+        end = spelt(self._model, notation.end)
+        rules.append(f"calls: first further* {end}" if several else f"calls: first {end}")
+        for name, tool in zip(arguments, self._tools, strict=True):
+            schema = _parameters(tool) if _is_strict(tool) else _ANY_ARGUMENTS
+            rules.append(f"{name}: %json {_json(guided(schema))}")
+        return rules
+
+    def _mark(self, text: str) -> str:
+        """The tag that calls begin with; "" for a notation without one."""
+        found = [mark for mark in self._model.format.marks if text.startswith(mark)]
+        return max(found, key=len, default="")
+
+
+@functools.lru_cache(maxsize=256)
+def notation_of(output: OutputFormat, names: tuple[str, ...]) -> Notation | None:
+    """What stands around the arguments of calls of these tools; None where they are not written
+    as JSON, or not read back as they were written."""
+    first, further, ends = [], [], set()
+    for name in names:
+        begin, *ending = _written(output, (name,)).split(_PROBE)
+        if len(ending) != 1 or not _reads_back(output, name, f"{begin}{{}}{ending[0]}"):
+            return None
+        first.append(begin)
+        ends.add(ending[0])
+        between = _written(output, (name,) * 3).split(_PROBE)[1:-1]
+        if len(between) == 2 and between[0] == between[1]:
+            further.append(between[0])
+    if len(ends) != 1:
+        return None
+    several = tuple(further) if len(further) == len(names) else ()
+    return Notation(first=tuple(first), further=several, end=ends.pop())
+
+
+def _written(output: OutputFormat, names: Sequence[str]) -> str:
+    return output.write([CallDelta(name=name, arguments=_PROBE) for name in names])
+
+
+def _reads_back(output: OutputFormat, name: str, text: str) -> bool:
+    parser = output.parser()
+    answer = collect([*parser.feed(text), *parser.finish()], parser.error)
+    return [call.name for call in answer.calls] == [name] and not answer.error
+
+
+def _reasoning(model: ChatModel, *, inside: bool) -> str:
+    """The start rule's expression: the body, behind what the model thinks first, if it does."""
+    if model.reasoning is None:
+        return "body"
+    close = spelt(model, model.reasoning.close)
+    if close.startswith("<"):
+        thought = f"({_ANY_TEXT})? {close} SPACE? "
+    else:
+        thought = "thought SPACE? "
+    return f"{thought}body" if inside else f"({spelt(model, model.reasoning.open)} {thought})? body"
+
+
+def _reasoning_rules(model: ChatModel) -> list[str]:
+    if model.reasoning is None:
+        return []
+    close = _lark_escaped(model.reasoning.close)
+    return [r"SPACE: /[ \n]{1,8}/", f"thought[lazy]: /(?s:.*){close}/"]
+
+
+def _answer(answer: common_pb2.Grammar) -> str:
+    if answer.WhichOneof("kind") == "regex":
+        return f"/{regex_to_lark(answer.regex, use_ascii='')}/"
+    schema = _object(answer.json_schema, "sampling.grammar.json_schema")
+    return f"%json {_json(guided(schema, lenient=answer.lenient))}"
+
+
+def spelt(model: ChatModel, text: str) -> str:
+    """Text in a grammar: what the tokenizer has a token of its own for is that token."""
+    return " ".join(
+        f"<[{piece}]>" if isinstance(piece, int) else _json(piece)
+        for piece in model.added_tokens_in(text)
+    )
+
+
+def _lark_escaped(text: str) -> str:
+    """For the inside of a regular expression between slashes."""
+    return re.escape(text).replace("/", r"\/")
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return tool["function"].get("strict") is True
+
+
+def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a strict tool's arguments, which are an object whatever it says."""
+    schema = tool["function"].get("parameters") or {}
+    return {**schema, "type": "object"} if isinstance(schema, dict) else {"type": "object"}
+
+
+def _object(text: str, field: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{field} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{field} must be a JSON object")
+    return value
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,217 @@
+"""One turn's grammar: what each model's notation lets through, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from forge.core.errors import InvalidArgument
+from forge.core.formats import get_format
+from forge.core.formats.registry import BUILT_IN
+from forge.core.grammar import LIMITS, Kind, source
+from forge.v1 import common_pb2
+from services.gateway.constraints import check, notation_of, turn_grammar
+from services.gateway.grammar import answer_grammar
+from services.gateway.model import ChatModel
+from services.gateway.turns import TurnRequest
+from tests.support.chat_templates import make_model, make_tokenizer
+
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+
+
+def tool(name: str, *, strict: bool | None = None, **schema: Any) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": name, "parameters": schema or POINT}
+    if strict is not None:
+        function["strict"] = strict
+    return {"type": "function", "function": function}
+
+
+def request(**fields: Any) -> TurnRequest:
+    given = {"sampling": common_pb2.SamplingParams(), "arrived_s": 0.0, "arrived_unix_s": 0.0}
+    return TurnRequest(**{**given, **fields})
+
+
+def held_to(schema: Any) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(grammar=common_pb2.Grammar(json_schema=json.dumps(schema)))
+
+
+def grammar_of(
+    model: ChatModel, asked: TurnRequest, *, opening: str = "", inside: bool = False
+) -> common_pb2.Grammar | None:
+    asyncio.run(check(asked))
+    return turn_grammar(model, asked, opening=opening, inside=inside)
+
+
+class Judge:
+    """What a grammar makes of texts."""
+
+    def __init__(self, family: str, grammar: common_pb2.Grammar | None) -> None:
+        assert grammar is not None
+        tokenizer = make_tokenizer(family)
+        self._tokenizer = LLTokenizer(
+            tokenizer.backend_tokenizer.to_str(), eos_token=tokenizer.eos_token_id
+        )
+        kind: Kind = grammar.WhichOneof("kind") or "lark"
+        text = source(kind, getattr(grammar, kind), lenient=grammar.lenient)
+        self._matcher = LLMatcher(self._tokenizer, text, limits=LIMITS, log_level=0)
+        assert not self._matcher.is_error(), self._matcher.get_error()
+
+    def __call__(self, text: str) -> str:
+        """ "whole", "begun" or "wrong"."""
+        matcher = self._matcher.deep_copy()
+        ids = self._tokenizer.tokenize_str(text)
+        if matcher.try_consume_tokens(ids) < len(ids):
+            return "wrong"
+        return "whole" if matcher.is_accepting() else "begun"
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def test_an_answer_alone_goes_on_as_it_was_asked_for() -> None:
+    """Without reasoning and tools the schema is passed on whole, as any engine takes it."""
+    asked = request(sampling=held_to(POINT))
+    assert grammar_of(make_model("smollm2"), asked) == asked.sampling.grammar
+    assert grammar_of(make_model("chatml"), request()) is None
+
+
+def test_an_answer_leaves_room_for_reasoning() -> None:
+    """A model that thinks may think first, and must end it where the prompt has begun it."""
+    model = make_model("qwen3")
+    asked = request(sampling=held_to(POINT))
+    free = Judge("qwen3", grammar_of(model, asked))
+    assert free('{"x": 1}') == "whole"
+    assert free('<think>\nhm {"y"</think>\n\n{"x": 1}') == "whole"
+    assert free("<think>hm") == "begun"
+    assert free("hm") == "wrong"
+    assert free('{"y": 1}') == "wrong"
+    inside = Judge("qwen3", grammar_of(model, asked, inside=True))
+    assert inside('hm</think>\n\n{"x": 1}') == "whole"
+    assert inside('{"x": 1}') == "begun"
+
+
+def test_an_answer_beside_tools_is_either() -> None:
+    """With tools at hand an answer is of the form asked for, or calls and nothing else."""
+    asked = request(sampling=held_to(POINT), tools=[tool("look"), tool("take", strict=True)])
+    judge = Judge("chatml", grammar_of(make_model("chatml"), asked))
+    assert judge('{"x": 1}') == "whole"
+    assert judge(call("look", '{"whatever": [1]}')) == "whole"
+    assert judge(call("take", '{"x": 1}') + "\n" + call("look", "{}")) == "whole"
+    assert judge(call("take", '{"whatever": [1]}')) == "wrong"
+    assert judge(call("drop", "{}")) == "wrong"
+    assert judge("I think") == "wrong"
+
+
+@pytest.mark.parametrize(("required", "named"), [("", 'look", "arguments": '), ("look", "")])
+def test_a_required_call_is_whole_and_well_formed(required: str, named: str) -> None:
+    """Behind the opening nothing fits but the rest of calls of that tool, or of any."""
+    model = make_model("chatml")
+    tools = [tool("look"), tool("take", strict=True)]
+    asked = request(tools=tools, required_tool=required)
+    opening = model.format.opening(required or None)
+    judge = Judge("chatml", grammar_of(model, asked, opening=opening))
+    assert judge(named + '{"at": "a"}}\n</tool_call>') == "whole"
+    assert judge(named + "{}}\n</tool_call>\n" + call("look", "{}")) == "whole"
+    assert judge(named + '{"at": "a"}}') == "begun"
+    assert judge(named + '"a"}\n</tool_call>') == "wrong"
+    assert judge(named + "{}}\n</tool_call> And") == "wrong"
+    assert judge(named + "{}}\n</tool_call>\n" + call("take", '{"y": 1}')) == "wrong"
+    alone = request(tools=tools, required_tool=required, parallel_calls=False)
+    judge = Judge("chatml", grammar_of(model, alone, opening=opening))
+    assert judge(named + "{}}\n</tool_call>\n" + call("look", "{}")) == "wrong"
+
+
+def test_strict_tools_bind_calls_and_not_text() -> None:
+    """Text is free until a call begins; a call of a strict tool has valid arguments."""
+    asked = request(tools=[tool("look"), tool("take", strict=True)])
+    judge = Judge("chatml", grammar_of(make_model("chatml"), asked))
+    assert judge("") == "whole"
+    assert judge('Well: {"x"') == "whole"
+    assert judge("Let me see.\n" + call("take", '{"x": 1}')) == "whole"
+    assert judge(call("look", '{"y": 1}')) == "whole"
+    assert judge("So " + call("take", '{"y": 1}')) == "wrong"
+    assert judge("So <tool_call>well") == "wrong"
+    assert judge("So </tool_call> it is.") != "whole"
+    assert grammar_of(make_model("chatml"), request(tools=[tool("look")])) is None
+    lax = request(tools=[tool("take", strict=True)], call_tools=False)
+    assert grammar_of(make_model("chatml"), lax) is None
+
+
+def test_added_tokens_are_named_by_their_ids() -> None:
+    """Tags that the tokenizer has as tokens of their own stand in the grammar as these."""
+    model = make_model("chatml")
+    pieces = model.added_tokens_in("a<|im_start|>b <|im_end|>")
+    starts, ends = (
+        make_tokenizer("chatml").convert_tokens_to_ids(f"<|im_{x}|>") for x in ("start", "end")
+    )
+    assert pieces == ["a", starts, "b ", ends]
+    assert model.added_tokens_in("") == []
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_a_notation_frames_it_reads_back(name: str) -> None:
+    """For every format: where arguments are written as JSON, text around them makes whole calls."""
+    output = get_format(name)
+    if not output.takes_tools:
+        return
+    notation = notation_of(output, ("look", "take"))
+    framed = {"hermes", "llama3_json", "mistral", "mistral_v11", "kimi_k2"}
+    assert (notation is not None) == (name in framed | {"deepseek_v3", "deepseek_v31", "react"})
+    if notation is None:
+        return
+    parser = output.parser()
+    text = notation.first[0] + '{"a": 1}'
+    if notation.further:
+        text += notation.further[1] + '{"b": 2}'
+    parser.feed(text + notation.end)
+    parser.finish()
+    assert parser.error == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sampling": held_to(POINT), "tools": [tool("look")], "required_tool": ""}, "tool_choice"),
+        ({"sampling": held_to(POINT), "stop": ["x"]}, "stop"),
+        ({"sampling": held_to({"type": "strin"})}, "sampling.grammar.json_schema"),
+        (
+            {"tools": [tool("a"), tool("b", strict=True, properties={"c": {"not": {}}})]},
+            "tools[1].function.parameters/properties/c",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_refused(fields: dict[str, Any], words: str) -> None:
+    """In words that name the field, and for a schema the place in it."""
+    with pytest.raises(InvalidArgument) as refused:
+        asyncio.run(check(request(**fields)))
+    assert words in str(refused.value)
+
+
+def test_a_schema_is_checked_where_it_comes_in() -> None:
+    """Strict: all of it can be enforced, or the place that cannot be is named; else it is left to
+    the model. Any object is just that."""
+    cannot = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+
+    def asked(strict: bool) -> common_pb2.Grammar | None:
+        return asyncio.run(answer_grammar("json_schema", cannot, strict=strict, field="f"))
+
+    with pytest.raises(InvalidArgument, match=r"f/properties/a cannot .*uniqueItems"):
+        asked(True)
+    lenient = asked(False)
+    assert lenient is not None
+    assert lenient.lenient
+    assert asyncio.run(answer_grammar("text", field="f")) is None
+    anything = asyncio.run(answer_grammar("json_object", field="f"))
+    assert Judge("chatml", anything)('{"a": [1, null]}') == "whole"
+    with pytest.raises(InvalidArgument, match="f is missing"):
+        asyncio.run(answer_grammar("json_schema", None, field="f"))
