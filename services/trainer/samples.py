@@ -20,9 +20,10 @@ from forge.core.rewards import (
     returns_to_go,
     turn_rewards,
 )
-from forge.core.trajectory import TokenTree, TurnTokens, float32_bytes
+from forge.core.trajectory import TokenTree, TurnTokens
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2 as pb
+from services.trainer.masked import logprobs_without_mask, weighted_advantages
 
 _KINDS: Mapping[int, RewardKind] = {
     pb.REWARD_KIND_OUTCOME: "outcome",
@@ -134,7 +135,7 @@ def _turn_samples(rollout: _Rollout, advantages_T: Sequence[float]) -> list[Samp
                 trained=((start, length),),
                 behavior_logprobs=turn.logprobs,
                 weight_versions=turn.weight_versions,
-                advantages=float32_bytes([advantages_T[index]]) * turn.sampled_tokens,
+                advantages=weighted_advantages(record.sampled, advantages_T[index]),
                 temperature=record.temperature,
             )
         )
@@ -160,6 +161,6 @@ def _turn_tokens(turn: pb.Turn) -> TurnTokens:
         prefix_tokens=turn.prefix_tokens,
         prompt_ids=turn.prompt_ids,
         sampled_ids=turn.sampled.ids,
-        logprobs=turn.sampled.logprobs,
+        logprobs=logprobs_without_mask(turn.sampled),
         weight_versions=turn.sampled.weight_versions,
     )
