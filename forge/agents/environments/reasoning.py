@@ -31,10 +31,10 @@ class ReasoningDomain:
     par_turns = 1.0
 
     def generate(self, rng: Random) -> dict[str, Any]:
-        """Three or four changes to a number that stays a digit."""
+        """Two or three changes to a number that stays a digit."""
         start = held = rng.randint(1, 9)
         changes: list[int] = []
-        for _ in range(rng.choice((3, 4))):
+        for _ in range(rng.choice((2, 3))):
             change = rng.choice([d for d in range(-3, 4) if d and 0 <= held + d <= 9])
             changes.append(change)
             held += change

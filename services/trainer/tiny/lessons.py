@@ -21,9 +21,9 @@ from forge.agents.environments.reasoning import ReasoningDomain
 from services.trainer.tiny.tokenizer import END, START
 
 ATTEMPTS: Final = (
-    (ReasoningDomain(), 3),
+    (ReasoningDomain(), 5),
     (QaDomain(), 2),
-    (CodeDomain(), 4),
+    (CodeDomain(), 5),
     (GeneralDomain(), 2),
 )
 """Domains, and how many attempts at each make a round: harder skills take more examples."""
