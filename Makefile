@@ -3,7 +3,7 @@ PY := .venv/bin/python
 MODEL ?= tiny
 SEED ?= 0
 
-.PHONY: run setup test test-clients lint protos chaos bench clean
+.PHONY: run setup test test-clients lint protos chaos bench bench-peers clean
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -47,6 +47,18 @@ lint: setup  ## Format, rules, types, import contracts, protos
 
 chaos: setup  ## Kill each service in the middle of a run, for real
 	@$(PY) -m pytest tests/chaos
+
+bench: setup  ## What the gateway costs, on this machine and beside its peers
+	@$(PY) -m benchmarks.gateway
+
+bench-peers: .venv-peers/.installed  ## Install what the benchmarks compare with
+
+# Peers pin what they like, so they have an environment of their own.
+.venv-peers/.installed: benchmarks/peers.txt
+	@test -x .venv-peers/bin/python || python3 -m venv .venv-peers
+	@echo "Installing peers into .venv-peers (a few minutes the first time) ..."
+	@.venv-peers/bin/pip install --quiet --disable-pip-version-check -r benchmarks/peers.txt
+	@touch $@
 
 protos: .venv-protos/.installed  ## Regenerate the committed stubs
 	@PATH="$(CURDIR)/.venv-protos/bin:$$PATH" .venv-protos/bin/python -m grpc_tools.protoc -Iprotos \
