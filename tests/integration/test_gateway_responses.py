@@ -210,7 +210,11 @@ async def test_responses_outlive_their_gateway_and_the_session_in_memory(
     assert await client.responses.retrieve(first.id) == first
     third = await ask(client, input="SAY[[three]]", previous_response_id=second.id, **asked)
     assert third.output_text == "three"
-    check_linear(await closed(stack, own_coordinator, other, trajectory_id))
+    await until_durable(stack, own_coordinator, trajectory_id, turns=3)
+    # The first gateway still has the session as it left it.
+    back = stack.openai(gateway, token)
+    await ask(back, input="SAY[[four]]", previous_response_id=third.id, **asked)
+    check_linear(await closed(stack, own_coordinator, gateway, trajectory_id))
 
 
 async def until_durable(

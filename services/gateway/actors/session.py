@@ -21,7 +21,7 @@ from forge.v1 import common_pb2
 from services.gateway.actors.shard_writer import Append, Replace, Waiting
 from services.gateway.conversation import Conversation, Draft, Prompt, Sampled, given
 from services.gateway.errors import ContextTooLong, SessionClosed
-from services.gateway.handles import Handle
+from services.gateway.handles import Handle, Recalled
 from services.gateway.metrics import (
     CONTEXTS,
     MALFORMED,
@@ -188,7 +188,7 @@ class SessionActor(Actor):
             case EndCall():
                 return self._end(self._conversation, message)
             case Recall():
-                return self._conversation.recall(message.name)
+                return await self._recall(self._conversation, message.name)
             case Forget():
                 return self._conversation.held.pop(message.name, None) is not None
             case Describe():
@@ -236,11 +236,23 @@ class SessionActor(Actor):
         if just_read or draft.place is None or not draft.place.unknown_answers:
             return draft
         # The agent may have had these answers from another gateway; then their ids are known.
-        durable = conversation.turns - len(await self._waiting())
-        if await self._settings.stored(self._claims) <= durable:
+        if not await self._is_behind(conversation):
             return draft
         self._conversation = conversation = await self._rebuild()
         return conversation.draft(chat.messages, chat.tools, opening=chat.opening)
+
+    async def _recall(self, conversation: Conversation, name: str) -> Recalled | None:
+        recalled = conversation.recall(name)
+        # The same with a name: another gateway may have given it.
+        if recalled is None and name and await self._is_behind(conversation):
+            self._conversation = conversation = await self._rebuild()
+            recalled = conversation.recall(name)
+        return recalled
+
+    async def _is_behind(self, conversation: Conversation) -> bool:
+        """Whether the pool has turns that are not known here."""
+        durable = conversation.turns - len(await self._waiting())
+        return await self._settings.stored(self._claims) > durable
 
     def _admit(self) -> None:
         if self._closing:

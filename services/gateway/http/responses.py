@@ -19,6 +19,7 @@ from aiohttp import web
 from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted
 from forge.core.messages import Message
 from forge.core.trajectory import TOKEN_BYTES
+from forge.v1 import common_pb2
 from services.gateway.actors.session import Forget, Recall
 from services.gateway.errors import UnknownPreviousResponse, UnknownResponse
 from services.gateway.handles import Handle, Recalled
@@ -63,6 +64,8 @@ class Responses:
         head, turn = _read(
             asked, edge.turns.model, arrived_s=arrived_s, arrived_unix_s=arrived_unix_s
         )
+        grammar = await responses_schema.answer_grammar_of(asked)
+        turn.sampling.MergeFrom(common_pb2.SamplingParams(grammar=grammar))
         async with edge.sessions.use(claims) as session:
             answering = Answering(
                 turns=edge.turns,
@@ -166,7 +169,11 @@ def _read(
         tools=responses_schema.spelled_back(tools),
         echoed=echoed,
     )
-    facts = {"created_at": arrived_unix_s, "instructed": bool(asked.instructions), "echoed": echoed}
+    facts = {
+        "created_at": arrived_unix_s,
+        "instructed": bool(asked.instructions),
+        "echoed": responses_schema.remembered(echoed),
+    }
     turn = TurnRequest(
         tools=tools,
         call_tools=asked.tool_choice != "none",

@@ -7,12 +7,14 @@ many; a known field of the wrong type, or one whose effect cannot be had, is ref
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
 from forge.core.errors import InvalidArgument
+from forge.v1 import common_pb2
+from services.gateway.grammar import answer_grammar
 from services.gateway.model import Tools
 
 MAX_METADATA = 16
@@ -46,6 +48,12 @@ _ECHOED = (
     "truncation",
 )
 """Fields that the answer repeats."""
+
+
+class AnswerFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class ResponsesRequest(msgspec.Struct):
@@ -90,18 +98,20 @@ def check(request: ResponsesRequest) -> None:
             "top_logprobs is not supported: log-probs are kept of sampled tokens only"
         )
     _check_metadata(request.metadata or {})
-    if (kind := text_format(request)["type"]) != "text":
-        raise InvalidArgument(f"text.format {kind[:40]!r} is not supported")
 
 
-def text_format(request: ResponsesRequest) -> dict[str, Any]:
-    """What the text is to look like. Raises `InvalidArgument` for what is no format."""
+async def answer_grammar_of(request: ResponsesRequest) -> common_pb2.Grammar | None:
+    """The form that `text.format` asks for; raises `InvalidArgument` if it cannot be had."""
     given = (request.text or {}).get("format")
     if given is None:
-        return {"type": "text"}
-    if not isinstance(given, dict) or not isinstance(given.get("type"), str):
-        raise InvalidArgument("text.format must be an object with a type")
-    return given
+        return None
+    try:
+        wanted = msgspec.convert(given, AnswerFormat)
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(f"text.format is not valid: {error}") from None
+    return await answer_grammar(
+        wanted.type, wanted.schema, strict=bool(wanted.strict), field="text.format.schema"
+    )
 
 
 def tools_of(tools: Sequence[dict[str, Any]] | None) -> Tools:
@@ -142,6 +152,15 @@ def echoed(request: ResponsesRequest) -> dict[str, Any]:
     """What the answer repeats of the request, as far as it was given."""
     given = {name: getattr(request, name) for name in _ECHOED}
     return {name: value for name, value in given.items() if value is not None}
+
+
+def remembered(echoed: Mapping[str, Any]) -> dict[str, Any]:
+    """What of it is kept with the turn: a schema may be large, and comes with every request."""
+    kept = dict(echoed)
+    form = kept.get("text", {}).get("format")
+    if isinstance(form, dict) and "schema" in form:
+        kept["text"] = {**kept["text"], "format": {**form, "schema": {}}}
+    return kept
 
 
 def _tool(tool: dict[str, Any], at: int) -> dict[str, Any]:

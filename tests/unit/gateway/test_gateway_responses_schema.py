@@ -160,8 +160,6 @@ def test_items_that_cannot_be_had_are_named(item: dict[str, Any], says: str) -> 
         ("top_logprobs", 3, "top_logprobs"),
         ("metadata", {str(n): "" for n in range(17)}, "17 pairs"),
         ("metadata", {"k": "v" * 513}, "'k'"),
-        ("text", {"format": {"type": "yaml"}}, "'yaml'"),
-        ("text", {"format": "json"}, r"text\.format"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(field: str, value: Any, says: str) -> None:
@@ -186,6 +184,32 @@ def test_what_changes_nothing_is_taken(body: dict[str, Any]) -> None:
     """Fields that clients send by habit, and that ask for nothing, are no errors."""
     body = {"model": "policy", "input": "hi", **body}
     responses_schema.check(schema.decode(json.dumps(body).encode(), ResponsesRequest))
+
+
+async def test_the_form_of_an_answer_is_a_grammar() -> None:
+    """A schema holds the answer to it; text needs none; what is no form is refused."""
+    schema_given = {"type": "object", "properties": {"at": {"type": "string"}}}
+    form = {"type": "json_schema", "name": "place", "schema": schema_given, "strict": True}
+    asked = ResponsesRequest(model="policy", text={"format": form, "verbosity": "low"})
+    grammar = await responses_schema.answer_grammar_of(asked)
+    assert grammar is not None
+    assert json.loads(grammar.json_schema) == schema_given
+    for plain in (None, {}, {"format": {"type": "text"}}):
+        asked = ResponsesRequest(model="policy", text=plain)
+        assert await responses_schema.answer_grammar_of(asked) is None
+    for wrong in ("json", {"type": "yaml"}, {"type": "json_schema", "name": "place"}):
+        asked = ResponsesRequest(model="policy", text={"format": wrong})
+        with pytest.raises(InvalidArgument, match=r"text\.format"):
+            await responses_schema.answer_grammar_of(asked)
+
+
+def test_a_schema_is_not_kept_with_every_turn() -> None:
+    """What is large and comes again with each request is repeated at once, not later."""
+    form = {"type": "json_schema", "name": "place", "schema": {"type": "object"}}
+    echoed = {"text": {"format": form}, "metadata": {"a": "b"}}
+    kept = responses_schema.remembered(echoed)
+    assert kept == {"text": {"format": form | {"schema": {}}}, "metadata": {"a": "b"}}
+    assert echoed["text"]["format"] == form
 
 
 def test_tools_are_spelled_as_in_chat_completions_and_back() -> None:
@@ -281,7 +305,7 @@ bodies = st.fixed_dictionaries(
         "max_output_tokens": loosely(0, 5, 2**40),
         "temperature": loosely(0, -1),
         "top_p": loosely(1, 2),
-        "text": loosely({"format": {"type": "text"}}),
+        "text": loosely({"format": {"type": "text"}}, {"format": "schema"}),
         "reasoning": loosely({"effort": "low"}),
         "metadata": loosely({"a": "b"}),
         "include": loosely(["reasoning.encrypted_content"]),
@@ -302,7 +326,7 @@ def test_any_json_is_understood_or_refused(body: dict[str, Any]) -> None:
         wanted = responses_schema.wanted_tool(asked)
         if wanted is not None:
             schema.tool_to_call(wanted, tools, MODEL.format)
-        json.dumps(responses_schema.echoed(asked))
+        json.dumps(responses_schema.remembered(responses_schema.echoed(asked)))
         draft = Conversation(model=MODEL).draft(messages_of(asked.input), tools)
         MODEL.encode(draft.text)
     except ForgeError as error:
