@@ -21,14 +21,22 @@ from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.actor import ActorRef, ActorSystem
 from forge.runtime.security import Claims
 from forge.runtime.telemetry import log
-from services.gateway.actors.session import Reread, SessionActor, SessionSettings
-from services.gateway.actors.shard_writer import Backlog, Flush, OpenStream, ShardWriter
+from services.gateway.actors.session import IsBusy, Reread, SessionActor, SessionSettings
+from services.gateway.actors.shard_writer import (
+    Backlog,
+    Flush,
+    OpenStream,
+    ShardWriter,
+    Waiting,
+)
 from services.gateway.metrics import CALLS, SESSION_BYTES, SESSIONS
 
 FLUSH_TIMEOUT_S = 60.0
 """For the turns of one session to become durable."""
 REREAD_TIMEOUT_S = 60.0
 REREAD_RETRY_S = 1.0
+BUSY_TIMEOUT_S = 1.0
+RELIEF_PAUSE_S = 1.0
 RELIEF = 0.95
 """Share of a limit that is left once it was reached, so that it is not reached at every call."""
 
@@ -153,7 +161,8 @@ class Sessions:
         oldest_s = self._clock() - self._limits.idle_s
         for session in list(self._sessions.values()):
             if session.idle and session.used_s < oldest_s:
-                await self._drop(session)
+                async with self._making:
+                    await self._drop(session)
 
     async def drain(self) -> None:
         """Refuses new calls, and waits for those in flight and for the disk."""
@@ -206,12 +215,17 @@ class Sessions:
 
     async def _relieve_pressure(self) -> None:
         try:
-            await self._relieve(len(self._sessions), int(self._limits.session_bytes * RELIEF))
+            async with self._making:
+                await self._relieve(len(self._sessions), int(self._limits.session_bytes * RELIEF))
+            if self._bytes > self._limits.session_bytes:
+                # All are in use, or the pool is away: looking again at once would find the same.
+                await asyncio.sleep(RELIEF_PAUSE_S)
         finally:
             self._relieving = False
 
     async def _relieve(self, sessions: int, size_bytes: int) -> None:
-        """Drops idle sessions, the longest unused first, until no more than so much is left."""
+        """Drops idle sessions, the longest unused first, until no more than so much is left; with
+        `_making` held."""
         for session in list(self._sessions.values()):
             if len(self._sessions) <= sessions and self._bytes <= size_bytes:
                 return
@@ -219,8 +233,12 @@ class Sessions:
                 await self._drop(session)
 
     async def _drop(self, session: Session) -> None:
+        """Takes a session out of memory, unless it turns out to be needed; with `_making` held, so
+        that no successor is made before it has stopped."""
         trajectory_id = session.claims.trajectory_id
-        if self._sessions.get(trajectory_id) is not session:
+        if session.actor.alive and await self._busy(session):
+            return
+        if not session.idle or self._sessions.get(trajectory_id) is not session:
             return
         del self._sessions[trajectory_id]
         self._bytes -= session.size_bytes
@@ -228,6 +246,17 @@ class Sessions:
         SESSION_BYTES.set(self._bytes)
         SESSIONS.set(len(self._sessions))
         await session.actor.stop()
+
+    async def _busy(self, session: Session) -> bool:
+        """Whether something is still under way, once all that was told has been handled: the end
+        of an aborted call, and its turn."""
+        try:
+            if await session.actor.ask(IsBusy(), timeout_s=BUSY_TIMEOUT_S):
+                return True
+            ask = Waiting(trajectory_id=session.claims.trajectory_id)
+            return bool(await session.writer.ask(ask, timeout_s=BUSY_TIMEOUT_S))
+        except ForgeError:
+            return True
 
     def _contested(self, trajectory_id: str) -> None:
         self._start(self._reread(trajectory_id))

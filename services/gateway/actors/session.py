@@ -119,6 +119,11 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IsBusy:
+    """Answered with whether calls are in flight, without a look at the pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reread:
     """Another gateway may have recorded turns of this session: take the pool's word for them."""
 
@@ -169,6 +174,8 @@ class SessionActor(Actor):
         """Whether the pool was asked since the last call began."""
 
     async def receive(self, message: Any) -> Any:
+        if isinstance(message, IsBusy):
+            return bool(self._calls)
         # Not in `started`: a pool that is away fails this message, not the session.
         if self._conversation is None:
             self._conversation = await self._rebuild()

@@ -1,0 +1,191 @@
+"""Sessions in memory: made once, dropped under pressure, never while they are needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from forge.core.errors import ResourceExhausted
+from forge.core.messages import Message
+from forge.core.trajectory import float32_bytes, int32_bytes
+from forge.runtime.actor import ActorRef, ActorSystem
+from forge.runtime.security import Claims
+from forge.v1 import common_pb2, pool_pb2
+from services.gateway.actors.session import BeginChat, Describe, EndCall, SessionSettings
+from services.gateway.conversation import Sampled
+from services.gateway.sessions import Limits, Session, Sessions
+from tests.support.chat_templates import make_model
+
+TIMEOUT_S = 10.0
+
+
+def claims(number: int) -> Claims:
+    name = f"t{number}:0:0"
+    return Claims(subject=name, scopes=frozenset({"session"}), trajectory_id=name, pool_shard="s0")
+
+
+@dataclass
+class Shard:
+    """A pool shard: keeps turns, and acknowledges them while it is open."""
+
+    turns: dict[str, list[common_pb2.Turn]] = field(default_factory=dict)
+    answers: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    open: asyncio.Event = field(default_factory=asyncio.Event)
+    fetched: list[str] = field(default_factory=list)
+
+    async def stream(self) -> Shard:
+        return self
+
+    async def write(self, request: pool_pb2.AppendTurnsRequest) -> None:
+        turn = common_pb2.Turn.FromString(request.turn.data)
+        await self.open.wait()
+        self.turns.setdefault(turn.trajectory_id, []).append(turn)
+        self.answers.put_nowait(pool_pb2.AppendTurnsResponse(sequence=request.sequence))
+
+    async def read(self) -> Any:
+        return await self.answers.get()
+
+    def cancel(self) -> bool:
+        return True
+
+    async def fetch(self, claims: Claims) -> common_pb2.Trajectory | None:
+        self.fetched.append(claims.trajectory_id)
+        turns = self.turns.get(claims.trajectory_id)
+        if turns is None:
+            return None
+        return common_pb2.Trajectory(state=common_pb2.TRAJECTORY_STATE_OPEN, turns=turns)
+
+    async def stored(self, claims: Claims) -> int:
+        return len(self.turns.get(claims.trajectory_id, ()))
+
+
+@pytest_asyncio.fixture
+async def shard() -> Shard:
+    made = Shard()
+    made.open.set()
+    return made
+
+
+Make = Callable[..., Sessions]
+
+
+@pytest_asyncio.fixture
+async def make(shard: Shard) -> AsyncIterator[Make]:
+    """Sessions within limits, in front of the shard."""
+    system = ActorSystem("test")
+
+    def settings(writer: ActorRef, grown: Callable[[str, int], None]) -> SessionSettings:
+        return SessionSettings(
+            model=make_model("chatml"),
+            max_calls=4,
+            fetch=shard.fetch,
+            stored=shard.stored,
+            writer=writer,
+            grown=grown,
+            clock=lambda: 0.0,
+        )
+
+    def made(*, sessions: int = 100, session_bytes: int = 1 << 30) -> Sessions:
+        limits = Limits(
+            sessions=sessions,
+            session_bytes=session_bytes,
+            calls=100,
+            idle_s=600.0,
+            backlog_bytes=1 << 20,
+        )
+        return Sessions(
+            system,
+            limits=limits,
+            settings=settings,
+            open_stream=lambda _: shard.stream,
+            clock=lambda: 0.0,
+        )
+
+    yield made
+    await system.stop()
+
+
+async def begin(session: Session) -> Any:
+    chat = BeginChat(
+        call_id="a",
+        abort=lambda: None,
+        messages=[Message(role="user", content="One?")],
+        tools=(),
+        opening="",
+    )
+    return await session.actor.ask(chat, timeout_s=TIMEOUT_S)
+
+
+def ending(prompt: Any) -> EndCall:
+    return EndCall(
+        call_id="a",
+        prompt=prompt,
+        sampled=Sampled(
+            ids=int32_bytes([5]),
+            logprobs=float32_bytes([-0.5]),
+            weight_versions=int32_bytes([1]),
+            finish_reason=common_pb2.FINISH_REASON_STOP,
+            answer=Message(role="assistant", content="x" * 4000),
+        ),
+        temperature=1.0,
+        context_action="",
+        started_s=0.0,
+        started_unix_s=0.0,
+    )
+
+
+async def one_turn(sessions: Sessions, number: int) -> None:
+    async with sessions.use(claims(number)) as session:
+        await session.actor.ask(ending(await begin(session)), timeout_s=TIMEOUT_S)
+        await sessions.flush(session)
+
+
+async def turns_of(sessions: Sessions, number: int) -> int:
+    async with sessions.use(claims(number)) as session:
+        return int((await session.actor.ask(Describe(), timeout_s=TIMEOUT_S)).turns)
+
+
+async def test_pressure_drops_the_longest_unused(make: Make, shard: Shard) -> None:
+    """Beyond the bound on memory sessions leave, oldest first, and come back from the pool."""
+    sessions = make(session_bytes=60_000)
+    for number in range(8):
+        await one_turn(sessions, number)
+    while sessions._tasks:
+        await asyncio.gather(*sessions._tasks)
+    shard.fetched.clear()
+    assert await turns_of(sessions, 7) == 1
+    assert shard.fetched == []
+    assert await turns_of(sessions, 0) == 1
+    assert shard.fetched == ["t0:0:0"]
+
+
+async def test_session_in_use_is_never_dropped(make: Make) -> None:
+    """With all room taken by sessions in use a new one is refused, and room is made by their
+    end."""
+    sessions = make(sessions=2)
+    async with sessions.use(claims(0)):
+        async with sessions.use(claims(1)):
+            with pytest.raises(ResourceExhausted):
+                await one_turn(sessions, 2)
+        await one_turn(sessions, 2)
+
+
+async def test_session_waits_in_memory_for_the_disk(make: Make, shard: Shard) -> None:
+    """A turn that is not durable keeps its session, though nobody uses it."""
+    sessions = make(sessions=1)
+    shard.open.clear()
+    async with sessions.use(claims(0)) as session:
+        # Told, as at the end of an aborted call: nobody waits for it to be recorded.
+        session.actor.tell(ending(await begin(session)))
+    with pytest.raises(ResourceExhausted):
+        await turns_of(sessions, 1)
+    shard.open.set()
+    async with sessions.use(claims(0)) as session:
+        await sessions.flush(session)
+    assert await turns_of(sessions, 1) == 0
+    assert await turns_of(sessions, 0) == 1
