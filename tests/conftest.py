@@ -10,12 +10,17 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import uvloop
+from hypothesis import settings
 
 from forge.cli.models import ensure_model
 from forge.runtime.coordination import Coordinator
 from tests.support.etcd import EtcdServer
 
 _clusters = itertools.count()
+
+# No test asserts a time: on a busy machine an example may take as long as it likes.
+settings.register_profile("forge", deadline=None)
+settings.load_profile("forge")
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
