@@ -52,7 +52,10 @@ def source(kind: Kind, text: str, *, lenient: bool = False) -> str:
         case "json_schema":
             schema = _loaded(text)
             check_shape(schema, field="the schema")
-            return _compilable(schema, lenient=lenient)
+            try:
+                return _compilable(schema, lenient=lenient)
+            except (ValueError, RecursionError) as error:
+                raise InvalidArgument(f"the schema: {one_line(str(error))}") from None
         case "regex":
             return LLMatcher.grammar_from_regex(text)
         case "lark":
@@ -99,16 +102,16 @@ def _loaded(text: str) -> dict[str, Any]:
 
 def _wrong_with(schema: Mapping[str, Any], *, lenient: bool) -> str:
     """ "" or what llguidance says."""
-    compilable = _compilable(schema, lenient=lenient)
+    try:
+        compilable = _compilable(schema, lenient=lenient)
+    except (ValueError, RecursionError) as error:
+        return one_line(str(error))
     failed, messages = LLMatcher.validate_grammar_with_warnings(compilable, None, limits=LIMITS)
     return one_line(messages[0]) if failed else ""
 
 
 def _compilable(schema: Mapping[str, Any], *, lenient: bool) -> str:
-    try:
-        return LLMatcher.grammar_from_json_schema(guided(schema, lenient=lenient))
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"the schema cannot be enforced: {one_line(str(error))}") from None
+    return LLMatcher.grammar_from_json_schema(guided(schema, lenient=lenient))
 
 
 def _located(schema: Mapping[str, Any], wrong: str, *, lenient: bool) -> tuple[str, str]:

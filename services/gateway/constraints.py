@@ -88,7 +88,11 @@ def turn_grammar(
     answer = request.sampling.grammar if request.sampling.HasField("grammar") else None
     if request.prompt_ids or (answer is not None and answer.WhichOneof("kind") == "lark"):
         return answer
-    callable_tools = request.tools and request.call_tools and model.format.takes_tools
+    callable_tools = request.call_tools and model.format.takes_tools and request.tools
+    wanted = answer is not None or request.required_tool is not None
+    # Most requests end here, and should not pay for what they do not ask for.
+    if not wanted and not any(_is_strict(tool) for tool in callable_tools or ()):
+        return None
     calls = _Calls(model, request) if callable_tools else None
     if request.required_tool is not None:
         rules = calls.required(opening) if calls is not None else None
@@ -101,7 +105,7 @@ def turn_grammar(
         else:
             rules += ["body: answer | calls", *calls.beside_answer()]
     else:
-        rules = calls.in_text() if calls is not None and calls.strict else None
+        rules = calls.in_text() if calls is not None else None
     if rules is None:
         if calls is not None and calls.strict:
             UNENFORCED.inc()
@@ -125,7 +129,8 @@ class _Calls:
         ]
         names = tuple(tool["function"]["name"] for tool in self._tools)
         self._names = names
-        self._notation = notation_of(model.format, names)
+        # A protocol declares no __hash__, but formats are plain objects.
+        self._notation = notation_of(model.format, names)  # type: ignore[arg-type]
         self._several = request.parallel_calls
         self.strict = any(_is_strict(tool) for tool in self._tools)
 

@@ -66,4 +66,6 @@ def _wrong(schema_json: str, strict: bool) -> str:
         check_schema(json.loads(schema_json), field="", lenient=not strict)
     except InvalidArgument as error:
         return str(error)
+    except RecursionError:
+        return " is nested too deeply"
     return ""

@@ -13,7 +13,7 @@ import pytest
 
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.runtime.rpc.chunks import CHUNK_BYTES, Joiner
-from forge.v1.common_pb2 import SampledTokens, SamplingParams
+from forge.v1.common_pb2 import Grammar, SampledTokens, SamplingParams
 from services.inference import wire
 from services.inference.engines.base import KvSpan, ModelLimits, NamedTensor, Tokens
 from services.inference.limits import read_limits
@@ -39,6 +39,13 @@ def ids(*tokens: int) -> bytes:
         (ids(1), {"top_p": float("nan")}, ("sampling.top_p = nan",)),
         (ids(1), {"temperature": -0.5}, ("sampling.temperature = -0.5",)),
         (ids(1), {"temperature": float("inf")}, ("sampling.temperature = inf",)),
+        (ids(1), {"grammar": Grammar()}, ("sampling.grammar", "json_schema, regex or lark")),
+        (ids(1), {"grammar": Grammar(regex="a")}, ("sampling.grammar", "stop_token_ids")),
+        (
+            ids(1),
+            {"grammar": Grammar(regex="a", matched_tokens=2), "stop_token_ids": [3]},
+            ("matched_tokens = 2", "1 tokens"),
+        ),
     ],
 )
 def test_bad_input_is_named_with_its_value(
@@ -49,6 +56,16 @@ def test_bad_input_is_named_with_its_value(
     with pytest.raises(InvalidArgument) as refused:
         wire.read_prompt("r", prompt_ids, params, LIMITS, seed=0)
     assert all(word in str(refused.value) for word in words)
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex", "lark"])
+def test_a_grammar_travels_whole(kind: str) -> None:
+    """What a router reads it writes to its workers; a request without one stays without."""
+    params = SamplingParams(max_tokens=4, temperature=1, top_p=1, seed=5, stop_token_ids=[3])
+    assert wire.read_sampling(params, seed=0).grammar is None
+    assert wire.write_sampling(wire.read_sampling(params, seed=0)) == params
+    params.grammar.MergeFrom(Grammar(**{kind: "{}", "lenient": True, "matched_tokens": 7}))
+    assert wire.write_sampling(wire.read_sampling(params, seed=0)) == params
 
 
 def test_unset_sampling_means_the_distribution_that_is_trained() -> None:
