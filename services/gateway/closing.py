@@ -21,7 +21,7 @@ from services.gateway.sessions import Session, Sessions
 ASK_TIMEOUT_S = 60.0
 CATCH_UP_S = 3.0
 """How long a close waits for turns that are answered and not on record."""
-CATCH_UP_PAUSE_S = 0.1
+CATCH_UP_PAUSE_S = 0.2
 MALFORMED_REWARD = -1.0
 
 
@@ -68,6 +68,9 @@ async def close_session(
 
 
 async def _make_durable(sessions: Sessions, session: Session, *, abandon_reason: str) -> None:
+    if (await facts_of(session)).closed:
+        # Nothing can be added any more, and to close again is no error.
+        return
     try:
         await sessions.flush(session)
     except FailedPrecondition:
