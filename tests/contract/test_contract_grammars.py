@@ -10,19 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
-import torch
 
 from forge.core.errors import InvalidArgument
-from services.inference.engines.base import Finish, Grammar, Prompt
-from services.inference.grammar import Grammars, mask_words
+from services.inference.engines.base import Finish, Grammar
 from tests.contract import engines
 from tests.contract.engines import (
     END,
     SAMPLED,
-    VOCABULARY,
-    Answer,
     Pair,
     prompt_ids,
     published,
@@ -30,6 +25,7 @@ from tests.contract.engines import (
     save_tokenizer,
     text_of,
 )
+from tests.support.masked_logprobs import masked_logprobs
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 
@@ -57,28 +53,6 @@ async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         yield started
 
 
-async def recomputed(
-    model_path: Path, ids: list[int], answer: Answer, *, temperature: float
-) -> tuple[list[float], list[float]]:
-    """Log-probs and allowed shares by one full forward of transformers' model and fresh masks."""
-    model = reference("qwen3")
-    logits_TV = model(torch.tensor([ids + answer.ids])).logits[0, len(ids) - 1 : -1] / temperature
-    prompt = Prompt(request_id="check", ids=np.asarray(ids, dtype="<i4").tobytes(), sampling=HELD)
-    matcher = await Grammars(str(model_path), vocabulary=VOCABULARY).matcher(prompt)
-    assert matcher is not None
-    logprobs, allowed = [], []
-    for token, logits_V in zip(answer.ids, logits_TV, strict=True):
-        mask = np.zeros(mask_words(VOCABULARY), dtype=np.uint32)
-        matcher.fill(mask)
-        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCABULARY]
-        may_V = torch.from_numpy(bits).bool()
-        masked_V = logits_V.masked_fill(~may_V, -torch.inf)
-        logprobs.append(masked_V.log_softmax(-1)[token].item())
-        allowed.append((masked_V.logsumexp(-1) - logits_V.logsumexp(-1)).item())
-        matcher.advance(token)
-    return logprobs, allowed
-
-
 async def test_random_weights_answer_as_the_schema_says(pair: Pair, tmp_path: Path) -> None:
     """Answers of every seed are valid and end with the stop token; log-probs are those of the
     distribution that the mask left, and what it left is on record."""
@@ -88,7 +62,10 @@ async def test_random_weights_answer_as_the_schema_says(pair: Pair, tmp_path: Pa
         assert answer.finish is Finish.STOP
         assert answer.ids[-1] == END
         jsonschema.validate(json.loads(text_of(answer.ids[:-1])), SCHEMA)
-        logprobs, allowed = await recomputed(tmp_path, ids, answer, temperature=temperature)
+        logprobs, allowed = await masked_logprobs(
+            reference("qwen3"), tmp_path, ids, answer.ids,
+            grammar=JSON, stop_ids=HELD.stop_ids, temperature=temperature,
+        )  # fmt: skip
         assert answer.logprobs == pytest.approx(logprobs, abs=1e-4)
         assert answer.allowed == pytest.approx(allowed, abs=1e-4)
 
