@@ -30,6 +30,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 ENDED = (common_pb2.GROUP_STATE_EVALUATED, common_pb2.GROUP_STATE_TOMBSTONED)
 SCHEDULER = ("--retry-backoff-s=0.05", "--rollout-lease-s=3")
 REWARDED = "--reward-functions=manners=tests.support.agent_tasks:polite"
+CRASHING = "crashing=tests.support.reward_functions:crashes"
 
 
 @dataclass(kw_only=True)
@@ -42,7 +43,7 @@ class Cluster:
     runners: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
 
     def start_runner(self, name: str, *settings: str) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "forge.agents", *self._shared(name), *settings]
+        argv = [sys.executable, "-m", "forge.agents", "run", *self._shared(name), *settings]
         self.runners[name] = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
         return self.runners[name]
 
@@ -129,10 +130,10 @@ def outcomes(group: scheduler_pb2.BatchGroup) -> list[float]:
     ]
 
 
-async def started(runner: subprocess.Popen[str], programs: int) -> list[psutil.Process]:
-    """The programs of a runner, once there are so many."""
+async def started(runner: subprocess.Popen[str], children: int) -> list[psutil.Process]:
+    """The processes of a runner, once there are so many: programs, and those of its rewards."""
     async with asyncio.timeout(START_S):
-        while len(found := psutil.Process(runner.pid).children()) < programs:
+        while len(found := psutil.Process(runner.pid).children()) < children:
             await asyncio.sleep(0.05)
         return found
 
@@ -153,12 +154,26 @@ async def test_every_scaffold_brings_a_group_to_its_end(system: Cluster) -> None
     assert result.mean_outcome == pytest.approx(4 / 6)
 
 
-async def test_any_program_is_an_agent(system: Cluster) -> None:
-    """`--command` runs a program that knows the OpenAI SDK and its environment, no more."""
-    command = f"--command={sys.executable} {EXAMPLES / 'black_box.py'} {{prompt}}"
-    system.start_runner("runner-0", REWARDED, command)
-    groups = await system.ended(task("program", size=1))
+async def test_any_program_is_an_agent(system: Cluster, tmp_path: Path) -> None:
+    """`--command` runs a program that knows the OpenAI SDK. What crashes is attempted again: the
+    program succeeds the second time, the reward function never, and its group is given up."""
+    ran = f"{tmp_path}/{{task_id}}"
+    crash_once = (
+        f"test -e {ran} || {{ touch {ran}; echo no luck >&2; exit 3; }}; "
+        f'exec {sys.executable} {EXAMPLES / "black_box.py"} "$0"'
+    )
+    command = f"--command=sh -c '{crash_once}' {{prompt}}"
+    system.start_runner("runner-0", f"{REWARDED},{CRASHING}", command)
+    groups = await system.ended(
+        task("program", size=1), task("unscored", domain="crashing", size=1)
+    )
     assert outcomes(groups["program"]) == [1.0]
+    reason = groups["unscored"].group.reason
+    assert "reward_functions:crashes: its process was killed by SIGSEGV" in reason
+    logged = map(json.loads, system.stack.log_of("runner-0").read_text().splitlines())
+    failed = {event["task_id"]: event for event in logged if event["event"] == "program_failed"}
+    assert failed.keys() == groups.keys()
+    assert (failed["program"]["returncode"], failed["program"]["stderr"]) == (3, ["no luck"])
 
 
 async def test_a_program_that_manages_its_context_is_recorded(system: Cluster) -> None:
@@ -210,17 +225,17 @@ async def test_an_agent_that_hangs_is_tried_again_then_given_up(system: Cluster)
 
 
 async def test_work_of_a_killed_runner_is_done_by_another(system: Cluster) -> None:
-    """kill -9 of a runner in the middle of its rollouts loses no task, and ends its programs."""
+    """kill -9 of a runner in the middle of its rollouts loses no task, and ends its processes."""
     first = system.start_runner("runner-0", REWARDED, "--command=sleep 600")
     tasks = [task(f"t{number}", size=1) for number in range(4)]
     ending = asyncio.create_task(system.ended(*tasks))
     await system.running(4)
-    programs = await started(first, 4)
+    processes = await started(first, 4 + 1)
     first.kill()
     system.start_runner("runner-1", REWARDED)
     groups = await ending
     assert [outcomes(group) for group in groups.values()] == [[1.0]] * 4
-    assert psutil.wait_procs(programs, timeout=START_S)[1] == []
+    assert psutil.wait_procs(processes, timeout=START_S)[1] == []
 
 
 async def test_sigterm_lets_rollouts_end(system: Cluster) -> None:
