@@ -206,7 +206,7 @@ async def test_the_form_of_an_answer_is_a_grammar() -> None:
 def test_a_schema_is_not_kept_with_every_turn() -> None:
     """What is large and comes again with each request is repeated at once, not later."""
     form = {"type": "json_schema", "name": "place", "schema": {"type": "object"}}
-    echoed = {"text": {"format": form}, "metadata": {"a": "b"}}
+    echoed: dict[str, Any] = {"text": {"format": form}, "metadata": {"a": "b"}}
     kept = responses_schema.remembered(echoed)
     assert kept == {"text": {"format": form | {"schema": {}}}, "metadata": {"a": "b"}}
     assert echoed["text"]["format"] == form
