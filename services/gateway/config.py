@@ -9,7 +9,7 @@ from forge.runtime.config import ServiceConfig, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig(ServiceConfig):
-    """Serves agents: OpenAI chat completions over HTTP, and gRPC."""
+    """Serves agents: OpenAI's and Anthropic's protocols over HTTP, and gRPC."""
 
     model_path: str = setting(
         "", help="model directory: tokenizer.json, chat template, generation_config.json"

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anthropic import AsyncAnthropic
+from anthropic import DefaultAsyncHttpxClient as AnthropicHttpxClient
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from forge.client.session import AgentSession
@@ -103,6 +105,15 @@ class GatewayStack:
             api_key=token,
             max_retries=max_retries,
             http_client=DefaultAsyncHttpxClient(trust_env=False),
+        )
+
+    def anthropic(self, instance: Instance, token: str, *, max_retries: int = 0) -> AsyncAnthropic:
+        """Anthropic's unmodified SDK, told the same."""
+        return AsyncAnthropic(
+            base_url=f"http://{instance.metadata['http']}",
+            api_key=token,
+            max_retries=max_retries,
+            http_client=AnthropicHttpxClient(trust_env=False),
         )
 
     def agent(self, instance: Instance, token: str) -> AgentSession:

@@ -164,7 +164,12 @@ class Command:
     ) -> dict[str, str]:
         """The runner's environment without Forge's own settings, and with the way to the model."""
         gateway, token = rollout.gateway, rollout.session_token
-        inherited = {key: value for key, value in os.environ.items() if key[:6] != "FORGE_"}
+        inherited = {
+            key: value
+            for key, value in os.environ.items()
+            # Some of Anthropic's clients send both credentials, and that one would be taken.
+            if key[:6] != "FORGE_" and key != "ANTHROPIC_AUTH_TOKEN"
+        }
         host = gateway.grpc_address.rpartition(":")[0]
         unproxied = ",".join(filter(None, (inherited.get("NO_PROXY"), host)))
         task = {
@@ -178,6 +183,7 @@ class Command:
         return inherited | {
             "OPENAI_BASE_URL": f"{gateway.http_url}/v1",
             "OPENAI_API_KEY": token,
+            # Its clients add /v1 themselves.
             "ANTHROPIC_BASE_URL": gateway.http_url,
             "ANTHROPIC_API_KEY": token,
             "FORGE_GRPC_ADDR": gateway.grpc_address,

@@ -185,9 +185,7 @@ class SessionActor(Actor):
                 draft = await self._draft(self._conversation, message)
                 return self._begin(message, await self._encode(draft))
             case CountChat():
-                draft = self._conversation.draft(
-                    message.messages, message.tools, opening=message.opening
-                )
+                draft = await self._draft(self._conversation, message)
                 return (await self._encode(draft)).tokens
             case BeginGenerate():
                 self._admit()
@@ -237,7 +235,7 @@ class SessionActor(Actor):
         )
         return turns
 
-    async def _draft(self, conversation: Conversation, chat: BeginChat) -> Draft:
+    async def _draft(self, conversation: Conversation, chat: BeginChat | CountChat) -> Draft:
         draft = conversation.draft(chat.messages, chat.tools, opening=chat.opening)
         just_read, self._just_read = self._just_read, False
         if just_read or draft.place is None or not draft.place.unknown_answers:

@@ -1,1 +1,1 @@
-"""The HTTP surface: OpenAI's chat completions, in the process's own event loop."""
+"""The HTTP surface: OpenAI's and Anthropic's protocols, in the process's own event loop."""

@@ -25,7 +25,7 @@ from services.gateway.http import anthropic_schema as schema
 from services.gateway.http.anthropic_history import messages_of
 from services.gateway.http.anthropic_schema import Shown
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
-from services.gateway.http.errors import Failure, anthropic_error
+from services.gateway.http.errors import REQUEST_ID, Failure, anthropic_error
 from services.gateway.http.schema import decode
 from services.gateway.sessions import Session
 from services.gateway.turns import Turn, TurnRequest, Turns
@@ -54,9 +54,11 @@ class AnthropicMessages:
         edge = self._edge
         claims = edge.claims(request)
         asked = decode(await request.read(), schema.MessagesRequest)
+        sampling = schema.sampling_of(asked)
+        sampling.MergeFrom(common_pb2.SamplingParams(grammar=await schema.grammar_of(asked)))
         turn = self._turn(
             asked,
-            sampling=schema.sampling_of(asked),
+            sampling=sampling,
             stop=schema.stops_of(asked),
             stream=bool(asked.stream),
             arrived_s=arrived_s,
@@ -70,7 +72,7 @@ class AnthropicMessages:
                 return json_response(await answer.whole())
 
             def error_event(error: ForgeError) -> bytes:
-                return _sse(anthropic_error(Failure.of(error), request["request_id"]))
+                return _sse(anthropic_error(Failure.of(error), request[REQUEST_ID]))
 
             return await stream_events(request, answer.events(), error_event=error_event)
 

@@ -16,6 +16,7 @@ import msgspec
 from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
 from forge.v1 import common_pb2
+from services.gateway.grammar import answer_grammar
 from services.gateway.http.schema import checked_stops, sampling_params, tool_to_call
 from services.gateway.model import Tools
 
@@ -28,6 +29,7 @@ class Tool(msgspec.Struct):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -41,8 +43,13 @@ class ThinkingConfig(msgspec.Struct):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class AnswerFormat(msgspec.Struct):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
 class OutputConfig(msgspec.Struct):
-    format: Any = None
+    format: AnswerFormat | None = None
 
 
 class ContextEdit(msgspec.Struct):
@@ -64,7 +71,8 @@ class CountTokensRequest(msgspec.Struct):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: Any = None
+    output_format: AnswerFormat | None = None
+    """Where it stood in the beta."""
     context_management: ContextManagement | None = None
     container: Any = None
     mcp_servers: list[Any] | None = None
@@ -92,9 +100,6 @@ class Shown(Enum):
 
 def check(request: CountTokensRequest) -> None:
     """Raises `InvalidArgument` for what no answer could satisfy."""
-    asked_format = request.output_config.format if request.output_config else None
-    if asked_format is not None or request.output_format is not None:
-        raise InvalidArgument("output_config.format is not supported: answers are free text")
     edits = request.context_management.edits if request.context_management else ()
     for edit in edits:
         if not edit.type.startswith(EDITS_WITHOUT_EFFECT):
@@ -144,6 +149,16 @@ def sampling_of(request: MessagesRequest) -> common_pb2.SamplingParams:
     )
 
 
+async def grammar_of(request: CountTokensRequest) -> common_pb2.Grammar | None:
+    """The form that the answer must have; raises `InvalidArgument` if it cannot be had."""
+    asked = request.output_config.format if request.output_config else None
+    asked = asked or request.output_format
+    if asked is None:
+        return None
+    field = "output_config.format.schema"
+    return await answer_grammar("json_schema", asked.schema, strict=True, field=field)
+
+
 def stops_of(request: MessagesRequest) -> Sequence[str]:
     return checked_stops("stop_sequences", request.stop_sequences or [])
 
@@ -168,4 +183,6 @@ def _tool(tool: Tool, at: int) -> dict[str, Any]:
     if tool.description is not None:
         function["description"] = tool.description
     function["parameters"] = tool.input_schema
+    if tool.strict:
+        function["strict"] = True
     return {"type": "function", "function": function}

@@ -49,6 +49,10 @@ _CODES: dict[type[ForgeError], str] = {
 }
 
 
+REQUEST_ID = web.RequestKey("request_id", str)
+"""By which Anthropic's clients name a request in what they log and raise."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """Why a request has no answer, before it is put in the words of a protocol."""

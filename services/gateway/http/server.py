@@ -20,6 +20,7 @@ from services.gateway.http.completions import ChatCompletions
 from services.gateway.http.control import Control
 from services.gateway.http.edge import Edge, Endpoints, json_response
 from services.gateway.http.errors import (
+    REQUEST_ID,
     Failure,
     anthropic_error,
     openai_error,
@@ -85,7 +86,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     """Every failure in the shape of its protocol; counted and logged like everything else."""
     started_s = time.perf_counter()
     if speaks_anthropic(request):
-        request["request_id"] = f"req_{uuid.uuid4().hex}"
+        request[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
     try:
         response = await handler(request)
     except ForgeError as error:
@@ -108,14 +109,13 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
 def _refusal(request: web.Request, failure: Failure) -> web.Response:
     if not speaks_anthropic(request):
         return json_response(openai_error(failure), status=failure.status, headers=failure.headers)
-    refusal = anthropic_error(failure, request["request_id"])
+    refusal = anthropic_error(failure, request[REQUEST_ID])
     return json_response(refusal, status=failure.status, headers=failure.headers)
 
 
 async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
-    """Anthropic's clients show this id with what they log and raise."""
-    if "request_id" in request:
-        response.headers["request-id"] = request["request_id"]
+    if REQUEST_ID in request:
+        response.headers["request-id"] = request[REQUEST_ID]
 
 
 def _route(request: web.Request) -> str:

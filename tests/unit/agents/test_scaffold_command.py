@@ -86,6 +86,22 @@ async def test_the_task_is_told_without_its_answer(monkeypatch: pytest.MonkeyPat
     assert not leaked
 
 
+async def test_an_anthropic_program_has_one_credential(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session token, whatever the runner's own environment holds; the base has no /v1."""
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "its-own")
+    program = (
+        "import json, os\n"
+        "print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('ANTHROPIC_')}))"
+    )
+    async with ScriptedGateway(replay(text("4"))) as gateway:
+        attempt = rollout(gateway)
+        transcript = await Command(python(program), limits=NO_LIMITS).run(attempt, SumEpisode(4))
+    found = json.loads(transcript.answer)
+    assert found["ANTHROPIC_BASE_URL"] == attempt.gateway.http_url
+    assert found["ANTHROPIC_API_KEY"] == "token"
+    assert "ANTHROPIC_AUTH_TOKEN" not in found
+
+
 async def test_an_answer_file_beats_the_output() -> None:
     """A program that prints a lot writes its answer to the file it is given."""
     program = "import os; open(os.environ['FORGE_ANSWER'], 'w').write(' 4\\n'); print('done')"

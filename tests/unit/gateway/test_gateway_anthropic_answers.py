@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
@@ -80,6 +80,7 @@ deltas_of_answers = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(deltas_of_answers, st.sampled_from(Shown))
 def test_answer_sent_back_is_the_answer(deltas: list[Delta], shown: Shown) -> None:
     """Streamed or whole, what the agent has of an answer agrees with what was recorded."""

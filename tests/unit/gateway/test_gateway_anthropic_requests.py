@@ -195,7 +195,6 @@ def test_recognized_beginning_has_the_same_messages() -> None:
         ({"top_p": 7}, "top_p = 7"),
         ({"top_k": -7}, "top_k = -7"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences has 17"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "'compact_20260112'"),
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
@@ -251,6 +250,20 @@ def test_tool_choice(choice: Any, required: str | None, calls: bool, parallel: b
     assert schema.parallel_calls(request) is parallel
 
 
+async def test_form_of_the_answer_and_strict_tools() -> None:
+    """A schema becomes the grammar that the answer is held to; a strict tool says so."""
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {}}}
+    grammar = common_pb2.Grammar(json_schema=json.dumps(form["schema"]))
+    assert await schema.grammar_of(asked(output_config={"format": form})) == grammar
+    assert await schema.grammar_of(asked(output_format=form)) == grammar
+    assert await schema.grammar_of(asked(output_config={"effort": "low"})) is None
+    wrong = {"format": form | {"schema": {"type": "king"}}}
+    with pytest.raises(InvalidArgument, match=r"output_config.format.schema"):
+        await schema.grammar_of(asked(output_config=wrong))
+    (tool,) = schema.tools_of(asked(tools=[LOOK | {"strict": True}]))
+    assert tool["function"]["strict"] is True
+
+
 @pytest.mark.parametrize(
     ("thinking", "shown"),
     [
@@ -266,7 +279,7 @@ def test_thinking_is_shown_to_who_asks(thinking: Any, shown: Shown) -> None:
     assert schema.shown_of(asked(thinking=thinking)) is shown
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_body_is_understood_or_refused(data: st.DataObject) -> None:
     """Whatever comes, either there is a prompt for it or a `ForgeError` says why not."""
