@@ -51,7 +51,7 @@ def answered(conversation: Conversation, messages: Any, answer: Message) -> tupl
 
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "numbered"])
 @given(plan=st.lists(steps, min_size=1, max_size=8))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_marks_change_nothing_but_the_cost(family: str, plan: list[Any]) -> None:
     """Prompts and records are the same whether a request is recognized or read from the start."""
     model = make_model(family)

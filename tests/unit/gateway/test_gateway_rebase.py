@@ -76,7 +76,7 @@ steps = st.lists(
 
 
 @given(steps)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_nothing_is_lost_and_nothing_recorded_twice(plan: list) -> None:
     """However calls and appends of two gateways interleave, the stored turns are a tree that
     spells every call that was made, each exactly once."""

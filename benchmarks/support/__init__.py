@@ -1,0 +1,1 @@
+"""What several benchmarks need: processes to measure, load, and clocks."""
