@@ -113,6 +113,7 @@ _CALL = Message(
     role="assistant",
     tool_calls=(ToolCall(name="look", arguments='{"at": "a"}', call_id="call000a1"),),
 )
+_THOUGHT_CALL = Message(role="assistant", reasoning="I must look.", tool_calls=_CALL.tool_calls)
 _RESULT = Message(role="tool", content="found", tool_call_id="call000a1", name="look")
 _THOUGHT = Message(role="assistant", content="Yes.", reasoning="Let me see.")
 _SYSTEM = Message(role="system", content="Be brief.")
@@ -121,12 +122,14 @@ _HISTORIES: tuple[tuple[Message, ...], ...] = (
     (_user("One?"), Message(role="assistant", content="1"), _user("Two?")),
     (_SYSTEM, _user("One?"), _THOUGHT, _user("Two?"), _CALL, _RESULT),
     (_user("One?"), _CALL, _RESULT, _THOUGHT, _user("Two?"), _THOUGHT, _user("Three?")),
+    # What is thought before a call may stay until there is an answer, and go then.
+    (_user("One?"), _THOUGHT_CALL, _RESULT),
 )
 _ANSWERS = (
     Message(role="assistant", content="Fine."),
     _THOUGHT,
     _CALL,
-    Message(role="assistant", reasoning="I must look.", tool_calls=_CALL.tool_calls),
+    _THOUGHT_CALL,
 )
 _FOLLOWING: tuple[tuple[Message, ...], ...] = (
     (_user("Next?"),),

@@ -2,7 +2,8 @@
 
 The templates are the families' own, shortened where nothing depends on it: `qwen3` rewrites
 history (it drops reasoning before the last question), `smollm2` knows no tools, `llama3` has
-headers, trims contents and begins with a token of its own.
+headers, trims contents and begins with a token of its own. More of them, with other notations of
+calls, are in `agentic_templates`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import services
 from services.gateway.model import ChatModel
+from tests.support import agentic_templates as agentic
 
 QWEN3 = """
 {%- if tools %}
@@ -180,6 +182,14 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "tiny": (TINY, CHATML_TOKENS, "<|im_end|>"),
     "smollm2": (SMOLLM2, CHATML_TOKENS, "<|im_end|>"),
     "llama3": (LLAMA3, LLAMA3_TOKENS, "<|eot_id|>"),
+    "minimax": (agentic.MINIMAX, agentic.MINIMAX_TOKENS, "[e~["),
+    "deepseek": (
+        agentic.DEEPSEEK,
+        agentic.DEEPSEEK_TOKENS,
+        agentic.deepseek_token("end of sentence"),
+    ),
+    "mistral": (agentic.MISTRAL, agentic.MISTRAL_TOKENS, "</s>"),
+    "kimi": (agentic.KIMI, agentic.KIMI_TOKENS, "<|im_end|>"),
     "numbered": (NUMBERED, CHATML_TOKENS, "<|im_end|>"),
     "renumbered": (RENUMBERED, CHATML_TOKENS, "<|im_end|>"),
 }

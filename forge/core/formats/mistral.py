@@ -52,15 +52,7 @@ class MistralV11Format:
     takes_tools = True
 
     def parser(self, tools: Tools = ()) -> Parser:
-        return BlockParser(
-            Block(
-                open=CALLS,
-                close="",
-                read=_read_named,
-                complete=outside_strings,
-                inner=(ARGS, CALL_ID),
-            )
-        )
+        return BlockParser(Block(open=CALLS, close="", read=_read_named, complete=outside_strings))
 
     def opening(self, tool: str | None) -> str:
         return CALLS if tool is None else f"{CALLS}{tool}{ARGS}"

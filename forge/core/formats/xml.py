@@ -99,7 +99,7 @@ class Qwen3CoderFormat(XmlFormat):
     name = "qwen3_coder"
     begin, end = "<tool_call>", "</tool_call>"
     signs: tuple[str, ...] = (begin, "<function=")
-    inner = ("<function=", "</function>")
+    inner = ("<function=",)
     argument_begin, argument_end = "<parameter=", "</parameter>"
     call = re.compile(
         r"\s*<function=(?P<name>[^>\n]+)>(?P<arguments>.*?)</function>(?=\s*(?:<function=|\Z))\s*",
@@ -167,7 +167,7 @@ class MiniMaxFormat(XmlFormat):
     name = "minimax_m2"
     begin, end = "<minimax:tool_call>", "</minimax:tool_call>"
     signs: tuple[str, ...] = (begin,)
-    inner = ("<invoke name=", "</invoke>")
+    inner = ("<invoke name=",)
     argument_begin, argument_end = "<parameter name=", "</parameter>"
     call = re.compile(
         r"\s*<invoke name=\"(?P<name>[^\"\n]+)\">(?P<arguments>.*?)</invoke>"

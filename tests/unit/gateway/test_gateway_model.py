@@ -61,8 +61,50 @@ def test_incomplete_directory_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_templates_that_need_the_whole_history_are_known(family: str) -> None:
-    """Of the sample templates only the one that counts from the start cannot use the stub."""
-    assert make_model(family).looks_back_one_answer == (family != "numbered")
+    """Those that count from the start, move the tools along, or drop what came before an answer
+    because of it, cannot use the stub."""
+    whole = {"numbered", "mistral", "kimi"}
+    assert make_model(family).looks_back_one_answer == (family not in whole)
+
+
+@pytest.mark.parametrize(
+    ("family", "tool_format", "reasoning"),
+    [
+        ("qwen3", "hermes", "think"),
+        ("chatml", "hermes", ""),
+        ("smollm2", "plain", ""),
+        ("llama3", "llama3_json", ""),
+        ("minimax", "minimax_m2", "think"),
+        ("deepseek", "deepseek_v31", "think"),
+        ("mistral", "mistral", ""),
+        ("kimi", "kimi_k2", "think"),
+        ("numbered", "plain", ""),
+    ],
+)
+def test_formats_are_found_in_templates(family: str, tool_format: str, reasoning: str) -> None:
+    """Tool calls are read as the template writes them, reasoning where it has the tags."""
+    model = make_model(family)
+    assert model.format.name == tool_format
+    assert (model.reasoning.name if model.reasoning else "") == reasoning
+
+
+@pytest.mark.parametrize(
+    ("family", "messages", "inside"),
+    [
+        ("minimax", [Message(role="user", content="a")], True),
+        ("qwen3", [Message(role="user", content="a")], False),
+        ("deepseek", [Message(role="user", content="a")], False),
+    ],
+)
+def test_prompt_says_whether_its_answer_starts_with_reasoning(
+    family: str, messages: list[Message], inside: bool
+) -> None:
+    """Its end is looked at, less what was put into the model's mouth."""
+    model = make_model(family)
+    prompt = model.renderer(None)(messages, True)
+    assert model.starts_inside(model.encode(prompt)) == inside
+    opening = "\n</think>\n\n" + model.format.opening("look")
+    assert model.starts_inside(model.encode(prompt + opening), opening=opening) == inside
 
 
 def test_template_errors_are_refusals() -> None:
