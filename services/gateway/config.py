@@ -42,7 +42,7 @@ class GatewayConfig(ServiceConfig):
     max_sessions: int = setting(100_000, help="sessions held in memory", minimum=1)
     max_session_mib: float = setting(
         1024.0,
-        help="sessions held in memory, by size; the longest unused leave, the pool brings them back",
+        help="sessions held in memory, by size; the longest unused leave, as after idle_s",
         minimum=1,
     )
     idle_s: float = setting(
