@@ -56,12 +56,18 @@ class Speaker:
         )
 
     def written(self, history: list[Message], answer: Message) -> str | None:
-        """What the template writes for it behind the prompt; None if it rewrites the prompt."""
-        before = self.session.template(history)
-        closed = self.session.model.renderer(self.session.tools)([*history, answer], False)
-        if not closed.startswith(before):
-            return None
-        body = closed[len(before) :]
+        """What the template writes for it; None if it is not to be found behind a prompt."""
+        render = self.session.model.renderer(self.session.tools)
+        before, closed = render(history, True), render([*history, answer], False)
+        if closed.startswith(before):
+            body = closed[len(before) :]
+        else:
+            # Some drop earlier reasoning because of the answer: then it is the end of it all.
+            asked = [user(".")]
+            header = render(asked, True).removeprefix(render(asked, False))
+            _, found, body = closed.rpartition(header)
+            if not found or not header:
+                return None
         return body[: max(body.rfind(end) for end in self.session.model.end_texts)]
 
     def repeated(self, history: list[Message]) -> list[Message]:
