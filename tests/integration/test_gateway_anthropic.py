@@ -321,7 +321,7 @@ async def test_disconnect_aborts_and_records_what_was_sampled(
             seen += 1
             if seen == 3:
                 break
-    trajectory = await closed(stack, gateway, own_coordinator, trajectory_id, 1)
+    trajectory = await closed(stack, gateway, own_coordinator, trajectory_id, 1, cut=True)
     (turn,) = trajectory.turns
     assert turn.finish_reason == common_pb2.FINISH_REASON_ABORTED
     assert 3 <= len(turn.sampled.ids) // 4 < 150
