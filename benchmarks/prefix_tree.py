@@ -31,7 +31,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from forge.core.packing import Node, Sample, TreePlan
 from forge.rl.learner import BatchPlan, Learner, LearnerConfig
-from forge.rl.losses import cispo_loss
+from forge.rl.losses import ObjectiveConfig, cispo_loss
 from forge.rl.policy import TreePolicy
 from forge.rl.tree_attention import TREE_ATTENTION
 from forge.rl.tree_batch import build_tree_batch
@@ -134,7 +134,8 @@ class Bench:
             )
         )
         self.learner = Learner(
-            TreePolicy(self.model), LearnerConfig(ratio_cap=RATIO_CAP, token_budget=UNSPLIT)
+            TreePolicy(self.model),
+            LearnerConfig(objective=ObjectiveConfig(ratio_cap=RATIO_CAP), token_budget=UNSPLIT),
         )
 
     def tree(self, samples: Sequence[Sample]) -> tuple[float, BatchPlan]:
@@ -171,7 +172,7 @@ class Bench:
             behavior_T = torch.frombuffer(bytearray(one.behavior_logprobs), dtype=torch.float32)
             advantages_T = torch.frombuffer(bytearray(one.advantages), dtype=torch.float32)
             loss = cispo_loss(logprobs_T, behavior_T, advantages_T, ratio_cap=RATIO_CAP)
-            loss = loss / normalizer
+            loss = loss.sum() / normalizer
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         self.model.set_attn_implementation(TREE_ATTENTION)

@@ -37,7 +37,7 @@ class Preset:
 # Chosen in docs/tiny_model.md.
 TINY = Preset(
     domains={"reasoning": 0.25, "qa": 0.25, "code": 0.25, "general": 0.25},
-    steps=50,
+    steps=40,
     groups_per_step=8,
     group_size=8,
     concurrency=32,
@@ -71,7 +71,7 @@ SMOLLM2 = Preset(
     settings={
         "trainer": {
             "learning_rate": "2e-5",
-            "normalize_std": "true",
+            "normalize_std": "group",
             "autocast": "bfloat16",
             "publish_dtype": "bfloat16",
         },

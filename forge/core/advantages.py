@@ -1,21 +1,54 @@
-"""Advantages: how much better a turn did than its group expected.
+"""Advantages: how much better a turn did than was expected of it.
 
-Owns the group baselines `B_i` of `A_it = G_it - B_i` and the optional scaling by the group's
-spread. Returns come from `forge.core.rewards`; losses take the advantages as given.
+Owns the baselines `B_i` of `A_it = G_it - B_i`, the optional scaling by a spread of returns, and
+the weights of domains. Returns come from `forge.core.rewards`; losses take the advantages as
+given.
+
+A token that several samples contain is credited once for each of them: their advantages add up
+in the gradient, since the same log-prob enters the loss with each.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Literal
 
-Baseline = Literal["group_mean", "leave_one_out", "none"]
+Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "none"]
+Spread = Literal["none", "group", "batch", "domain"]
 
 _FLAT = 1e-9
-"""A spread of total returns below this is rounding: the group has nothing to tell."""
+"""A spread of total returns below this is rounding: the returns have nothing to tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageRules:
+    """How returns become advantages."""
+
+    baseline: Baseline = "group_mean"
+    """B: mean total return of the group, of the others in it (leave-one-out; RLOO, arXiv
+    2402.14740), of the whole batch (REINFORCE++, arXiv 2501.03262), or 0."""
+    spread: Spread = "none"
+    """Divide by the standard deviation of the total returns: of the group, as GRPO does (arXiv
+    2402.03300), or, less the baselines, of the whole batch or of the domain's share of it."""
+    domain_weights: Mapping[str, float] = field(default_factory=dict)
+    """Factor on the advantages of a domain; 1 unless named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReturns:
+    """What the rollouts of one task earned."""
+
+    returns: Sequence[Sequence[float]]
+    """Per rollout i and turn t the return-to-go `G_it`; `G_i0` is the total return."""
+    domain: str = ""
+
+    @property
+    def totals(self) -> list[float]:
+        """Of the rollouts that have turns: the others take no part."""
+        return [returns_T[0] for returns_T in self.returns if returns_T]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,38 +61,67 @@ class GroupAdvantages:
     """Every rollout's total return is the same, so outcomes teach nothing about this task."""
 
 
-def group_advantages(
-    returns_GT: Sequence[Sequence[float]], *, baseline: Baseline, normalize_std: bool
-) -> GroupAdvantages:
-    """Compare the returns-to-go of one group's rollouts with the group's baseline.
+def batch_advantages(
+    groups: Sequence[GroupReturns], rules: AdvantageRules
+) -> list[GroupAdvantages]:
+    """Advantages of a batch's groups, in their order.
 
-    `returns_GT[i][t]` is `G_it`; the total return of rollout i is `G_i0`. The baseline is the
-    mean total return of the group, of the others in the group (leave-one-out; RLOO, arXiv
-    2402.14740), or 0. `normalize_std` divides by the standard deviation of the total returns, as
-    GRPO does (arXiv 2402.03300). A rollout without turns takes no part; one without others to
-    compare with is its own baseline.
+    A rollout without others to compare with is its own baseline. A spread of zero scales nothing.
     """
-    totals_G = [returns_T[0] for returns_T in returns_GT if returns_T]
-    spread = pstdev(totals_G) if totals_G else 0.0
-    flat = spread <= _FLAT * max(1.0, max(map(abs, totals_G), default=0.0))
-    scale = 1.0 / spread if normalize_std and not flat else 1.0
-    return GroupAdvantages(
-        advantages=[
-            [scale * (value - bias) for value in returns_T]
-            for returns_T, bias in zip(
-                returns_GT, _baselines(returns_GT, totals_G, baseline), strict=True
-            )
-        ],
-        flat=flat,
-    )
+    batch_totals = [total for group in groups for total in group.totals]
+    baselines = [_baselines(group, rules.baseline, batch_totals) for group in groups]
+    scales = _scales(groups, baselines, rules.spread)
+    return [
+        GroupAdvantages(
+            advantages=[
+                [rules.domain_weights.get(group.domain, 1.0) * scale * (value - bias)
+                 for value in returns_T]
+                for returns_T, bias in zip(group.returns, biases, strict=True)
+            ],
+            flat=_is_flat(group.totals),
+        )
+        for group, biases, scale in zip(groups, baselines, scales, strict=True)
+    ]  # fmt: skip
 
 
 def _baselines(
-    returns_GT: Sequence[Sequence[float]], totals_G: Sequence[float], baseline: Baseline
+    group: GroupReturns, baseline: Baseline, batch_totals: Sequence[float]
 ) -> list[float]:
+    returns_GT, totals_G = group.returns, group.totals
     if baseline == "none" or not totals_G:
         return [0.0] * len(returns_GT)
+    if baseline == "batch_mean":
+        return [fmean(batch_totals)] * len(returns_GT)
     if baseline == "group_mean" or len(totals_G) == 1:
         return [fmean(totals_G)] * len(returns_GT)
     total, others = math.fsum(totals_G), len(totals_G) - 1
     return [(total - returns_T[0]) / others if returns_T else 0.0 for returns_T in returns_GT]
+
+
+def _scales(
+    groups: Sequence[GroupReturns], baselines: Sequence[Sequence[float]], spread: Spread
+) -> list[float]:
+    """One factor per group."""
+    if spread == "none":
+        return [1.0] * len(groups)
+    if spread == "group":
+        return [_inverse_spread(group.totals) for group in groups]
+    pools: dict[str, list[float]] = {}
+    for group, biases in zip(groups, baselines, strict=True):
+        pool = pools.setdefault(group.domain if spread == "domain" else "", [])
+        pool.extend(
+            returns_T[0] - bias
+            for returns_T, bias in zip(group.returns, biases, strict=True)
+            if returns_T
+        )
+    factors = {name: _inverse_spread(pool) for name, pool in pools.items()}
+    return [factors[group.domain if spread == "domain" else ""] for group in groups]
+
+
+def _inverse_spread(totals: Sequence[float]) -> float:
+    return 1.0 if _is_flat(totals) else 1.0 / pstdev(totals)
+
+
+def _is_flat(totals: Sequence[float]) -> bool:
+    spread = pstdev(totals) if totals else 0.0
+    return spread <= _FLAT * max(1.0, max(map(abs, totals), default=0.0))

@@ -1,8 +1,9 @@
 """One optimizer step on a batch of samples, and the state a checkpoint needs to repeat it.
 
-Owns planning into trees, gradient accumulation, the guard against a step that is not finite, the
-learning-rate schedule and the optimizer. Where batches come from and what happens to the weights
-afterwards is the trainer service's.
+Owns planning into trees, gradient accumulation, several passes over a batch, the guard against a
+step that is not finite, the learning-rate schedule and the optimizer. What is optimized is
+`forge.rl.losses`; where batches come from and what happens to the weights afterwards is the
+trainer service's.
 """
 
 from __future__ import annotations
@@ -10,13 +11,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from forge.core.errors import InvalidArgument
 from forge.core.packing import Sample, plan_trees
-from forge.rl.losses import DEFAULT_RATIO_CAP, PolicyStats, TokenStats, cispo_loss, policy_stats
+from forge.rl.losses import (
+    BatchSize,
+    Objective,
+    ObjectiveConfig,
+    PolicyStats,
+    TokenStats,
+    TrainedTokens,
+    policy_stats,
+)
 from forge.rl.policy import TreePolicy
 from forge.rl.tree_batch import TreeBatch, build_tree_batch
 
@@ -32,7 +43,9 @@ class LearnerConfig:
     weight_decay: float = 0.0
     grad_clip: float = 1.0
     """Largest gradient norm; a larger one is scaled down to it."""
-    ratio_cap: float = DEFAULT_RATIO_CAP
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    passes: int = 1
+    """Updates per batch, each on all of it."""
     token_budget: int = 16384
     """Most tokens in one forward pass; more become several, with accumulated gradients."""
 
@@ -46,8 +59,15 @@ class BatchPlan:
 
     @property
     def trained_tokens(self) -> int:
-        """Over all samples: what the loss is divided by."""
+        """Over all samples."""
         return sum(tree.trained_tokens for tree in self.trees)
+
+    @property
+    def size(self) -> BatchSize:
+        """What the loss is divided by."""
+        return BatchSize(
+            tokens=self.trained_tokens, samples=sum(len(tree.lengths_S) for tree in self.trees)
+        )
 
     @property
     def tree_tokens(self) -> int:
@@ -85,15 +105,38 @@ class StepResult:
     skipped: str
     """Why the weights were left alone; "" when they were updated."""
     stats: PolicyStats
+    """Of the first pass, like loss and gradient norm: before this batch changed anything."""
     compute_s: float
+    cut_short: str = ""
+    """Why the batch's later passes were left out, after an update; "" when none was."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Frozen:
+    """Log-probs of a tree that stay as they are over the passes."""
+
+    old: Tensor
+    reference: Tensor | None
 
 
 class Learner:
     """A policy with its optimizer. Not thread-safe."""
 
-    def __init__(self, policy: TreePolicy, config: LearnerConfig) -> None:
+    def __init__(
+        self, policy: TreePolicy, config: LearnerConfig, *, reference: TreePolicy | None = None
+    ) -> None:
+        """`reference` is what a KL penalty keeps the policy close to; it is never changed.
+
+        Raises `InvalidArgument` for an objective that cannot be.
+        """
         self.policy = policy
         self.config = config
+        self.objective = Objective(config.objective)
+        self._reference = reference
+        if self.objective.needs_reference and reference is None:
+            raise InvalidArgument(
+                f"kl_coef = {config.objective.kl_coef} is not allowed: there is no reference policy"
+            )
         self.steps = 0
         """Optimizer steps taken so far."""
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
@@ -118,41 +161,75 @@ class Learner:
         is skipped. `weight_version` names the weights stepped from.
         """
         began = time.perf_counter()
-        loss, stats = self.accumulate(plan)
+        frozen: list[_Frozen] = []
+        loss, stats = self.accumulate(plan, weight_version=weight_version, frozen=frozen)
         grad_norm, skipped = self._update(loss) if plan.trees else (0.0, "no trained tokens")
+        cut_short = ""
+        for _ in range(1, 1 if skipped else self.config.passes):
+            again, _ = self.accumulate(plan, weight_version=weight_version, frozen=frozen)
+            _, cut_short = self._update(again)
+            if cut_short:
+                break
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(
             loss=loss,
             grad_norm=grad_norm,
             skipped=skipped,
-            stats=policy_stats(
-                stats, ratio_cap=self.config.ratio_cap, weight_version=weight_version
-            ),
+            stats=policy_stats(stats, weight_version=weight_version),
             compute_s=time.perf_counter() - began,
+            cut_short=cut_short,
         )
 
-    def accumulate(self, plan: BatchPlan) -> tuple[float, list[TokenStats]]:
-        """The loss, CISPO's token mean over the whole batch; its gradient is on the parameters."""
+    def accumulate(
+        self, plan: BatchPlan, *, weight_version: int = 0, frozen: list[_Frozen] | None = None
+    ) -> tuple[float, list[TokenStats]]:
+        """The loss over the whole batch; its gradient is on the parameters.
+
+        `frozen` is filled by the first pass over a batch and used by the later ones.
+        """
         self._optimizer.zero_grad(set_to_none=True)
+        frozen = [] if frozen is None else frozen
+        size = plan.size
         loss = 0.0
         stats = []
-        for tree in plan.trees:
+        for index, tree in enumerate(plan.trees):
             logprobs_T, entropy_T = self.policy.logprobs(tree)
-            share = cispo_loss(
-                logprobs_T, tree.behavior_T, tree.advantages_T, ratio_cap=self.config.ratio_cap
+            if index == len(frozen):
+                frozen.append(self._freeze(tree, logprobs_T.detach()))
+            tokens = TrainedTokens(
+                logprobs=logprobs_T,
+                old=frozen[index].old,
+                behavior=tree.behavior_T,
+                advantages=tree.advantages_T,
+                lengths=tree.lengths_S,
+                staleness=weight_version - tree.versions_T,
+                entropy=entropy_T,
+                reference=frozen[index].reference,
             )
-            share = share / plan.trained_tokens
-            share.backward()  # type: ignore[no-untyped-call]
-            loss += float(share.detach())
+            share = self.objective.evaluate(tokens, size)
+            share.loss.backward()  # type: ignore[no-untyped-call]
+            loss += float(share.loss.detach())
             stats.append(
                 TokenStats(
                     logprobs=logprobs_T.detach(),
                     behavior=tree.behavior_T,
                     entropy=entropy_T,
                     versions=tree.versions_T,
+                    clipped=share.clipped,
+                    masked=share.masked,
+                    reference_kl=share.reference_kl,
                 )
             )
         return loss, stats
+
+    def _freeze(self, tree: TreeBatch, logprobs_T: Tensor) -> _Frozen:
+        """Taken in the first pass, before any update: recomputing costs no forward of its own."""
+        recomputed = self.config.objective.old_logprobs == "recomputed"
+        reference_T = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference_T, _ = self._reference.logprobs(tree)
+        return _Frozen(old=logprobs_T if recomputed else tree.behavior_T, reference=reference_T)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights that the next step depends on."""

@@ -50,6 +50,8 @@ class TreeBatch:
     """Float32 log-prob in the distribution sampled from."""
     advantages_T: Tensor
     versions_T: Tensor
+    lengths_S: Tensor
+    """Trained tokens of each sample; those of a sample follow each other in the [T] columns."""
     sample_tokens: int
     """What the samples would cost unmerged."""
 
@@ -86,6 +88,7 @@ def build_tree_batch(plan: TreePlan, samples: Sequence[Sample], *, channels: int
         behavior_T=_column(chosen, "behavior_logprobs", np.float32),
         advantages_T=_column(chosen, "advantages", np.float32),
         versions_T=_column(chosen, "weight_versions", np.int32),
+        lengths_S=torch.tensor([one.trained_tokens for one in chosen]),
         sample_tokens=sum(one.tokens for one in chosen),
     )
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
-from forge.core.advantages import Baseline
+from forge.core.advantages import AdvantageRules, Baseline, Spread
+from forge.core.errors import ConfigError, InvalidArgument
 from forge.core.rewards import RewardWeights
 from forge.rl.learner import LearnerConfig
-from forge.rl.losses import DEFAULT_RATIO_CAP
+from forge.rl.losses import DEFAULT_RATIO_CAP, Objective, ObjectiveConfig
+from forge.rl.losses.algorithms import preset
+from forge.rl.losses.correction import Correction
 from forge.runtime.config import ServiceConfig, setting
 from services.trainer.samples import CreditRules
 
@@ -52,24 +56,116 @@ class TrainerConfig(ServiceConfig):
     )
     weight_decay: float = setting(0.0, help="decoupled weight decay", minimum=0)
     grad_clip: float = setting(1.0, help="largest gradient norm", minimum=1e-9)
+    passes_per_batch: int = setting(
+        1, help="optimizer updates on each batch", minimum=1, maximum=64
+    )
+    algorithm: str = setting(
+        "cispo",
+        help="cispo, grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp, reinforce, ppo_clip, or a loss "
+        "of one's own: package.module:function",
+    )
+    loss_options: dict[str, float] = setting(  # noqa: RUF009
+        {}, help="keyword arguments of a loss of one's own"
+    )
     ratio_cap: float = setting(
         DEFAULT_RATIO_CAP,
         help="CISPO's cap on the importance ratio itself: 1 + eps_high in the paper's terms",
+        minimum=0,
+    )
+    clip_low: float = setting(
+        0.0, help="ratios are clipped below 1 - this; 0: the algorithm's own", minimum=0
+    )
+    clip_high: float = setting(
+        0.0, help="ratios are clipped above 1 + this; 0: the algorithm's own", minimum=0
+    )
+    dual_clip: float = setting(
+        0.0, help="largest ratio that a negative advantage is multiplied with; 0: any", minimum=0
+    )
+    normalization: str = setting(
+        "auto",
+        help="token: mean over trained tokens; sequence: mean over samples of their token means; "
+        "global: sum over samples times normalization_tokens; auto: the algorithm's own",
+        choices=("auto", "token", "sequence", "global"),
+    )
+    normalization_tokens: int = setting(
+        0, help="constant length of the global normalization; 0: the algorithm's own", minimum=0
+    )
+    old_logprobs: str = setting(
+        "behavior",
+        help="what ratios are taken against: the engine's log-probs, or the trainer's own, "
+        "recomputed as the batch begins",
+        choices=("behavior", "recomputed"),
+    )
+    weight_cap: float = setting(
+        0.0,
+        help="with recomputed log-probs: tokens weigh min(recomputed / engine's, this); 0: 1",
+        minimum=0,
+    )
+    mask_ratio_low: float = setting(
+        0.0, help="tokens with a ratio to the engine's probability below are left out", minimum=0
+    )
+    mask_ratio_high: float = setting(
+        0.0, help="tokens with a ratio above are left out; 0: none is", minimum=0
+    )
+    mask_staleness: int = setting(
+        0, help="tokens sampled more weight versions ago are left out; 0: none is", minimum=0
+    )
+    mask_kl_max: float = setting(
+        0.0,
+        help="samples further than this (mean log-ratio, nats) from the policy lose their tokens "
+        "of negative advantage; 0: none does",
+        minimum=0,
+    )
+    kl_coef: float = setting(
+        0.0, help="weight of the KL penalty against the reference; 0: none is held", minimum=0
+    )
+    kl_estimator: str = setting(
+        "k2", help="k1: taken off the advantages; k2, k3: added to the loss",
+        choices=("k1", "k2", "k3"),
+    )  # fmt: skip
+    reference_path: str = setting(
+        "", help="model directory of the reference; empty: model_path, the starting weights"
+    )
+    logprob_gap_alarm: float = setting(
+        0.05,
+        help="mean |log-prob of trainer - engine| over the freshest tokens above which each step "
+        "logs a warning; 0: never",
         minimum=0,
     )
     alpha: float = setting(0.2, help="weight of process rewards")
     beta: float = setting(0.1, help="weight of the speed reward")
     gamma: float = setting(1.0, help="discount per turn of later rewards", minimum=0, maximum=1)
     baseline: str = setting(
-        "group_mean", help="what a return is compared with",
-        choices=("group_mean", "leave_one_out", "none"),
+        "auto", help="what a return is compared with; auto: the algorithm's own",
+        choices=("auto", "group_mean", "leave_one_out", "batch_mean", "none"),
     )  # fmt: skip
-    normalize_std: bool = setting(
-        False, help="divide advantages by the spread of their group's returns"
+    normalize_std: str = setting(
+        "auto", help="divide advantages by the spread of returns over this; auto: the algorithm's",
+        choices=("auto", "none", "group", "batch", "domain"),
+    )  # fmt: skip
+    domain_weights: dict[str, float] = setting(  # noqa: RUF009
+        {}, help="factor on the advantages of a domain; 1 unless named", minimum=0
+    )
+    drop_flat_groups: bool = setting(
+        False, help="leave out groups whose rollouts all earned the same (DAPO)"
     )
     patience_s: float = setting(
         600.0, help="how long an unreachable scheduler or pool is waited for", minimum=1
     )
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for an objective that cannot be, naming setting and value."""
+        try:
+            Objective(self.objective())
+            own_baseline = self.credit_rules().advantages.baseline
+        except InvalidArgument as error:
+            raise ConfigError(f"trainer: {error}") from error
+        if self.drop_flat_groups and own_baseline not in ("group_mean", "leave_one_out"):
+            raise ConfigError(
+                f"trainer: drop_flat_groups = True is not allowed: with baseline {own_baseline} a "
+                "group that earned the same all over teaches something; use group_mean or "
+                "leave_one_out"
+            )
 
     def learner(self) -> LearnerConfig:
         """What concerns the optimizer step."""
@@ -79,16 +175,48 @@ class TrainerConfig(ServiceConfig):
             adam_betas=(self.adam_beta1, self.adam_beta2),
             weight_decay=self.weight_decay,
             grad_clip=self.grad_clip,
-            ratio_cap=self.ratio_cap,
+            objective=self.objective(),
+            passes=self.passes_per_batch,
             token_budget=self.token_budget,
+        )
+
+    def objective(self) -> ObjectiveConfig:
+        """What is optimized."""
+        texts: dict[str, Any] = {
+            "normalization": "" if self.normalization == "auto" else self.normalization,
+            "old_logprobs": self.old_logprobs,
+            "kl_estimator": self.kl_estimator,
+        }
+        return ObjectiveConfig(
+            algorithm=self.algorithm,
+            loss_options=self.loss_options,
+            ratio_cap=self.ratio_cap,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+            normalization_tokens=self.normalization_tokens,
+            correction=Correction(
+                weight_cap=self.weight_cap,
+                mask_ratio_low=self.mask_ratio_low,
+                mask_ratio_high=self.mask_ratio_high or math.inf,
+                mask_staleness=self.mask_staleness,
+                mask_kl_max=self.mask_kl_max,
+            ),
+            kl_coef=self.kl_coef,
+            **texts,
         )
 
     def credit_rules(self) -> CreditRules:
         """What concerns rewards and advantages."""
+        own = preset(self.algorithm)
+        baseline = own.baseline if self.baseline == "auto" else cast(Baseline, self.baseline)
+        spread = own.spread if self.normalize_std == "auto" else cast(Spread, self.normalize_std)
         return CreditRules(
             weights=RewardWeights(alpha=self.alpha, beta=self.beta, gamma=self.gamma),
-            baseline=cast(Baseline, self.baseline),
-            normalize_std=self.normalize_std,
+            advantages=AdvantageRules(
+                baseline=baseline, spread=spread, domain_weights=self.domain_weights
+            ),
+            drop_flat_groups=self.drop_flat_groups,
         )
 
     def threads(self) -> int:

@@ -32,7 +32,12 @@ _GAUGES = {
         ("loss", "Loss of the newest step."),
         ("mean_reward", "Mean outcome reward of the newest batch."),
         ("entropy", "Mean entropy over trained tokens, nats."),
-        ("clip_fraction", "Share of tokens whose ratio was capped."),
+        ("clip_fraction", "Share of tokens whose ratio met a bound of the loss."),
+        ("masked_fraction", "Share of tokens left out by the off-policy correction."),
+        ("reference_kl", "Mean k3 estimate of KL(policy || reference) per token."),
+        ("behavior_kl", "Mean k3 estimate of KL(behavior || policy) per token."),
+        ("inference_gap_mean", "Mean |log pi - log pi_behavior|, freshest tokens."),
+        ("inference_gap_staleness", "Staleness of the freshest tokens."),
         ("grad_norm", "Gradient norm before clipping."),
         ("staleness_mean", "Mean weight versions between sampling and training."),
         ("staleness_max", "Most weight versions between sampling and training."),
@@ -91,6 +96,11 @@ def step_metrics(
         groups=batch.groups,
         trajectories=batch.trajectories,
         trained_tokens_per_s=plan.trained_tokens / max(1e-9, times.step_s),
+        masked_fraction=stats.masked_fraction,
+        reference_kl=stats.reference_kl,
+        behavior_kl=stats.behavior_kl,
+        inference_gap_mean=stats.inference_gap_mean,
+        inference_gap_staleness=stats.inference_gap_staleness,
     )
     metrics.yield_j = training_yield([*earlier, metrics])
     return metrics

@@ -7,10 +7,10 @@ alone, so that each sampled token is trained exactly once. No I/O, no tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
-from forge.core.advantages import Baseline, group_advantages
+from forge.core.advantages import AdvantageRules, GroupReturns, batch_advantages
 from forge.core.errors import InvalidArgument
 from forge.core.packing import Sample
 from forge.core.rewards import (
@@ -37,8 +37,9 @@ class CreditRules:
     """How rewards become advantages."""
 
     weights: RewardWeights
-    baseline: Baseline
-    normalize_std: bool
+    advantages: AdvantageRules = field(default_factory=AdvantageRules)
+    drop_flat_groups: bool = False
+    """Leave groups out whose rollouts all earned the same, and their tokens out of the count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,31 +74,32 @@ class _Rollout:
 
 def build_samples(groups: Sequence[Sequence[pb.Trajectory]], rules: CreditRules) -> BatchSamples:
     """Samples of all sealed trajectories of a batch, group by group."""
+    kept = [[one for each in group if (one := _rollout(each, rules.weights))] for group in groups]
+    credits = batch_advantages([_returns(rollouts) for rollouts in kept], rules.advantages)
     samples: list[Sample] = []
     outcomes: dict[str, list[float]] = {}
-    rollouts_seen = flat = sampled_tokens = excluded = 0
-    for group in groups:
-        rollouts = [rollout for one in group if (rollout := _rollout(one, rules.weights))]
-        excluded += len(group) - len(rollouts)
-        credit = group_advantages(
-            [rollout.returns for rollout in rollouts],
-            baseline=rules.baseline,
-            normalize_std=rules.normalize_std,
-        )
-        flat += credit.flat
+    for rollouts, credit in zip(kept, credits, strict=True):
         for rollout, advantages_T in zip(rollouts, credit.advantages, strict=True):
-            samples.extend(_turn_samples(rollout, advantages_T))
             outcomes.setdefault(rollout.trajectory.domain, []).append(_outcome(rollout))
-            sampled_tokens += sum(turn.sampled_tokens for turn in rollout.tree.turns)
-        rollouts_seen += len(rollouts)
+            if not (credit.flat and rules.drop_flat_groups):
+                samples.extend(_turn_samples(rollout, advantages_T))
+    everyone = [rollout for rollouts in kept for rollout in rollouts]
     return BatchSamples(
         samples=tuple(samples),
         outcomes=outcomes,
-        sampled_tokens=sampled_tokens,
+        sampled_tokens=sum(turn.sampled_tokens for one in everyone for turn in one.tree.turns),
         groups=len(groups),
-        trajectories=rollouts_seen,
-        flat_groups=flat,
-        excluded=excluded,
+        trajectories=len(everyone),
+        flat_groups=sum(credit.flat for credit in credits),
+        excluded=sum(map(len, groups)) - len(everyone),
+    )
+
+
+def _returns(rollouts: Sequence[_Rollout]) -> GroupReturns:
+    """A group is one task's, so it is of one domain."""
+    return GroupReturns(
+        returns=[rollout.returns for rollout in rollouts],
+        domain=rollouts[0].trajectory.domain if rollouts else "",
     )
 
 

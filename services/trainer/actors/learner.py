@@ -103,7 +103,13 @@ class LearnerActor(ThreadActor):
         torch.manual_seed(self._config.seed)
         autocast = torch.bfloat16 if self._config.autocast == "bfloat16" else None
         self._model = load_model(self._model_path)
-        self._learner = Learner(TreePolicy(self._model, autocast=autocast), self._config.learner())
+        reference = None
+        if self._config.kl_coef:
+            frozen = load_model(Path(self._config.reference_path or self._model_path))
+            reference = TreePolicy(frozen.requires_grad_(False).eval(), autocast=autocast)
+        self._learner = Learner(
+            TreePolicy(self._model, autocast=autocast), self._config.learner(), reference=reference
+        )
 
     def _step(self, plan: BatchPlan, weight_version: int) -> StepResult:
         return self._learner.step(plan, weight_version=weight_version)

@@ -158,6 +158,7 @@ class Training(Actor):
             times=times,
             earlier=self._record.steps,
         )
+        self._warn(result, step)
         self._record.append(done)
         metrics.show(done, batch.samples)
         log.info(
@@ -172,6 +173,20 @@ class Training(Actor):
             plan_s=round(batch.plan.plan_s, 4),
             flat_groups=batch.samples.flat_groups,
         )
+
+    def _warn(self, result: StepResult, step: int) -> None:
+        """What a step that was taken should be looked at for."""
+        stats, alarm = result.stats, self._config.logprob_gap_alarm
+        if alarm and stats.inference_gap_mean > alarm:
+            log.warning(
+                "logprob_gap_high",
+                step=step,
+                gap=round(stats.inference_gap_mean, 4),
+                logprob_gap_alarm=alarm,
+                staleness=stats.inference_gap_staleness,
+            )
+        if result.cut_short:
+            log.warning("passes_cut_short", step=step, reason=result.cut_short)
 
     async def _publish(self, step: int) -> None:
         """Raises `Unavailable` when etcd does not answer, `Superseded`."""

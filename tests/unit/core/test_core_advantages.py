@@ -1,70 +1,137 @@
-"""Group baselines, against values worked out by hand."""
+"""Baselines, spreads and domain weights, against values worked out by hand."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.core.advantages import group_advantages
+from forge.core.advantages import (
+    AdvantageRules,
+    GroupAdvantages,
+    GroupReturns,
+    batch_advantages,
+)
+from forge.core.rewards import returns_to_go
 
 GROUP = [[1.0, 1.0], [0.0], [2.0, 0.5]]
 
 
+def of_group(returns: list[list[float]], **rules: Any) -> GroupAdvantages:
+    (one,) = batch_advantages([GroupReturns(returns=returns)], AdvantageRules(**rules))
+    return one
+
+
+def of_batch(groups: list[tuple[str, list[float]]], **rules: Any) -> list[list[float]]:
+    """Groups of one-turn rollouts, by domain."""
+    batch = [
+        GroupReturns(returns=[[total] for total in totals], domain=name) for name, totals in groups
+    ]
+    found = batch_advantages(batch, AdvantageRules(**rules))
+    return [[advantage for (advantage,) in group.advantages] for group in found]
+
+
 def test_the_group_mean_of_total_returns_is_subtracted() -> None:
     """B is the mean of the G_i0, for every turn."""
-    result = group_advantages(GROUP, baseline="group_mean", normalize_std=False)
+    result = of_group(GROUP, baseline="group_mean")
     assert result.advantages == [[0.0, 0.0], [-1.0], [1.0, -0.5]]
     assert not result.flat
 
 
 def test_leave_one_out_compares_with_the_others() -> None:
     """B_i is the mean over the other rollouts' totals."""
-    result = group_advantages(GROUP, baseline="leave_one_out", normalize_std=False)
-    assert result.advantages == [[0.0, 0.0], [-1.5], [1.5, 0.0]]
+    assert of_group(GROUP, baseline="leave_one_out").advantages == [[0.0, 0.0], [-1.5], [1.5, 0.0]]
 
 
 def test_no_baseline_leaves_returns_as_they_are() -> None:
     """REINFORCE without a baseline."""
-    result = group_advantages(GROUP, baseline="none", normalize_std=False)
-    assert result.advantages == GROUP
+    assert of_group(GROUP, baseline="none").advantages == GROUP
 
 
-def test_normalising_divides_by_the_spread_of_the_group() -> None:
+def test_returns_to_go_and_the_group_make_a_turns_advantage() -> None:
+    """Rewards (1, 0, 2) discounted by half: G = (1.5, 1, 2); the other rollout has 0.5."""
+    returns = [returns_to_go([1.0, 0.0, 2.0], gamma=0.5), [0.5]]
+    assert returns[0] == [1.5, 1.0, 2.0]
+    assert of_group(returns).advantages == [[0.5, 0.0, 1.0], [-0.5]]
+
+
+def test_the_batch_mean_knows_no_groups() -> None:
+    """Totals 0, 2, 4, 6 have mean 3, whichever group they are in."""
+    groups = [("a", [0.0, 2.0]), ("b", [4.0, 6.0])]
+    assert of_batch(groups, baseline="batch_mean") == [[-3.0, -1.0], [1.0, 3.0]]
+
+
+def test_the_spread_of_the_group_is_divided_by() -> None:
     """Totals 0 and 2 have mean 1 and standard deviation 1; 0 and 4 scale to the same."""
     for top in (2.0, 4.0):
-        result = group_advantages([[0.0], [top]], baseline="group_mean", normalize_std=True)
-        assert result.advantages == [[-1.0], [1.0]]
+        assert of_group([[0.0], [top]], spread="group").advantages == [[-1.0], [1.0]]
+
+
+def test_the_spread_of_the_batch_is_that_of_what_baselines_leave() -> None:
+    """Centered totals -1, 1, -3, 3: standard deviation sqrt 5, for every group."""
+    found = of_batch([("a", [0.0, 2.0]), ("b", [100.0, 106.0])], spread="batch")
+    root = math.sqrt(5)
+    assert found == [pytest.approx([-1 / root, 1 / root]), pytest.approx([-3 / root, 3 / root])]
+
+
+def test_reinforce_plus_plus_whitens_the_batch() -> None:
+    """Mean 3 and standard deviation sqrt 5 of 0, 2, 4, 6."""
+    found = of_batch([("a", [0.0, 2.0]), ("b", [4.0, 6.0])], baseline="batch_mean", spread="batch")
+    assert [value for group in found for value in group] == pytest.approx(
+        [value / math.sqrt(5) for value in (-3, -1, 1, 3)]
+    )
+
+
+def test_a_domains_spread_is_its_own() -> None:
+    """Two groups of `a` share sqrt 5; the one of `b` has 10."""
+    found = of_batch([("a", [0.0, 2.0]), ("a", [0.0, 6.0]), ("b", [0.0, 20.0])], spread="domain")
+    root = math.sqrt(5)
+    assert found[0] == pytest.approx([-1 / root, 1 / root])
+    assert found[1] == pytest.approx([-3 / root, 3 / root])
+    assert found[2] == [-1.0, 1.0]
+
+
+def test_domain_weights_scale_their_domain_alone() -> None:
+    """A domain not named weighs 1; 0 leaves a domain's policy where it is."""
+    found = of_batch(
+        [("a", [0.0, 2.0]), ("b", [0.0, 2.0]), ("c", [0.0, 2.0])],
+        domain_weights={"a": 0.5, "c": 0.0},
+    )
+    assert found == [[-0.5, 0.5], [-1.0, 1.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
-@pytest.mark.parametrize("normalize_std", [True, False])
-def test_an_all_equal_group_is_flat_and_teaches_nothing(baseline, normalize_std) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("spread", ["none", "group", "batch", "domain"])
+def test_an_all_equal_group_is_flat_and_teaches_nothing(baseline: str, spread: str) -> None:
     """Equal rewards give zero advantage, without a division by zero."""
-    result = group_advantages([[0.1]] * 3, baseline=baseline, normalize_std=normalize_std)
+    result = of_group([[0.1]] * 3, baseline=baseline, spread=spread)
     assert result.flat
     assert result.advantages == [[pytest.approx(0.0, abs=1e-12)]] * 3
 
 
-@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
-def test_a_rollout_without_others_is_its_own_baseline(baseline) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "batch_mean"])
+def test_a_rollout_without_others_is_its_own_baseline(baseline: str) -> None:
     """A group of one has nothing to compare with, so it moves nothing."""
-    assert group_advantages([[3.0]], baseline=baseline, normalize_std=False).advantages == [[0.0]]
+    assert of_group([[3.0]], baseline=baseline).advantages == [[0.0]]
 
 
-def test_a_rollout_without_turns_takes_no_part() -> None:
+@pytest.mark.parametrize("baseline", ["group_mean", "batch_mean"])
+def test_a_rollout_without_turns_takes_no_part(baseline: str) -> None:
     """It neither has advantages nor shifts the baseline."""
-    result = group_advantages([[], [1.0], [3.0]], baseline="group_mean", normalize_std=False)
-    assert result.advantages == [[], [-1.0], [1.0]]
-    assert group_advantages([[]], baseline="group_mean", normalize_std=False).advantages == [[]]
+    assert of_group([[], [1.0], [3.0]], baseline=baseline).advantages == [[], [-1.0], [1.0]]
+    assert of_group([[]], baseline=baseline, spread="batch").advantages == [[]]
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=16))
 def test_leave_one_out_is_the_group_mean_rescaled(totals: list[float]) -> None:
     """A_loo = n/(n-1) * A_mean: the same direction, unbiased."""
-    returns_GT = [[total] for total in totals]
-    mean = group_advantages(returns_GT, baseline="group_mean", normalize_std=False).advantages
-    loo = group_advantages(returns_GT, baseline="leave_one_out", normalize_std=False).advantages
+    returns = [[total] for total in totals]
+    mean = of_group(returns, baseline="group_mean").advantages
+    loo = of_group(returns, baseline="leave_one_out").advantages
     n = len(totals)
     for (one,), (other,) in zip(mean, loo, strict=True):
         assert other == pytest.approx(one * n / (n - 1), abs=1e-9)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from forge.core.packing import Sample
 from forge.rl import attention_schedule
 from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.losses import ObjectiveConfig
 from forge.rl.policy import TreePolicy
 from tests.support.rl_models import (
     CAP,
@@ -84,7 +85,8 @@ KINDS = (
 def errors(model: torch.nn.Module, samples: list[Sample], budget: int) -> tuple[float, float]:
     """Relative error of loss and of gradients, against the stock attention."""
     expected = reference_gradient(model, samples)
-    learner = Learner(TreePolicy(model), LearnerConfig(token_budget=budget, ratio_cap=CAP))
+    config = LearnerConfig(token_budget=budget, objective=ObjectiveConfig(ratio_cap=CAP))
+    learner = Learner(TreePolicy(model), config)
     loss, _ = learner.accumulate(learner.plan(samples))
     return relative_errors(Gradient(loss=loss, of=gradients(model)), expected)
 
@@ -150,7 +152,8 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     expected = reference_gradient(model, samples)
     model.activation_checkpointing_enable()
     model.train()
-    learner = Learner(TreePolicy(model), LearnerConfig(ratio_cap=CAP))
+    config = LearnerConfig(objective=ObjectiveConfig(ratio_cap=CAP))
+    learner = Learner(TreePolicy(model), config)
     loss, _ = learner.accumulate(learner.plan(samples))
     actual = Gradient(loss=loss, of=gradients(model))
     assert max(relative_errors(actual, expected)) <= 1e-5

@@ -1,36 +1,81 @@
-"""CISPO and its statistics, against values worked out by hand."""
+"""The objectives, against values worked out by hand."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from forge.rl.losses import TokenStats, cispo_loss, policy_stats
+from forge.core.errors import InvalidArgument
+from forge.rl.losses import (
+    BatchSize,
+    Objective,
+    ObjectiveConfig,
+    TokenStats,
+    TrainedTokens,
+    cispo_loss,
+    policy_stats,
+)
+from forge.rl.losses.correction import Correction
+from forge.rl.losses.objectives import clipped_loss, gspo_loss, rloo_loss
 
 
-def logs(*probabilities: float) -> torch.Tensor:
+def logs(*probabilities: float) -> Tensor:
     return torch.tensor(probabilities, dtype=torch.float64).log()
 
 
-def test_the_loss_is_the_capped_ratio_times_advantage_times_log_prob() -> None:
+def tokens(
+    ratios: list[float], advantages: list[float], *lengths: int, **more: Any
+) -> TrainedTokens:
+    """Tokens that had probability 0.1 and now have that times their ratio."""
+    logprobs = (0.1 * torch.tensor(ratios, dtype=torch.float64)).log().requires_grad_()
+    columns: dict[str, Any] = {
+        "old": torch.full_like(logprobs, math.log(0.1)).detach(),
+        "behavior": torch.full_like(logprobs, math.log(0.1)).detach(),
+        "staleness": torch.zeros(len(ratios), dtype=torch.int32),
+    }
+    return TrainedTokens(
+        logprobs=logprobs,
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        lengths=torch.tensor(lengths or (len(ratios),)),
+        entropy=torch.zeros_like(logprobs).detach(),
+        **(columns | more),
+    )
+
+
+def gradient(loss_T: Tensor, of: TrainedTokens) -> list[float]:
+    (found,) = torch.autograd.grad(loss_T.sum(), of.logprobs)
+    values: list[float] = found.tolist()
+    return values
+
+
+def evaluate(one: TrainedTokens, **settings: Any) -> float:
+    size = BatchSize(tokens=len(one.logprobs), samples=len(one.lengths))
+    loss = Objective(ObjectiveConfig(**settings)).evaluate(one, size).loss
+    return float(loss.detach())
+
+
+def test_cispo_is_the_capped_ratio_times_advantage_times_log_prob() -> None:
     """Ratios 2, 1/2 and 8 under a cap of 5: weights 2, 1/2 and 5."""
     logprobs = logs(0.4, 0.2, 0.8)
     behavior = logs(0.2, 0.4, 0.1)
     advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    expected = -(2 * 1.0 * math.log(0.4) + 0.5 * -2.0 * math.log(0.2) + 5 * 0.5 * math.log(0.8))
-    loss = cispo_loss(logprobs, behavior, advantages, ratio_cap=5.0)
-    assert float(loss) == pytest.approx(expected)
+    expected = [-2 * math.log(0.4), 0.5 * 2.0 * math.log(0.2), -5 * 0.5 * math.log(0.8)]
+    loss_T = cispo_loss(logprobs, behavior, advantages, ratio_cap=5.0)
+    assert loss_T.tolist() == pytest.approx(expected)
 
 
-def test_the_ratio_carries_no_gradient_and_no_token_loses_its_own() -> None:
+def test_cispo_takes_no_gradient_through_the_ratio_and_from_no_token() -> None:
     """d loss / d log pi = -min(r, cap) * A: the capped token still learns."""
     logprobs = logs(0.4, 0.8).requires_grad_()
     advantages = torch.tensor([1.0, 1.0], dtype=torch.float64)
-    cispo_loss(logprobs, logs(0.2, 0.1), advantages, ratio_cap=5.0).backward()
+    cispo_loss(logprobs, logs(0.2, 0.1), advantages, ratio_cap=5.0).sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([-2.0, -5.0])
 
@@ -43,38 +88,176 @@ def test_a_ratio_beyond_floating_point_is_the_cap() -> None:
     assert float(loss) == 5.0
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-20, 0), min_size=1, max_size=20))
-def test_on_policy_it_is_reinforce(values: list[float]) -> None:
+def test_on_policy_cispo_is_reinforce(values: list[float]) -> None:
     """Where nothing has moved, every weight is 1."""
     logprobs = torch.tensor(values, dtype=torch.float64)
     advantages = torch.linspace(-1, 1, len(values), dtype=torch.float64)
-    loss = cispo_loss(logprobs, logprobs, advantages, ratio_cap=5.0)
+    loss = cispo_loss(logprobs, logprobs, advantages, ratio_cap=5.0).sum()
     assert float(loss) == pytest.approx(float(-(advantages * logprobs).sum()))
 
 
+def test_the_clip_takes_the_gradient_of_what_has_gone_far_enough() -> None:
+    """Of ratios 2, 2, 1/2, 1/2 with both signs, the ones pushed further out are clipped."""
+    one = tokens([2.0, 2.0, 0.5, 0.5], [1.0, -1.0, 1.0, -1.0])
+    loss_T = clipped_loss(one, clip_low=0.2, clip_high=0.3, dual_clip=0.0)
+    assert loss_T.tolist() == pytest.approx([-1.3, 2.0, -0.5, 0.8])
+    assert gradient(loss_T, one) == pytest.approx([0.0, 2.0, -0.5, 0.0])
+
+
+def test_the_dual_clip_bounds_what_a_negative_advantage_does() -> None:
+    """A ratio of 20 counts as 3, and gives no gradient."""
+    one = tokens([20.0], [-1.0])
+    loss_T = clipped_loss(one, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    assert loss_T.tolist() == pytest.approx([3.0])
+    assert gradient(loss_T, one) == [0.0]
+
+
+def test_gspo_takes_the_geometric_mean_of_a_samples_ratios() -> None:
+    """Ratios 4 and 1 make 2, clipped at 1.3 for a gain and kept for a loss; each token weighs s."""
+    one = tokens([4.0, 1.0, 4.0, 1.0, 1.1], [1.0, 1.0, -1.0, -1.0, 1.0], 2, 2, 1)
+    loss_T = gspo_loss(one, clip_low=0.2, clip_high=0.3)
+    assert loss_T.tolist() == pytest.approx([-1.3, -1.3, 2.0, 2.0, -1.1])
+    assert gradient(loss_T, one) == pytest.approx([0.0, 0.0, 2.0, 2.0, -1.1])
+
+
+def test_rloo_takes_the_ratio_of_the_whole_sample() -> None:
+    """Ratios 1.05 and 1.1 make 1.155; the sample's loss is the sum, its gradient R * A a token."""
+    one = tokens([1.05, 1.1, 4.0, 1.0], [2.0, 2.0, 1.0, 1.0], 2, 2)
+    loss_T = rloo_loss(one, clip_low=0.2, clip_high=0.2)
+    assert one.sums(loss_T).tolist() == pytest.approx([-1.155 * 2, -1.2])
+    assert gradient(loss_T, one) == pytest.approx([-2.31, -2.31, 0.0, 0.0])
+
+
+def test_normalizations_divide_by_tokens_samples_or_a_constant() -> None:
+    """Losses -1 -1 -1 and -2 (REINFORCE at probability 1/e) over samples of 3 and 1 tokens."""
+    one = replace(tokens([1.0] * 4, [1.0, 1.0, 1.0, 2.0], 3, 1), logprobs=-torch.ones(4))
+    of = {"algorithm": "reinforce"}
+    assert evaluate(one, **of, normalization="token") == pytest.approx(5 / 4)
+    assert evaluate(one, **of, normalization="sequence") == pytest.approx((1 + 2) / 2)
+    options = {"normalization": "global", "normalization_tokens": 10}
+    assert evaluate(one, **of, **options) == pytest.approx(5 / 20)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2))],
+)
+def test_k2_and_k3_are_added_to_the_loss(estimator: str, expected: float) -> None:
+    """One token, twice as likely as under the reference, without an advantage."""
+    one = tokens([2.0], [0.0], reference=logs(0.1))
+    assert evaluate(one, kl_coef=0.5, kl_estimator=estimator) == pytest.approx(0.5 * expected)
+
+
+def test_k1_comes_off_the_advantages_of_what_led_to_it() -> None:
+    """Log-ratios ln 2 and ln 4 in one sample, ln 2 in another: to go are ln 8, ln 4 and ln 2."""
+    one = tokens([2.0, 4.0, 2.0], [0.0] * 3, 2, 1, reference=logs(0.1, 0.1, 0.1))
+    config = ObjectiveConfig(algorithm="reinforce", kl_coef=1.0, kl_estimator="k1")
+    share = Objective(config).evaluate(one, BatchSize(tokens=1, samples=1)).loss
+    expected = [math.log(8), math.log(4), math.log(2)]
+    assert gradient(share, one) == pytest.approx(expected)
+
+
+def test_masked_tokens_give_nothing_and_stay_in_the_count() -> None:
+    """By ratio, by staleness, or both: the rest weighs as before."""
+    one = tokens([1.0, 8.0, 0.1], [1.0] * 3, staleness=torch.tensor([0, 0, 9]))
+    alone = evaluate(tokens([1.0], [1.0]), algorithm="reinforce") / 3
+    for correction in (
+        Correction(mask_ratio_low=0.5, mask_ratio_high=2.0),
+        Correction(mask_ratio_high=2.0, mask_staleness=8),
+    ):
+        masked = evaluate(one, algorithm="reinforce", correction=correction)
+        assert masked == pytest.approx(alone)
+
+
+def test_an_infinite_loss_that_is_masked_harms_nothing() -> None:
+    """0 times infinity is NaN; a mask is not a factor."""
+    one = tokens([1.0, 1.0], [1.0, math.inf], staleness=torch.tensor([0, 9]))
+    loss = evaluate(one, algorithm="reinforce", correction=Correction(mask_staleness=1))
+    assert loss == pytest.approx(-math.log(0.1) / 2)
+
+
+def test_a_distant_sample_loses_its_negative_advantages() -> None:
+    """Mean log(mu/pi) is ln 2 in the first sample, 0 in the second; gains are kept."""
+    one = tokens([0.5, 0.5, 1.0], [1.0, -1.0, -1.0], 2, 1)
+    correction = Correction(mask_kl_max=0.5)
+    assert correction.weights(one) is not None
+    assert [bool(weight) for weight in correction.weights(one)] == [True, False, True]  # type: ignore[union-attr]
+
+
+def test_recomputed_log_probs_move_the_ratio_into_a_capped_weight() -> None:
+    """pi = pi_old, mu half and an eighth of it: REINFORCE weighed by 2 and by the cap of 4."""
+    one = tokens([1.0, 1.0], [1.0, 1.0], behavior=logs(0.05, 0.0125))
+    config = ObjectiveConfig(
+        algorithm="dapo", old_logprobs="recomputed", correction=Correction(weight_cap=4.0)
+    )
+    share = Objective(config).evaluate(one, BatchSize(tokens=1, samples=1)).loss
+    assert gradient(share, one) == pytest.approx([-2.0, -4.0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"algorithm": "gpro"}, "algorithm = 'gpro'.*cispo.*package.module:function"),
+        ({"algorithm": "no_such_pkg:loss"}, "no_such_pkg"),
+        ({"algorithm": "math:no_such"}, "no_such"),
+        ({"algorithm": "math:exp", "loss_options": {"a": 1.0}}, "loss_options = {'a': 1.0}"),
+        ({"loss_options": {"a": 1.0}}, "loss_options = {'a': 1.0}.*algorithm cispo"),
+        ({"clip_high": 0.3}, "clip_high = 0.3.*algorithm cispo does not clip"),
+        ({"algorithm": "grpo", "clip_low": 1.5}, "clip_low = 1.5.*less than 1"),
+        ({"algorithm": "gspo", "dual_clip": 3.0}, "dual_clip = 3.0"),
+        ({"algorithm": "grpo", "dual_clip": 0.5}, "dual_clip = 0.5.*greater than 1"),
+        ({"normalization_tokens": 9}, "normalization_tokens = 9"),
+        ({"ratio_cap": 0.0}, "ratio_cap = 0.0"),
+        ({"correction": Correction(weight_cap=2.0)}, "weight_cap = 2.0.*count twice"),
+        ({"correction": Correction(mask_ratio_high=0.5)}, "mask_ratio_high = 0.5"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name_and_value(settings: Any, message: str) -> None:
+    """The message has the field, the value and what is allowed."""
+    with pytest.raises(InvalidArgument, match=message):
+        Objective(ObjectiveConfig(**settings))
+
+
+def test_a_custom_loss_must_give_one_value_per_token() -> None:
+    """A sum would be normalized wrongly, so it is refused."""
+    with pytest.raises(InvalidArgument, match="one loss per token"):
+        evaluate(tokens([1.0, 1.0], [1.0, 1.0]), algorithm=f"{__name__}:summed")
+
+
+def summed(of: TrainedTokens) -> Tensor:
+    return -(of.logprobs * of.advantages).sum()
+
+
+def stats(logprobs: Tensor, behavior: Tensor, versions: list[int], **more: Any) -> TokenStats:
+    nothing = torch.zeros(len(versions))
+    columns = {"entropy": nothing, "reference_kl": nothing, "clipped": nothing, "masked": nothing}
+    return TokenStats(
+        logprobs=logprobs, behavior=behavior, versions=torch.tensor(versions), **(columns | more)
+    )
+
+
 def test_statistics_are_over_all_tokens_of_all_trees() -> None:
-    """Two trees of one and three tokens weigh by token."""
-    one = TokenStats(
-        logprobs=logs(0.8),
-        behavior=logs(0.1),
-        entropy=torch.tensor([2.0]),
-        versions=torch.tensor([4]),
+    """Two trees of one and three tokens weigh by token; the freshest tokens have their own gap."""
+    one = stats(
+        logs(0.8), logs(0.1), [4], entropy=torch.tensor([2.0]), clipped=torch.tensor([True])
     )
-    three = TokenStats(
-        logprobs=logs(0.5, 0.5, 0.5),
-        behavior=logs(0.5, 0.5, 0.25),
-        entropy=torch.tensor([1.0, 1.0, 0.0]),
-        versions=torch.tensor([7, 7, 6]),
-    )
-    stats = policy_stats([one, three], ratio_cap=5.0, weight_version=7)
-    assert stats.clip_fraction == 0.25
-    assert stats.entropy == 1.0
-    assert stats.logprob_gap_mean == pytest.approx((math.log(8) + math.log(2)) / 4, rel=1e-6)
-    assert stats.logprob_gap_p99 == pytest.approx(math.log(8), rel=1e-6)
-    assert (stats.staleness_mean, stats.staleness_max) == (1.0, 3.0)
+    three = stats(
+        logs(0.5, 0.5, 0.5), logs(0.5, 0.5, 0.25), [7, 7, 6], entropy=torch.tensor([1.0, 1.0, 0.0]),
+        clipped=torch.tensor([False] * 3),
+    )  # fmt: skip
+    found = policy_stats([one, three], weight_version=7)
+    assert found.clip_fraction == 0.25
+    assert found.entropy == 1.0
+    assert found.logprob_gap_mean == pytest.approx((math.log(8) + math.log(2)) / 4, rel=1e-6)
+    assert found.logprob_gap_p99 == pytest.approx(math.log(8), rel=1e-6)
+    assert found.inference_gap_mean == pytest.approx(0.0, abs=1e-6)
+    assert found.inference_gap_staleness == 0.0
+    assert (found.staleness_mean, found.staleness_max) == (1.0, 3.0)
 
 
 def test_no_tokens_have_no_statistics() -> None:
     """A batch of nothing reports zeros, not NaN."""
-    stats = policy_stats([], ratio_cap=5.0, weight_version=7)
-    assert stats.entropy == stats.logprob_gap_p99 == stats.staleness_max == 0.0
+    found = policy_stats([], weight_version=7)
+    assert found.entropy == found.logprob_gap_p99 == found.staleness_max == 0.0

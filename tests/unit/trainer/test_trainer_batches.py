@@ -17,7 +17,7 @@ from services.trainer.batches import BatchSource, SourceSettings
 from services.trainer.samples import CreditRules
 from tests.support.pool_records import make_reward, make_turn
 
-RULES = CreditRules(weights=RewardWeights(), baseline="group_mean", normalize_std=False)
+RULES = CreditRules(weights=RewardWeights())
 
 
 class FakeScheduler:

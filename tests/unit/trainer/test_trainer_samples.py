@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
+from forge.core.advantages import AdvantageRules
 from forge.core.rewards import RewardWeights
 from forge.core.trajectory import float32_array, float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2 as pb
 from services.trainer.samples import CreditRules, build_samples
 
-RULES = CreditRules(
-    weights=RewardWeights(alpha=0.5, beta=0.25, gamma=1.0),
-    baseline="group_mean",
-    normalize_std=False,
-)
+RULES = CreditRules(weights=RewardWeights(alpha=0.5, beta=0.25, gamma=1.0))
 
 
 def turn(
@@ -107,6 +105,22 @@ def test_groups_do_not_share_a_baseline() -> None:
     assert batch.outcomes == {"code": [1, 1, 1], "qa": [0]}
     assert batch.mean_outcome == 0.75
     assert batch.sampled_tokens == 4
+
+
+def test_flat_groups_can_be_left_out_of_the_loss() -> None:
+    """They give no samples, and are told about as before."""
+    groups = [[one_turn(1), one_turn(1)], [one_turn(1), one_turn(0)]]
+    batch = build_samples(groups, replace(RULES, drop_flat_groups=True))
+    assert [float32_array(one.advantages)[0] for one in batch.samples] == [0.5, -0.5]
+    assert (batch.flat_groups, batch.trajectories, batch.mean_outcome) == (1, 4, 0.75)
+
+
+def test_domains_have_weights_and_the_batch_a_spread() -> None:
+    """Centered totals are all 0.5 in size, so the spread is 0.5; code counts twice."""
+    rules = replace(RULES, advantages=AdvantageRules(spread="batch", domain_weights={"code": 2.0}))
+    groups = [[one_turn(1, domain=name), one_turn(0, domain=name)] for name in ("code", "qa")]
+    samples = build_samples(groups, rules).samples
+    assert [float32_array(one.advantages)[0] for one in samples] == [2.0, -2.0, 1.0, -1.0]
 
 
 def test_aborted_and_greedy_turns_are_not_trained() -> None:

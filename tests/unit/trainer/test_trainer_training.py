@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import structlog
 
 from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from forge.rl.learner import BatchPlan, StepResult
@@ -34,6 +35,8 @@ class World:
     faults: dict[str, Exception] = field(default_factory=dict)
     """Raised once, when that is done next."""
     skip: str = ""
+    gap: float = 0.0
+    """Between the log-probs of trainer and engine."""
     saved: Checkpoint | None = None
     batches: int = 100
 
@@ -55,8 +58,9 @@ class FakeLearner(Actor):
             case Step():
                 world.do("step")
                 skipped, world.skip = world.skip, ""
+                stats = PolicyStats(inference_gap_mean=world.gap)
                 return StepResult(
-                    loss=0.5, grad_norm=1.0, skipped=skipped, stats=PolicyStats(), compute_s=0.0
+                    loss=0.5, grad_norm=1.0, skipped=skipped, stats=stats, compute_s=0.0
                 )
             case TakeSnapshot(step=step):
                 return Snapshot(step=step, tensors=[])
@@ -176,6 +180,20 @@ async def test_a_step_is_committed_before_it_is_told_and_saved(run: Run) -> None
     assert run.record.phase == pb.TRAINER_PHASE_FINISHED
     assert (run.record.step, run.record.checkpoint_step, run.record.weight_version) == (3, 3, 4)
     assert await run.advance() == []
+
+
+async def test_a_gap_to_the_engine_above_the_alarm_is_one_warning_a_step(run: Run) -> None:
+    """With both numbers; a gap below it is only a metric."""
+    await run.advance()
+    with structlog.testing.capture_logs() as logged:
+        run.world.gap = 0.04
+        await run.advance()
+        run.world.gap = 0.2
+        await run.advance()
+    (warning,) = [line for line in logged if line["log_level"] == "warning"]
+    assert (warning["event"], warning["step"]) == ("logprob_gap_high", 2)
+    assert (warning["gap"], warning["logprob_gap_alarm"]) == (0.2, 0.05)
+    assert [step.inference_gap_mean for step in run.record.steps] == [0.04, 0.2]
 
 
 async def test_without_a_batch_it_waits(run: Run) -> None:

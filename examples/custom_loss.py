@@ -1,0 +1,19 @@
+"""A loss of one's own: SAPO (arXiv 2511.20347), a soft gate in place of PPO's clip.
+
+    python -m services.trainer --algorithm examples.custom_loss:sapo \\
+        --loss-options positive=1.0,negative=1.05 --normalization sequence
+
+A loss gets the trained tokens of a pass (`forge.rl.losses.TrainedTokens`) and `loss_options` as
+keywords, and returns one value per token. Merging, masks, KL penalty and normalization are done
+for it: what is returned is added up over the whole batch, each sample with its own advantages.
+"""
+
+import torch
+
+from forge.rl.losses import TrainedTokens
+
+
+def sapo(tokens: TrainedTokens, *, positive: float = 1.0, negative: float = 1.05) -> torch.Tensor:
+    heat = torch.where(tokens.advantages > 0, positive, negative)
+    gate = torch.sigmoid(heat * (tokens.ratio - 1)) * 4 / heat
+    return -gate * tokens.advantages

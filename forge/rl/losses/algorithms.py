@@ -1,0 +1,84 @@
+"""The algorithms by name: which objective, with which bounds, normalization and baseline.
+
+Owns the presets and the loading of custom losses. Formulas are in `objectives`; docs/algorithms.md
+says why the defaults are what they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any, Literal
+
+from forge.core.advantages import Baseline, Spread
+from forge.core.errors import InvalidArgument
+from forge.rl.losses.tokens import LossFunction
+
+Normalization = Literal["token", "sequence", "global"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """What an algorithm does unless told otherwise."""
+
+    clip_low: float = 0.0
+    clip_high: float = 0.0
+    """Bounds of the ratio, 1 - low and 1 + high; both 0: this algorithm does not clip."""
+    normalization: Normalization = "token"
+    normalization_tokens: int = 1
+    """What `global` divides by, with the number of samples."""
+    baseline: Baseline = "group_mean"
+    spread: Spread = "none"
+
+
+PRESETS: Mapping[str, Preset] = {
+    "cispo": Preset(),
+    "grpo": Preset(clip_low=0.2, clip_high=0.2, normalization="sequence", spread="group"),
+    "dr_grpo": Preset(
+        clip_low=0.2, clip_high=0.2, normalization="global", normalization_tokens=1024
+    ),
+    "dapo": Preset(clip_low=0.2, clip_high=0.28, spread="group"),
+    "gspo": Preset(clip_low=3e-4, clip_high=4e-4, normalization="sequence", spread="group"),
+    "rloo": Preset(clip_low=0.2, clip_high=0.2, normalization="global", baseline="leave_one_out"),
+    "reinforce_pp": Preset(clip_low=0.2, clip_high=0.2, baseline="batch_mean", spread="batch"),
+    "reinforce": Preset(),
+    "ppo_clip": Preset(clip_low=0.2, clip_high=0.2),
+}
+CUSTOM = Preset()
+"""Of a loss of one's own."""
+
+
+def preset(algorithm: str) -> Preset:
+    """Of a name or of `package.module:function`; `InvalidArgument` for any other text."""
+    if algorithm in PRESETS:
+        return PRESETS[algorithm]
+    module, colon, function = algorithm.partition(":")
+    if not (colon and function.isidentifier() and all(map(str.isidentifier, module.split(".")))):
+        raise InvalidArgument(
+            f"algorithm = {algorithm!r} is not allowed: one of {', '.join(PRESETS)}, or "
+            "package.module:function"
+        )
+    return CUSTOM
+
+
+def load_custom(algorithm: str, options: Mapping[str, float]) -> LossFunction:
+    """The function named, with its options bound.
+
+    Raises `InvalidArgument` when it cannot be imported or does not take the options.
+    """
+    module_name, _, name = algorithm.partition(":")
+    try:
+        function: Any = getattr(import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise InvalidArgument(f"algorithm = {algorithm!r}: {error}") from error
+    try:
+        inspect.signature(function).bind(None, **options)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"algorithm = {algorithm!r}, loss_options = {dict(options)!r}: {error}; it is called "
+            "as loss(tokens, **loss_options)"
+        ) from error
+    return partial(function, **options)

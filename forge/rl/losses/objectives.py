@@ -1,0 +1,120 @@
+"""The objectives: policy-gradient losses, one value per trained token.
+
+Owns the formulas, each with its source. Log-probs come from `forge.rl.policy`, advantages from
+`forge.core.advantages`; `forge.rl.losses.objective` chooses, corrects and normalizes. A sequence
+is a sample: one turn's answer.
+
+Shapes: T trained tokens, S samples.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forge.rl.losses.tokens import TrainedTokens
+
+DEFAULT_RATIO_CAP = 5.0
+"""ScaleRL (arXiv 2510.13786) finds CISPO insensitive between 4 and 8."""
+
+
+def cispo_loss(
+    logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, *, ratio_cap: float
+) -> Tensor:
+    """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4; M2 drops its eps_low), per token:
+
+        -sg(clip(r_t, 0, cap)) * A_t * log pi(o_t),   r_t = pi(o_t) / pi_old(o_t)
+
+    `ratio_cap` is the cap itself: the paper's 1 + eps_high, and TRL's `epsilon_high`. Unlike
+    PPO's clip, no token loses its gradient; unlike REINFORCE, none can dominate.
+    """
+    weights_T = (logprobs_T.detach() - old_T).exp().clamp(max=ratio_cap)
+    return -(weights_T * advantages_T * logprobs_T)
+
+
+def clipped_loss(
+    tokens: TrainedTokens, *, clip_low: float, clip_high: float, dual_clip: float
+) -> Tensor:
+    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7), per token:
+
+        -min(r_t * A_t, clip(r_t, 1 - clip_low, 1 + clip_high) * A_t)
+
+    GRPO, Dr.GRPO, DAPO and REINFORCE++ share it and differ in bounds, baseline and normalization.
+    `dual_clip` bounds the unclipped ratio too (0: it does not), which limits what a negative
+    advantage can do (INTELLECT-2, arXiv 2505.07291; TRL's `delta`).
+    """
+    ratio_T = tokens.ratio
+    bounded_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    free_T = ratio_T.clamp(max=dual_clip) if dual_clip else ratio_T
+    return -torch.min(free_T * tokens.advantages, bounded_T * tokens.advantages)
+
+
+def gspo_loss(tokens: TrainedTokens, *, clip_low: float, clip_high: float) -> Tensor:
+    """GSPO (arXiv 2507.18071): the ratio is the sequence's, length-normalized.
+
+        s_i = (pi(o_i) / pi_old(o_i))^(1/|o_i|),   s_it = sg(s_i) * pi(o_it) / sg(pi(o_it))
+        -min(s_it * A_it, clip(s_it, 1 - clip_low, 1 + clip_high) * A_it)
+
+    This is the paper's token form: value and gradient of its sequence form where the advantage is
+    the same all over a sequence, and defined where it is not.
+    """
+    ratio_T = tokens.spread(sequence_ratio(tokens))
+    ratio_T = ratio_T * (tokens.logprobs - tokens.logprobs.detach()).exp()
+    bounded_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    return -torch.min(ratio_T * tokens.advantages, bounded_T * tokens.advantages)
+
+
+def rloo_loss(tokens: TrainedTokens, *, clip_low: float, clip_high: float) -> Tensor:
+    """RLOO (arXiv 2402.14740) with a clipped ratio of whole sequences, as TRL has it:
+
+        R_i = pi(o_i) / pi_old(o_i),   -min(R_i * A_i, clip(R_i, 1 - clip_low, 1 + clip_high) * A_i)
+
+    spread over the sequence's tokens: summed over them this is the sequence's loss, and its
+    gradient is R_i * sum_t A_it * grad log pi(o_it). The leave-one-out baseline is the advantage's.
+    """
+    ratio_T = tokens.spread(_whole_ratio(tokens))
+    shares_T = tokens.spread(1.0 / tokens.lengths.to(ratio_T.dtype))
+    free_T = ratio_T * (shares_T + tokens.logprobs - tokens.logprobs.detach())
+    bounded_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * shares_T
+    # Which of the two is smaller is the sequence's affair, so it is decided on values.
+    kept_T = torch.where(
+        outside(ratio_T, tokens.advantages, clip_low=clip_low, clip_high=clip_high),
+        bounded_T,
+        free_T,
+    )
+    return -(kept_T * tokens.advantages)
+
+
+def reinforce_loss(tokens: TrainedTokens) -> Tensor:
+    """REINFORCE (Williams, 1992), per token: -A_t * log pi(o_t), whatever was sampled from."""
+    return -(tokens.advantages * tokens.logprobs)
+
+
+def sequence_ratio(tokens: TrainedTokens) -> Tensor:
+    """[S] GSPO's ratio: geometric mean over a sample's tokens; no gradient."""
+    means_S = tokens.sums(tokens.logprobs.detach() - tokens.old) / tokens.lengths
+    return means_S.exp()
+
+
+def outside(ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+    """[T] whether PPO's clip takes a token's gradient away: beyond the bound it pushes towards."""
+    high_T = (ratio_T > 1 + clip_high) & (advantages_T > 0)
+    low_T = (ratio_T < 1 - clip_low) & (advantages_T < 0)
+    return high_T | low_T
+
+
+def clipped_tokens(
+    tokens: TrainedTokens, name: str, *, clip_low: float, clip_high: float
+) -> Tensor:
+    """[T] `outside` at the level the named algorithm takes its ratios."""
+    if name == "gspo":
+        ratio_T = tokens.spread(sequence_ratio(tokens))
+    elif name == "rloo":
+        ratio_T = tokens.spread(_whole_ratio(tokens))
+    else:
+        ratio_T = tokens.ratio.detach()
+    return outside(ratio_T, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
+
+
+def _whole_ratio(tokens: TrainedTokens) -> Tensor:
+    return tokens.sums(tokens.logprobs.detach() - tokens.old).exp()

@@ -1,0 +1,45 @@
+"""The penalty for moving away from a frozen reference policy.
+
+Owns Schulman's three estimators of KL(pi || pi_ref) from tokens drawn from pi ("Approximating KL
+Divergence", 2020), and where each enters. With x = log pi - log pi_ref:
+
+    k1 = x                unbiased; its own gradient says nothing, so it enters the advantage
+    k2 = x^2 / 2          a loss: its gradient is that of KL, token by token
+    k3 = e^(-x) - 1 + x   a loss: unbiased, never negative; GRPO's choice
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from forge.rl.losses.tokens import TrainedTokens
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
+def kl_loss(tokens: TrainedTokens, estimator: KlEstimator) -> Tensor:
+    """[T] k2 or k3, differentiable."""
+    assert tokens.reference is not None, "a KL penalty needs a reference"
+    away_T = tokens.logprobs - tokens.reference
+    if estimator == "k2":
+        return away_T.square() / 2
+    return (-away_T).exp() - 1 + away_T
+
+
+def kl_to_go(tokens: TrainedTokens) -> Tensor:
+    """[T] k1 summed from each token to the end of its sample, no gradient.
+
+    Taken off the advantages it makes the policy gradient that of the sample's KL, as RLOO (arXiv
+    2402.14740) and REINFORCE++ (arXiv 2501.03262) do it.
+    """
+    assert tokens.reference is not None, "a KL penalty needs a reference"
+    return tokens.following(tokens.logprobs.detach() - tokens.reference)
+
+
+def kl_mean(tokens: TrainedTokens) -> Tensor:
+    """[T] k3 of the tokens, no gradient: what is told about the distance."""
+    with torch.no_grad():
+        return kl_loss(tokens, "k3")

@@ -1,0 +1,85 @@
+"""What to watch about a step: how the policy trained on relates to the one that sampled.
+
+Owns the statistics over a batch's tokens. Nothing here has a gradient.
+
+Shape: T trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStats:
+    """What a pass over one tree tells about its trained tokens; all [T], detached."""
+
+    logprobs: Tensor
+    behavior: Tensor
+    entropy: Tensor
+    versions: Tensor
+    clipped: Tensor
+    """Bool: the ratio met a bound of the loss."""
+    masked: Tensor
+    """Bool: left out by the off-policy correction."""
+    reference_kl: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyStats:
+    """How the policy trained on relates to the one that sampled, over a batch's tokens."""
+
+    clip_fraction: float = 0.0
+    """Share of tokens whose ratio met a bound of the loss."""
+    masked_fraction: float = 0.0
+    """Share of tokens left out by the off-policy correction."""
+    entropy: float = 0.0
+    """Mean, nats."""
+    reference_kl: float = 0.0
+    """Mean over tokens of the k3 estimate of KL(pi || reference); 0 without a reference."""
+    logprob_gap_mean: float = 0.0
+    """Mean of |log pi - log pi_behavior|: trainer against sampler, staleness included."""
+    logprob_gap_p99: float = 0.0
+    behavior_kl: float = 0.0
+    """k3 estimate of KL(pi_behavior || pi), staleness included."""
+    inference_gap_mean: float = 0.0
+    """Mean of |log pi - log pi_behavior| over the tokens of least staleness: trainer against
+    engine, with as little of the policy's own movement in it as the batch allows."""
+    inference_gap_staleness: float = 0.0
+    """The staleness of those tokens."""
+    staleness_mean: float = 0.0
+    """Weight versions between the sampling and the training of a token."""
+    staleness_max: float = 0.0
+
+
+def policy_stats(stats: Sequence[TokenStats], *, weight_version: int) -> PolicyStats:
+    """Over all tokens of a batch; `weight_version` is that of the policy trained on."""
+    if not stats:
+        return PolicyStats()
+    gaps_T = torch.cat([one.logprobs.float() - one.behavior for one in stats])
+    sizes_T = gaps_T.abs()
+    staleness_T = weight_version - torch.cat([one.versions for one in stats]).double()
+    rank_p99 = max(1, round(0.99 * len(sizes_T)))
+    freshest = staleness_T.min()
+    wide_T = gaps_T.double()
+    return PolicyStats(
+        clip_fraction=_mean([one.clipped for one in stats]),
+        masked_fraction=_mean([one.masked for one in stats]),
+        entropy=_mean([one.entropy for one in stats]),
+        reference_kl=_mean([one.reference_kl for one in stats]),
+        logprob_gap_mean=float(sizes_T.double().mean()),
+        logprob_gap_p99=float(sizes_T.kthvalue(rank_p99).values),
+        behavior_kl=float((wide_T.exp() - 1 - wide_T).mean()),
+        inference_gap_mean=float(sizes_T[staleness_T == freshest].double().mean()),
+        inference_gap_staleness=float(freshest),
+        staleness_mean=float(staleness_T.mean()),
+        staleness_max=float(staleness_T.max()),
+    )
+
+
+def _mean(parts: Sequence[Tensor]) -> float:
+    return float(torch.cat(list(parts)).double().mean())

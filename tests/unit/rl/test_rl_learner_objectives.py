@@ -1,0 +1,110 @@
+"""The learner with objectives other than the default: passes, references, losses of one's own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge.core.errors import InvalidArgument
+from forge.core.packing import Sample
+from forge.core.trajectory import float32_bytes
+from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.losses import ObjectiveConfig, TrainedTokens
+from forge.rl.policy import TreePolicy
+from tests.support.rl_models import make_sample, tiny_model
+
+
+def learner(*, passes: int = 1, reference: TreePolicy | None = None, **objective: Any) -> Learner:
+    config = LearnerConfig(
+        learning_rate=1e-2, passes=passes, objective=ObjectiveConfig(**objective)
+    )
+    return Learner(TreePolicy(tiny_model("qwen3", torch.float32)), config, reference=reference)
+
+
+def rewarded() -> list[Sample]:
+    """Five answers to one prompt that all deserve to become likelier."""
+    rng = Random(3)
+    return [
+        replace(
+            make_sample([1, 2, 3, 4, token, token + 1], (4, 6), rng=rng),
+            advantages=float32_bytes([1.0, 1.0]),
+            behavior_logprobs=float32_bytes([-2.5, -2.5]),
+        )
+        for token in range(5)
+    ]
+
+
+def test_a_loss_of_ones_own_trains() -> None:
+    """The example's loss falls from step to step, with its options, on merged trees."""
+    one = learner(
+        algorithm="examples.custom_loss:sapo",
+        loss_options={"positive": 0.5},
+        normalization="sequence",
+    )
+    plan = one.plan(rewarded())
+    losses = [one.step(plan, weight_version=1).loss for _ in range(6)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_passes_update_several_times_and_report_the_first() -> None:
+    """Against recomputed log-probs the first pass has ratio 1, whatever the engine said."""
+    one = learner(passes=3, algorithm="ppo_clip", old_logprobs="recomputed")
+    result = one.step(one.plan(rewarded()), weight_version=1)
+    assert one.steps == 3
+    assert result.loss == pytest.approx(-1.0)
+    assert (result.stats.clip_fraction, result.skipped, result.cut_short) == (0.0, "", "")
+
+
+def infinite_later(tokens: TrainedTokens) -> Tensor:
+    """Finite while nothing has moved."""
+    moved = (tokens.logprobs.detach() != tokens.old).any()
+    return tokens.logprobs * (math.inf if moved else 1.0)
+
+
+def test_a_later_pass_that_is_not_finite_ends_the_batch() -> None:
+    """The updates made before it stand, and are told apart from a batch that was skipped."""
+    one = learner(passes=3, algorithm=f"{__name__}:infinite_later", old_logprobs="recomputed")
+    result = one.step(one.plan(rewarded()), weight_version=1)
+    assert one.steps == 1
+    assert result.skipped == "" and "loss" in result.cut_short
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_penalty_keeps_the_policy_near_its_reference(estimator: str) -> None:
+    """The distance is 0 at first; the penalty leaves less of it after the same steps."""
+    distances = []
+    for coefficient in (1e-9, 10.0):
+        reference = TreePolicy(tiny_model("qwen3", torch.float32).requires_grad_(False))
+        one = learner(
+            kl_coef=coefficient, kl_estimator=estimator, algorithm="reinforce", reference=reference
+        )
+        plan = one.plan(rewarded())
+        steps = [one.step(plan, weight_version=1).stats.reference_kl for _ in range(5)]
+        assert steps[0] == 0.0
+        distances.append(steps[-1])
+    assert 0 < distances[1] < distances[0]
+
+
+def test_a_penalty_without_a_reference_is_refused() -> None:
+    """There is nothing to keep close to."""
+    with pytest.raises(InvalidArgument, match=r"kl_coef = 0\.1"):
+        learner(kl_coef=0.1)
+
+
+def test_staleness_is_counted_from_the_version_stepped_from() -> None:
+    """Samples of versions 0 to 4, stepped from 4: those older than two versions are left out."""
+    one = learner()
+    masked = learner(correction=replace(ObjectiveConfig().correction, mask_staleness=2))
+    plan = one.plan(rewarded())
+    (tree,) = plan.trees
+    old = float((tree.versions_T < 2).double().mean())
+    assert one.step(plan, weight_version=4).stats.masked_fraction == 0.0
+    assert masked.step(plan, weight_version=4).stats.masked_fraction == pytest.approx(old)
+    assert 0 < old < 1
