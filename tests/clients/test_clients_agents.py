@@ -35,7 +35,7 @@ from tests.support.client_programs import (
 from tests.support.gateway_stack import GatewayStack, check_exact, recorded, token_tree
 from tests.support.script import scripted
 
-RETRY_S = 60.0
+RETRY_S = 240.0
 IN_PATH = [
     Client(name="openai", program="openai_chat.py", protocol="chat", stream=True),
     Client(name="anthropic", program="anthropic_messages.py", protocol="messages", stream=True),
@@ -46,7 +46,7 @@ IN_PATH = [
 def runner(stack: GatewayStack, tmp_path: Path) -> Iterator[None]:
     """A scheduler, and a runner whose agent is mini-swe-agent as its package installs it."""
     shared = [
-        *("--etcd", stack.etcd.endpoint, "--cluster", stack.cluster, "--lease-ttl-s", "2"),
+        *("--etcd", stack.etcd.endpoint, "--cluster", stack.cluster),
         *("--key-file", str(stack.folder / "pool" / "key")),
     ]
     mini = (

@@ -51,7 +51,7 @@ def code(text: str) -> str:
     return f"Thought: I will see.\n<code>\n{text}\n"
 
 
-# It asks for a call with tool_choice="required", and retells calls and results as text.
+# It asks for a call with tool_choice="required", and retells its history: calls become text.
 SMOL_STEPS = tuple(
     forced(call)
     for call in (
@@ -74,9 +74,21 @@ CLIENTS = [
     *ways("openai-agents", "agents_sdk.py", "chat", "responses"),
     *ways("pydantic-ai", "pydantic_ai_agent.py", "chat", "responses", "messages"),
     *ways("langgraph", "langchain_agent.py", "chat", "responses", "messages"),
-    *ways("litellm", "litellm_sdk.py", "chat", "messages"),
+    *ways("litellm", "litellm_sdk.py", "chat"),
+    Client(name="litellm", program="litellm_sdk.py", protocol="messages"),
+    # A streamed call without a text gets one from it: "[System: Empty message content ...]".
+    Client(
+        name="litellm", program="litellm_sdk.py", protocol="messages", stream=True, linear=False
+    ),
     *ways("smolagents", "smolagents_agent.py", "chat", steps=SMOL_STEPS, linear=False),
-    *ways("smolagents", "smolagents_agent.py", "chat", steps=SMOL_CODE, words=("code",)),
+    *ways(
+        "smolagents",
+        "smolagents_agent.py",
+        "chat",
+        steps=SMOL_CODE,
+        words=("code",),
+        linear=False,
+    ),
     *ways("openai (Node)", "openai_chat.mjs", "chat"),
     *ways("openai (Node)", "openai_responses.mjs", "responses"),
     *ways("@anthropic-ai/sdk (Node)", "anthropic_messages.mjs", "messages"),

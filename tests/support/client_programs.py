@@ -2,7 +2,7 @@
 
 Owns how a program of tests/clients is started, what it is told to find out, and what must then be
 on record. A program gets its base URL and key from the environment, the task as its first word;
-its last line is a report: version of the client, answer, and the parts that the answer came in.
+it prints a report: version of the client, answer, and the parts that the answer came in.
 """
 
 from __future__ import annotations
@@ -119,7 +119,10 @@ async def run_program(argv: list[str], env: Mapping[str, str]) -> Report:
             process.kill()
             await process.wait()
     assert process.returncode == 0, errors.decode()[-4000:] + output.decode()[-1000:]
-    return Report(**json.loads(output.decode().splitlines()[-1]))
+    # Behind it there may be what a framework does to its terminal.
+    said = [line for line in output.decode().splitlines() if line.startswith('{"version"')]
+    assert said, f"no report in {output.decode()[-1000:]!r}"
+    return Report(**json.loads(said[-1]))
 
 
 async def sealed(

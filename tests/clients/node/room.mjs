@@ -14,7 +14,7 @@ export const look = ({ at }) => ROOM[at];
 export const task = () => process.argv[2];
 export const wants = (word) => process.argv.slice(3).includes(word);
 
-// The program's last line: `pieces` is how many parts the last answer came in.
+// What the test reads: `pieces` is how many parts the last answer came in.
 export function report(name, answer, pieces = 0) {
   const manifest = new URL(`./node_modules/${name}/package.json`, import.meta.url);
   const { version } = JSON.parse(readFileSync(manifest, "utf8"));

@@ -2,20 +2,34 @@
 
 import asyncio
 
-from pydantic_ai import Agent
+from pydantic_ai import Agent, AgentRunResultEvent, PartDeltaEvent, TextPartDelta
 from room import MODEL, look, report, task, wants
 
-PROVIDERS = {"chat": "openai-chat", "responses": "openai-responses", "messages": "anthropic"}
+if wants("messages"):
+    from anthropic import AsyncAnthropic
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+
+    # "anthropic:policy" makes a client of another HTTP library than the package takes.
+    model = AnthropicModel(MODEL, provider=AnthropicProvider(anthropic_client=AsyncAnthropic()))
+else:
+    model = f"openai-{'chat' if wants('chat') else 'responses'}:{MODEL}"
 
 
 async def main() -> None:
-    (provider,) = (name for word, name in PROVIDERS.items() if wants(word))
-    agent = Agent(f"{provider}:{MODEL}", instructions="Be brief.", tools=[look])
-    if not wants("stream"):
-        return report("pydantic-ai-slim", (await agent.run(task())).output)
-    async with agent.run_stream(task()) as result:
-        deltas = [delta async for delta in result.stream_text(delta=True, debounce_by=None)]
-    return report("pydantic-ai-slim", "".join(deltas), len(deltas))
+    agent = Agent(model, instructions="Be brief.", tools=[look])
+    answer, pieces = "", 0
+    if wants("stream"):
+        # Not run_stream: the first text it sees is the answer to it, tool calls behind it or not.
+        async with agent.run_stream_events(task()) as events:
+            async for event in events:
+                if isinstance(event, PartDeltaEvent):
+                    pieces += isinstance(event.delta, TextPartDelta)
+                elif isinstance(event, AgentRunResultEvent):
+                    answer = event.result.output
+    else:
+        answer = (await agent.run(task())).output
+    report("pydantic-ai-slim", answer, pieces)
 
 
 asyncio.run(main())

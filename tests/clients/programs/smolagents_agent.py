@@ -4,6 +4,7 @@ import os
 
 from room import MODEL, look, report, task, wants
 from smolagents import CodeAgent, LogLevel, OpenAIModel, ToolCallingAgent, tool
+from smolagents.models import ChatMessageStreamDelta
 
 # Unlike the SDK below it, it does not read the base URL from the environment.
 model = OpenAIModel(model_id=MODEL, api_base=os.environ["OPENAI_BASE_URL"])
@@ -14,7 +15,7 @@ agent = kind(
 pieces = 0
 if wants("stream"):
     for event in agent.run(task(), stream=True):
-        pieces += bool(getattr(event, "content", None))
+        pieces += isinstance(event, ChatMessageStreamDelta)
     answer = event.output
 else:
     answer = agent.run(task())
