@@ -3,7 +3,7 @@ PY := .venv/bin/python
 MODEL ?= tiny
 SEED ?= 0
 
-.PHONY: run setup test test-clients lint protos chaos bench bench-peers clean
+.PHONY: run setup test test-clients test-trl lint protos chaos bench bench-peers clean
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -36,6 +36,16 @@ test-clients: setup .venv-clients/.installed tests/clients/node/node_modules/.pa
 
 tests/clients/node/node_modules/.package-lock.json: tests/clients/node/package-lock.json .venv-clients/.installed
 	@cd tests/clients/node && PATH="$(CURDIR)/.venv-clients/bin:$$PATH" npm ci --silent
+	@touch $@
+
+test-trl: .venv-trl/.installed  ## The objectives against the real TRL
+	@.venv-trl/bin/python -m pytest --noconftest tests/trl
+
+# TRL pins and drags in what Forge does not need: it has an environment of its own.
+.venv-trl/.installed: tests/trl/requirements.txt constraints.txt
+	@test -x .venv-trl/bin/python || python3 -m venv .venv-trl
+	@echo "Installing TRL into .venv-trl (a few minutes the first time) ..."
+	@.venv-trl/bin/pip install --quiet -c constraints.txt -r tests/trl/requirements.txt
 	@touch $@
 
 lint: setup  ## Format, rules, types, import contracts, protos

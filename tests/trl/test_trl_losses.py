@@ -1,0 +1,230 @@
+"""Forge's objectives on merged trees equal TRL's on padded batches: `make test-trl`.
+
+TRL's own `_compute_loss` and its own log-probs run here, on trainers that were given what their
+constructors would have set; only generation, rewards and the distributed launcher are left out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from forge.core.packing import Sample
+from forge.core.trajectory import float32_bytes, int32_bytes
+from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.losses import ObjectiveConfig
+from forge.rl.losses.correction import Correction
+from forge.rl.policy import TreePolicy
+from tests.support.rl_models import gradients, tiny_model
+
+PROMPT = [5, 3, 8, 1, 7]
+ANSWERS = [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 9], [1, 2, 3], [7], [1, 2, 3, 4, 6, 2]]
+ADVANTAGES = [1.0, -0.7, 0.4, -1.2, 0.9, -0.3]
+LENGTH = 6
+BOUNDS = {"clip_low": 0.2, "clip_high": 0.28}
+TRL_BOUNDS = {"epsilon": 0.2, "epsilon_high": 0.28}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """The same objective in both words."""
+
+    forge: dict[str, Any]
+    trl: dict[str, Any]
+    capped: float = 0.0
+    """Cap of the weights between TRL's old and sampling log-probs; 0: none."""
+    shift: float = 0.4
+    """How far behavior log-probs are from the policy's, at most."""
+    reference: bool = field(default=False)
+
+
+CASES = {
+    "grpo": Case(forge={"algorithm": "grpo", **BOUNDS}, trl={"loss_type": "grpo", **TRL_BOUNDS}),
+    "dr_grpo": Case(
+        forge={"algorithm": "dr_grpo", "normalization_tokens": LENGTH, **BOUNDS},
+        trl={"loss_type": "dr_grpo", **TRL_BOUNDS},
+    ),
+    "dapo": Case(forge={"algorithm": "dapo"}, trl={"loss_type": "dapo", **TRL_BOUNDS}),
+    "ppo_clip": Case(
+        forge={"algorithm": "ppo_clip", **BOUNDS}, trl={"loss_type": "bnpo", **TRL_BOUNDS}
+    ),
+    "dual_clip": Case(
+        forge={"algorithm": "dapo", "dual_clip": 1.3},
+        trl={"loss_type": "dapo", "delta": 1.3, **TRL_BOUNDS},
+    ),
+    "gspo": Case(
+        forge={"algorithm": "gspo", "clip_low": 0.1, "clip_high": 0.1},
+        trl={
+            "loss_type": "grpo", "importance_sampling_level": "sequence",
+            "epsilon": 0.1, "epsilon_high": 0.1,
+        },
+    ),
+    "cispo": Case(
+        forge={"algorithm": "cispo", "ratio_cap": 1.2},
+        trl={"loss_type": "cispo", "epsilon_high": 1.2},
+    ),
+    "sapo": Case(
+        forge={"algorithm": "examples.custom_loss:sapo", "normalization": "sequence"},
+        trl={"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
+    ),
+    "kl_k3": Case(
+        forge={"algorithm": "dapo", "kl_coef": 0.3, "kl_estimator": "k3"},
+        # TRL weighs its k3 by the ratio unless told not to.
+        trl={"loss_type": "dapo", "beta": 0.3, "use_bias_correction_kl": False, **TRL_BOUNDS},
+        reference=True,
+    ),
+    "truncated_importance_sampling": Case(
+        forge={
+            "algorithm": "dapo", "old_logprobs": "recomputed",
+            "correction": Correction(weight_cap=1.2),
+        },
+        trl={"loss_type": "dapo", **TRL_BOUNDS},
+        capped=1.2,
+    ),
+    "off_policy_mask": Case(
+        forge={"algorithm": "grpo", **BOUNDS, "correction": Correction(mask_kl_max=0.05)},
+        trl={"loss_type": "grpo", "off_policy_mask_threshold": 0.05, **TRL_BOUNDS},
+    ),
+    "rloo": Case(
+        forge={"algorithm": "rloo", **BOUNDS}, trl={"trainer": "rloo", **TRL_BOUNDS}, shift=0.15
+    ),
+}  # fmt: skip
+
+
+def padded(rows: list[list[float]], filler: float = 0.0) -> Tensor:
+    return torch.tensor([row + [filler] * (LENGTH - len(row)) for row in rows])
+
+
+MASK = padded([[1.0] * len(answer) for answer in ANSWERS])
+
+
+def policy_logprobs(model: Any) -> list[list[float]]:
+    """Of the answers, one at a time, through the model's stock attention."""
+    rows = []
+    with torch.no_grad():
+        for answer in ANSWERS:
+            ids_L = torch.tensor(PROMPT + answer)
+            logits_LV = model(input_ids=ids_L[None], use_cache=False).logits[0]
+            places_T = torch.arange(len(PROMPT) - 1, len(ids_L) - 1)
+            rows.append(logits_LV.log_softmax(-1)[places_T, ids_L[places_T + 1]].tolist())
+    return rows
+
+
+def moved(rows: list[list[float]], shift: float) -> list[list[float]]:
+    rng = Random(2)
+    return [[value + rng.uniform(-shift, shift) for value in row] for row in rows]
+
+
+def perturbed() -> Any:
+    """The reference: the tiny model, a little elsewhere."""
+    model = tiny_model("qwen3", torch.float32)
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            parameter.mul_(1.0 + 0.05 * (-1) ** index)
+    return model.requires_grad_(False)
+
+
+def of_forge(case: Case, behavior: list[list[float]]) -> tuple[float, dict[str, Tensor]]:
+    samples = [
+        Sample(
+            ids=int32_bytes(PROMPT + answer),
+            trained=((len(PROMPT), len(PROMPT) + len(answer)),),
+            behavior_logprobs=float32_bytes(logprobs),
+            weight_versions=int32_bytes([0] * len(answer)),
+            advantages=float32_bytes([advantage] * len(answer)),
+        )
+        for answer, logprobs, advantage in zip(ANSWERS, behavior, ADVANTAGES, strict=True)
+    ]
+    model = tiny_model("qwen3", torch.float32)
+    config = LearnerConfig(objective=ObjectiveConfig(**case.forge))
+    reference = TreePolicy(perturbed()) if case.reference else None
+    learner = Learner(TreePolicy(model), config, reference=reference)
+    plan = learner.plan(samples)
+    assert plan.tree_tokens < plan.sample_tokens, "nothing was merged"
+    loss, _ = learner.accumulate(plan)
+    return loss, gradients(model)
+
+
+def trl_trainer(case: Case, model: Any, folder: Path) -> Any:
+    """A trainer with the settings of its config and no launcher."""
+    options = dict(case.trl)
+    rloo = options.pop("trainer", "grpo") == "rloo"
+    config_type: Any = RLOOConfig if rloo else GRPOConfig
+    args = config_type(
+        output_dir=str(folder), use_cpu=True, bf16=False, report_to="none",
+        per_device_train_batch_size=len(ANSWERS), num_generations=len(ANSWERS),
+        max_completion_length=LENGTH, **options,
+    )  # fmt: skip
+    trainer: Any = object.__new__(RLOOTrainer if rloo else GRPOTrainer)
+    for name in (
+        "loss_type", "importance_sampling_level", "off_policy_mask_threshold",
+        "top_entropy_quantile", "max_completion_length", "beta",
+    ):  # fmt: skip
+        setattr(trainer, name, getattr(args, name, None))
+    trainer.args, trainer.model = args, model
+    trainer.epsilon_low = args.epsilon
+    trainer.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    trainer.aux_loss_enabled = trainer._entropy_bonus_enabled = False
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = case.capped > 0
+    trainer.current_gradient_accumulation_steps = 1
+    trainer._metrics = defaultdict(lambda: defaultdict(list))
+    trainer.accelerator = SimpleNamespace(
+        num_processes=1,
+        is_main_process=False,
+        autocast=nullcontext,
+        gather=lambda value: value,
+        gather_for_metrics=lambda value: value,
+        reduce=lambda value, reduction: value,
+    )
+    return trainer
+
+
+def of_trl(
+    case: Case, behavior: list[list[float]], folder: Path
+) -> tuple[float, dict[str, Tensor]]:
+    model = tiny_model("qwen3", torch.float32).train()
+    own = padded(policy_logprobs(model))
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    sampling = padded(behavior)
+    inputs = {
+        "prompt_ids": torch.tensor([PROMPT] * len(ANSWERS)),
+        "prompt_mask": torch.ones(len(ANSWERS), len(PROMPT), dtype=torch.long),
+        "completion_ids": padded([[float(token) for token in one] for one in ANSWERS]).long(),
+        "completion_mask": MASK.long(),
+        "advantages": torch.tensor(ADVANTAGES),
+        "old_per_token_logps": own if case.capped else sampling,
+        "old_logps": (sampling * MASK).sum(1),
+        "num_items_in_batch": MASK.sum(),
+    }
+    if case.capped:
+        inputs["importance_sampling_ratio"] = ((own - sampling) * MASK).exp().clamp(max=case.capped)
+    if case.reference:
+        inputs["ref_per_token_logps"] = padded(policy_logprobs(perturbed()))
+    loss = trl_trainer(case, model, folder)._compute_loss(model, inputs)
+    loss.backward()
+    return float(loss.detach()), gradients(model)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_equal_those_of_trl(name: str, tmp_path: Path) -> None:
+    """In fp32: the loss to 1e-5 of its size, every gradient to 1e-5 of the largest."""
+    case = CASES[name]
+    behavior = moved(policy_logprobs(tiny_model("qwen3", torch.float32)), case.shift)
+    loss, found = of_forge(case, behavior)
+    expected_loss, expected = of_trl(case, behavior, tmp_path)
+    largest = max(float(one.norm()) for one in expected.values())
+    assert largest > 0
+    assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
+    for parameter, gradient in expected.items():
+        assert float((found[parameter] - gradient).norm()) <= 1e-5 * largest, parameter
