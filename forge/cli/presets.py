@@ -46,6 +46,7 @@ TINY = Preset(
     settings={
         "trainer": {
             "learning_rate": "5e-4",
+            "learning_rate_schedule": "linear",
             "checkpoint_every_steps": "2",
             "torch_threads": "1",
         },

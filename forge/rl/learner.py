@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,13 +32,23 @@ from forge.rl.policy import TreePolicy
 from forge.rl.tree_batch import TreeBatch, build_tree_batch
 
 
+Schedule = Literal["constant", "linear", "cosine"]
+
+FINAL_RATE_SHARE = 0.1
+"""Of the learning rate, where a falling schedule ends."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerConfig:
     """How to step."""
 
     learning_rate: float = 1e-5
     warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly to its constant value."""
+    """Updates over which the learning rate rises linearly to its full value."""
+    schedule: Schedule = "constant"
+    """How it goes on from there, to `FINAL_RATE_SHARE` of it at `total_updates`."""
+    total_updates: int = 0
+    """At which the schedule ends; a constant one needs none."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     grad_clip: float = 1.0
@@ -48,6 +58,19 @@ class LearnerConfig:
     """Updates per batch, each on all of it."""
     token_budget: int = 16384
     """Most tokens in one forward pass; more become several, with accumulated gradients."""
+
+    def rate(self, update: int) -> float:
+        """Learning rate of an update, counted from 0."""
+        rise = min(1.0, (update + 1) / max(1, self.warmup_steps))
+        done = min(1.0, update / max(1, self.total_updates))
+        match self.schedule:
+            case "constant":
+                left = 1.0
+            case "linear":
+                left = 1.0 - done
+            case "cosine":
+                left = 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.learning_rate * rise * max(left, FINAL_RATE_SHARE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,9 +273,8 @@ class Learner:
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip))
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return grad_norm, f"loss {loss}, gradient norm {grad_norm}"
-        warmup = min(1.0, (self.steps + 1) / max(1, self.config.warmup_steps))
         for group in self._optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * warmup
+            group["lr"] = self.config.rate(self.steps)
         self._optimizer.step()
         self.steps += 1
         return grad_norm, ""

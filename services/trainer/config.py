@@ -10,7 +10,7 @@ from typing import Any, cast
 from forge.core.advantages import AdvantageRules, Baseline, Spread
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.core.rewards import RewardWeights
-from forge.rl.learner import LearnerConfig
+from forge.rl.learner import LearnerConfig, Schedule
 from forge.rl.losses import DEFAULT_RATIO_CAP, Objective, ObjectiveConfig
 from forge.rl.losses.algorithms import preset
 from forge.rl.losses.correction import Correction
@@ -50,6 +50,10 @@ class TrainerConfig(ServiceConfig):
     )
     learning_rate: float = setting(1e-5, help="of AdamW, after the warm-up", minimum=0)
     warmup_steps: int = setting(0, help="steps of linear learning-rate warm-up", minimum=0)
+    learning_rate_schedule: str = setting(
+        "constant", help="how the learning rate goes on after the warm-up, to a tenth at max_steps",
+        choices=("constant", "linear", "cosine"),
+    )  # fmt: skip
     adam_beta1: float = setting(0.9, help="decay of the gradient mean", minimum=0, maximum=0.9999)
     adam_beta2: float = setting(
         0.95, help="decay of the gradient square", minimum=0, maximum=0.999999
@@ -155,6 +159,11 @@ class TrainerConfig(ServiceConfig):
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for an objective that cannot be, naming setting and value."""
+        if self.learning_rate_schedule != "constant" and not self.max_steps:
+            raise ConfigError(
+                f"trainer: learning_rate_schedule = {self.learning_rate_schedule} is not allowed "
+                "with max_steps = 0: it falls to the last step, so there has to be one"
+            )
         try:
             Objective(self.objective())
             own_baseline = self.credit_rules().advantages.baseline
@@ -172,6 +181,8 @@ class TrainerConfig(ServiceConfig):
         return LearnerConfig(
             learning_rate=self.learning_rate,
             warmup_steps=self.warmup_steps,
+            schedule=cast(Schedule, self.learning_rate_schedule),
+            total_updates=self.max_steps * self.passes_per_batch,
             adam_betas=(self.adam_beta1, self.adam_beta2),
             weight_decay=self.weight_decay,
             grad_clip=self.grad_clip,

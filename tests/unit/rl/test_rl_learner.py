@@ -14,7 +14,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 from forge.core.errors import InvalidArgument
 from forge.core.packing import Sample
 from forge.core.trajectory import float32_bytes
-from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.learner import Learner, LearnerConfig, Schedule
 from forge.rl.policy import TreePolicy
 from tests.support.rl_models import make_sample, tiny_model
 
@@ -118,6 +118,20 @@ def test_the_learning_rate_warms_up_linearly() -> None:
         name = "model.layers.0.mlp.up_proj.weight"
         moves.append(float((weights(one)[name] - before[name]).abs().max()))
     assert moves[1] == pytest.approx(moves[0] / 4, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 0.75, 0.5, 0.25, 0.1, 0.1]),
+        ("cosine", [0.5, 0.853553, 0.5, 0.146447, 0.1, 0.1]),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule(schedule: Schedule, rates: list[float]) -> None:
+    """After the warm-up it falls to a tenth at the last update, and stays there."""
+    config = LearnerConfig(learning_rate=1.0, warmup_steps=2, schedule=schedule, total_updates=4)
+    assert [config.rate(update) for update in range(6)] == pytest.approx(rates, rel=1e-5)
 
 
 def test_a_plan_reports_what_merging_saves() -> None:

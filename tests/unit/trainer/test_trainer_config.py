@@ -72,6 +72,7 @@ def test_a_loss_of_ones_own_is_found_at_start() -> None:
         (("--kl-coef", "-1"), "kl_coef = '-1' .*at least 0"),
         (("--baseline", "batch_mean", "--drop-flat-groups"), "drop_flat_groups = True"),
         (("--domain-weights", "code=-1"), "domain_weights = 'code=-1'"),
+        (("--learning-rate-schedule", "linear"), "learning_rate_schedule = linear .*max_steps = 0"),
     ],
 )
 def test_a_wrong_setting_is_one_line_with_name_and_value(
