@@ -72,7 +72,7 @@ CLIENTS = [
     *ways("openai", "openai_responses.py", "responses", words=("previous",)),
     *ways("anthropic", "anthropic_messages.py", "messages"),
     *ways("openai-agents", "agents_sdk.py", "chat", "responses"),
-    *ways("pydantic-ai", "pydantic_ai_agent.py", "chat", "responses", "messages"),
+    *ways("pydantic-ai", "pydantic_ai_agent.py", "chat", "responses"),
     *ways("langgraph", "langchain_agent.py", "chat", "responses", "messages"),
     *ways("litellm", "litellm_sdk.py", "chat"),
     Client(name="litellm", program="litellm_sdk.py", protocol="messages"),

@@ -1,19 +1,11 @@
-"""Pydantic AI over chat completions, responses or Anthropic's messages."""
+"""Pydantic AI over chat completions or responses."""
 
 import asyncio
 
 from pydantic_ai import Agent, AgentRunResultEvent, PartDeltaEvent, TextPartDelta
 from room import MODEL, look, report, task, wants
 
-if wants("messages"):
-    from anthropic import AsyncAnthropic
-    from pydantic_ai.models.anthropic import AnthropicModel
-    from pydantic_ai.providers.anthropic import AnthropicProvider
-
-    # "anthropic:policy" makes a client of another HTTP library than the package takes.
-    model = AnthropicModel(MODEL, provider=AnthropicProvider(anthropic_client=AsyncAnthropic()))
-else:
-    model = f"openai-{'chat' if wants('chat') else 'responses'}:{MODEL}"
+model = f"openai-{'chat' if wants('chat') else 'responses'}:{MODEL}"
 
 
 async def main() -> None:
