@@ -31,7 +31,6 @@ from forge.rl.losses import (
 from forge.rl.policy import TreePolicy
 from forge.rl.tree_batch import TreeBatch, build_tree_batch
 
-
 Schedule = Literal["constant", "linear", "cosine"]
 
 FINAL_RATE_SHARE = 0.1
