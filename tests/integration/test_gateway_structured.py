@@ -1,0 +1,229 @@
+"""Structured output through everything real: gateway, router, prefill, decode, random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+import jsonschema
+import pytest
+import pytest_asyncio
+import torch
+from openai import BadRequestError
+from openai.lib._parsing._completions import type_to_response_format_param
+from pydantic import BaseModel, Field
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from forge.client.turns import reward_event
+from forge.core.trajectory import float32_array, int32_array
+from forge.runtime.coordination import Coordinator, Instance
+from services.inference.engines.base import Grammar
+from tests.contract.engines import published
+from tests.support.chat_templates import make_tokenizer
+from tests.support.etcd import EtcdServer
+from tests.support.gateway_stack import GatewayStack, recorded, token_tree
+from tests.support.inference_cluster import InferenceCluster
+from tests.support.masked_logprobs import masked_logprobs
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+
+CLUSTER = "gateway-structured"
+CONTEXT_TOKENS = 2048
+END = make_tokenizer("chatml").eos_token_id
+CONFIG = Qwen3Config(
+    # Padded, as many models' are.
+    vocab_size=len(make_tokenizer("chatml")) + 12,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=CONTEXT_TOKENS,
+    eos_token_id=END,
+    bos_token_id=None,
+    initializer_range=0.2,
+    tie_word_embeddings=True,
+)
+TAKE = {
+    "type": "function",
+    "function": {
+        "name": "take",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"what": {"enum": ["key", "map"]}, "count": {"enum": [1, 2, 3]}},
+            "required": ["what", "count"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+class Place(BaseModel):
+    name: str = Field(max_length=4)
+    kind: Literal["city", "sea"]
+    size: int | None = Field(ge=-99, le=99)
+
+
+class Atlas(BaseModel):
+    places: list[Place] = Field(max_length=2)
+    sound: bool
+
+
+def reference() -> PreTrainedModel:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32)
+    return model.eval().requires_grad_(False)
+
+
+@pytest_asyncio.fixture(scope="module")
+async def coordinator(shared_etcd: EtcdServer) -> AsyncIterator[Coordinator]:
+    connected = await Coordinator.connect(shared_etcd.endpoint, cluster=CLUSTER)
+    yield connected
+    await connected.close()
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(
+    shared_etcd: EtcdServer, coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[GatewayStack]:
+    folder = tmp_path_factory.mktemp("structured")
+    made = GatewayStack(
+        folder=folder, etcd=shared_etcd, cluster=CLUSTER, context_tokens=CONTEXT_TOKENS
+    )
+    CONFIG.save_pretrained(made.model_path)
+    made.pool.start()
+    made.start_gateway("gateway-0")
+    yield made
+    made.stop()
+
+
+@pytest_asyncio.fixture(scope="module")
+async def inference(
+    stack: GatewayStack, coordinator: Coordinator
+) -> AsyncIterator[InferenceCluster]:
+    """With one worker of each role and weights published."""
+    # In the pool's folder, whose key it takes.
+    made = InferenceCluster(
+        stack.folder / "pool", stack.model_path, coordinator, stack.etcd, CLUSTER
+    )
+    await made.publisher.start()
+    made.start("router")
+    await made.publisher.publish(published(reference()))
+    for role in ("prefill", "decode"):
+        await made.workers(role, 1)
+    yield made
+    await made.stop()
+
+
+@pytest_asyncio.fixture(scope="module")
+async def gateway(
+    stack: GatewayStack, inference: InferenceCluster, coordinator: Coordinator
+) -> Instance:
+    return await stack.gateway(coordinator)
+
+
+def ask(text: str = "Which?") -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+async def close(stack: GatewayStack, gateway: Instance, trajectory_id: str) -> None:
+    """All its turns are on disk when this returns."""
+    async with stack.agent(gateway, stack.token(trajectory_id)) as agent:
+        await agent.close(reward_event("solved", 1.0))
+
+
+async def test_a_pydantic_model_is_parsed_and_its_log_probs_are_exact(
+    stack: GatewayStack, gateway: Instance, coordinator: Coordinator
+) -> None:
+    """The SDK's parse gives the object whatever the weights, whole and streamed; what is on record
+    are log-probs of the masked distribution, and the share that the mask left."""
+    client = stack.openai(gateway, stack.token("parse:0:0"))
+    completion = await client.chat.completions.parse(
+        model="policy", messages=ask(), response_format=Atlas, n=2, seed=5
+    )
+    for choice in completion.choices:
+        assert choice.finish_reason == "stop"
+        assert isinstance(choice.message.parsed, Atlas)
+    async with client.chat.completions.stream(
+        model="policy", messages=ask("And?"), response_format=Atlas, temperature=0.7, seed=6
+    ) as stream:
+        last = await stream.get_final_completion()
+    assert isinstance(last.choices[0].message.parsed, Atlas)
+
+    await close(stack, gateway, "parse:0:0")
+    trajectory = await recorded(stack, coordinator, "parse:0:0")
+    tree = token_tree(trajectory)
+    asked: Any = type_to_response_format_param(Atlas)
+    schema = json.dumps(asked["json_schema"]["schema"], ensure_ascii=False)
+    assert len(trajectory.turns) == 3
+    for turn in trajectory.turns:
+        sampled = list(int32_array(turn.sampled.ids))
+        assert sampled[-1] == END
+        logprobs, allowed = await masked_logprobs(
+            reference(), stack.model_path, list(int32_array(tree.context(turn.turn_index))),
+            sampled, grammar=Grammar(kind="json_schema", text=schema),
+            stop_ids=frozenset({END}), temperature=turn.temperature,
+        )  # fmt: skip
+        assert float32_array(turn.sampled.logprobs).tolist() == pytest.approx(logprobs, abs=2e-4)
+        recorded_shares = float32_array(turn.sampled.allowed_logprobs).tolist()
+        assert recorded_shares == pytest.approx(allowed, abs=2e-4)
+        # The weights know no JSON: the mask did something nearly everywhere.
+        assert sum(share < -1 for share in allowed) > len(allowed) / 2
+
+
+async def test_a_required_call_is_complete(stack: GatewayStack, gateway: Instance) -> None:
+    """Random weights call the tool with arguments of its schema, and the answer ends there."""
+    client = stack.openai(gateway, stack.token("calls:0:0"))
+    for choice in ("required", {"type": "function", "function": {"name": "take"}}):
+        completion = await client.chat.completions.create(
+            model="policy",
+            messages=ask(),
+            tools=[TAKE],  # type: ignore[list-item]
+            tool_choice=choice,  # type: ignore[arg-type]
+            parallel_tool_calls=False,
+            seed=1,
+        )
+        answer = completion.choices[0]
+        assert answer.finish_reason == "tool_calls"
+        assert not answer.message.content
+        (call,) = answer.message.tool_calls or ()
+        arguments = json.loads(call.function.arguments)  # type: ignore[union-attr]
+        jsonschema.validate(arguments, TAKE["function"]["parameters"])  # type: ignore[index]
+
+
+async def test_what_cannot_be_had_is_told_before_anything_is_sampled(
+    stack: GatewayStack, gateway: Instance
+) -> None:
+    """400 names the place in the schema; an answer that outgrows its room ends by its length."""
+    client = stack.openai(gateway, stack.token("refused:0:0"))
+
+    async def create(**fields: Any) -> Any:
+        return await client.chat.completions.create(model="policy", messages=ask(), **fields)
+
+    def of(schema: dict[str, Any]) -> dict[str, Any]:
+        named = {"name": "it", "schema": schema, "strict": True}
+        return {"type": "json_schema", "json_schema": named}
+
+    unsound = of({"type": "object", "properties": {"a": {"items": {"type": "strin"}}}})
+    for fields, words in (
+        ({"response_format": unsound}, "response_format.json_schema.schema/properties/a/items"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "yaml"}}, "yaml"),
+        ({"response_format": {"type": "json_object"}, "stop": ["x"]}, "stop"),
+        (
+            {
+                "response_format": {"type": "json_object"},
+                "tools": [TAKE],
+                "tool_choice": "required",
+            },
+            "tool_choice",
+        ),
+    ):
+        with pytest.raises(BadRequestError) as refused:
+            await create(**fields)
+        assert words in refused.value.message
+    cut = await create(response_format={"type": "json_object"}, max_tokens=2)
+    assert cut.choices[0].finish_reason == "length"
