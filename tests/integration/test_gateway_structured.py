@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from forge.client.turns import reward_event
 from forge.core.trajectory import float32_array, int32_array
 from forge.runtime.coordination import Coordinator, Instance
+from forge.v1 import common_pb2
 from services.inference.engines.base import Grammar
 from tests.contract.engines import published
 from tests.support.chat_templates import make_tokenizer
@@ -195,7 +197,7 @@ async def test_a_required_call_is_complete(stack: GatewayStack, gateway: Instanc
 
 
 async def test_what_cannot_be_had_is_told_before_anything_is_sampled(
-    stack: GatewayStack, gateway: Instance
+    stack: GatewayStack, gateway: Instance, coordinator: Coordinator
 ) -> None:
     """400 names the place in the schema; an answer that outgrows its room ends by its length."""
     client = stack.openai(gateway, stack.token("refused:0:0"))
@@ -227,3 +229,30 @@ async def test_what_cannot_be_had_is_told_before_anything_is_sampled(
         assert words in refused.value.message
     cut = await create(response_format={"type": "json_object"}, max_tokens=2)
     assert cut.choices[0].finish_reason == "length"
+    await close(stack, gateway, "refused:0:0")
+    (turn,) = (await recorded(stack, coordinator, "refused:0:0")).turns
+    assert turn.finish_reason == common_pb2.FINISH_REASON_LENGTH
+
+
+async def test_an_answer_survives_its_worker(
+    stack: GatewayStack, gateway: Instance, inference: InferenceCluster
+) -> None:
+    """kill -9 of the instance that samples, in mid-answer: another goes on inside the grammar."""
+    # Long, and without the white space that random weights are fond of.
+    schema = {"type": "string", "pattern": "^[ab]{400}$"}
+    await inference.workers("decode", 2)
+    client = stack.openai(gateway, stack.token("killed:0:0"))
+    named = {"name": "it", "schema": schema, "strict": True}
+    answering = asyncio.create_task(
+        client.chat.completions.create(
+            model="policy",
+            messages=ask(),
+            response_format={"type": "json_schema", "json_schema": named},  # type: ignore[arg-type]
+            seed=2,
+        )
+    )
+    (busy,) = await inference.sampling()
+    inference.kill(busy)
+    completion = await answering
+    assert completion.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(completion.choices[0].message.content or ""), schema)
