@@ -3,7 +3,7 @@ PY := .venv/bin/python
 MODEL ?= tiny
 SEED ?= 0
 
-.PHONY: run setup test test-clients test-trl lint protos chaos bench bench-peers clean
+.PHONY: run setup test test-clients test-trl lint protos chaos bench bench-peers
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -58,7 +58,8 @@ lint: setup  ## Format, rules, types, import contracts, protos
 chaos: setup  ## Kill each service in the middle of a run, for real
 	@$(PY) -m pytest tests/chaos
 
-bench: setup  ## What the gateway costs, on this machine and beside its peers
+bench: setup  ## What training and the gateway cost, on this machine and beside peers
+	@$(PY) -m benchmarks.prefix_tree
 	@$(PY) -m benchmarks.gateway
 
 bench-peers: .venv-peers/.installed  ## Install what the benchmarks compare with

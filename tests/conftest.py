@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 import uvloop
 from hypothesis import settings
+from rich.console import Console
 
-from forge.cli.models import ensure_model
 from forge.runtime.coordination import Coordinator
 from tests.support.etcd import EtcdServer
 
@@ -68,7 +68,16 @@ async def coordinator(etcd: EtcdServer, cluster: str) -> AsyncIterator[Coordinat
 
 @pytest.fixture(scope="session")
 def forge_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root with the tiny model's starting weights, made once: a warm start takes its time."""
+    """A root with starting weights for the tiny model, from a course so short that they can hold a
+    conversation and hardly solve anything: runs are tested with them, not learning."""
+    # Here, since few tests need torch.
+    import torch
+
+    from services.trainer.warm_start import Course, warm_start
+
+    torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("forge")
-    ensure_model("tiny", seed=0, root=root)
+    course = Course(flawless_steps=150, imperfect_steps=50, batch_tokens=512)
+    model = root / "models" / "tiny-seed0"
+    warm_start(model, seed=0, course=course, console=Console(quiet=True))
     return root

@@ -55,14 +55,14 @@ def test_status_of_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_wrong_setting_of_a_service_ends_the_run(tmp_path: Path, forge_root: Path) -> None:
-    """A service that cannot start is given up after a few tries, with its own words."""
+    """A service that its settings keep from starting ends the run at once, in its own words."""
     run = ForgeRun(
         tmp_path / "run", root=forge_root, steps=1, extra=("--set", "scheduler.concurency=4")
     )
     run.start()
     assert run.finish() != 0
     output = run.output()
-    assert "scheduler keeps crashing" in output
+    assert "scheduler cannot start" in output
     assert "concurency" in output and "concurrency" in output
     assert "Traceback" not in output
 
@@ -78,7 +78,7 @@ def test_occupied_port_is_named(tmp_path: Path, forge_root: Path) -> None:
         )
         run.start()
         assert run.finish() != 0
-    assert "pool keeps crashing" in run.output()
+    assert "pool cannot start" in run.output()
     assert str(port) in run.output()
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
 import anthropic
 import pytest
-import pytest_asyncio
 from anthropic import AsyncAnthropic
 from anthropic.types import Message
 
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2
 from tests.support.chat_templates import make_model
-from tests.support.etcd import EtcdServer
 from tests.support.gateway_stack import GatewayStack, check_exact, recorded, token_tree
 
-CLUSTER = "gateway-anthropic"
+FAMILY = "qwen3"
 LOOK: dict[str, Any] = {
     "name": "look",
     "description": "Look somewhere.",
@@ -42,34 +39,6 @@ def user(*content: Any) -> dict[str, Any]:
 def result(tool_use_id: str, content: Any, **fields: Any) -> dict[str, Any]:
     block = {"type": "tool_result", "tool_use_id": tool_use_id, "content": content}
     return block | fields
-
-
-@pytest.fixture(scope="module")
-def stack(
-    shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GatewayStack]:
-    """A pool, an engine and a gateway of a model that thinks; all tests of this file share them."""
-    made = GatewayStack(
-        folder=tmp_path_factory.mktemp("gateway"),
-        etcd=shared_etcd,
-        cluster=CLUSTER,
-        family="qwen3",
-    )
-    made.start()
-    yield made
-    made.stop()
-
-
-@pytest_asyncio.fixture
-async def own_coordinator(shared_etcd: EtcdServer) -> AsyncIterator[Coordinator]:
-    connected = await Coordinator.connect(shared_etcd.endpoint, cluster=CLUSTER)
-    yield connected
-    await connected.close()
-
-
-@pytest_asyncio.fixture
-async def gateway(stack: GatewayStack, own_coordinator: Coordinator) -> Instance:
-    return await stack.gateway(own_coordinator)
 
 
 async def answer(client: AsyncAnthropic, *, streamed: bool, **asked: Any) -> Message:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
 import pytest
-import pytest_asyncio
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from openai.types.responses import Response
 
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2, pool_pb2
-from tests.support.etcd import EtcdServer
 from tests.support.gateway_stack import GatewayStack, check_exact, recorded, token_tree
 
-CLUSTER = "gateway-responses"
+FAMILY = "qwen3"
 TOOL: Any = {
     "type": "function",
     "name": "look",
@@ -31,32 +28,10 @@ TWO_CALLS = f"<think>\nhm\n</think>\n\nI look.\n{CALL.format('a')}\n{CALL.format
 
 
 @pytest.fixture(scope="module")
-def stack(
-    shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GatewayStack]:
-    """A pool, an engine and two gateways; the second has room for one session."""
-    made = GatewayStack(
-        folder=tmp_path_factory.mktemp("gateway"),
-        etcd=shared_etcd,
-        cluster=CLUSTER,
-        family="qwen3",
-    )
-    made.start()
-    made.start_gateway("gateway-1", "--max-sessions", "1")
-    yield made
-    made.stop()
-
-
-@pytest_asyncio.fixture
-async def own_coordinator(shared_etcd: EtcdServer) -> AsyncIterator[Coordinator]:
-    connected = await Coordinator.connect(shared_etcd.endpoint, cluster=CLUSTER)
-    yield connected
-    await connected.close()
-
-
-@pytest_asyncio.fixture
-async def gateway(stack: GatewayStack, own_coordinator: Coordinator) -> Instance:
-    return await stack.gateway(own_coordinator)
+def stack(stack: GatewayStack) -> GatewayStack:
+    """With a second gateway, which has room for one session."""
+    stack.start_gateway("gateway-1", "--max-sessions", "1")
+    return stack
 
 
 async def ask(client: AsyncOpenAI, *, stream: bool, **asked: Any) -> Response:
@@ -202,11 +177,13 @@ async def test_responses_outlive_their_gateway_and_the_session_in_memory(
     )
     await until_durable(stack, own_coordinator, trajectory_id, turns=1)
     other = await stack.gateway(own_coordinator, "gateway-1")
-    client = stack.openai(other, token)
+    # It has room for one session: the next is asked to come again until that one is on disk.
+    client = stack.openai(other, token, max_retries=5)
+    crowd = stack.openai(other, stack.token("crowd:0:0"), max_retries=5)
     asked: dict[str, Any] = {"instructions": "Be brief.", "stream": False}
     second = await ask(client, input="SAY[[two]]", previous_response_id=first.id, **asked)
     await until_durable(stack, own_coordinator, trajectory_id, turns=2)
-    await ask(stack.openai(other, stack.token("crowd:0:0")), input="SAY[[x]]", stream=False)
+    await ask(crowd, input="SAY[[x]]", stream=False)
     assert await client.responses.retrieve(first.id) == first
     third = await ask(client, input="SAY[[three]]", previous_response_id=second.id, **asked)
     assert third.output_text == "three"

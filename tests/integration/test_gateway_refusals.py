@@ -1,0 +1,148 @@
+"""What a gateway refuses, and how it says so: unmodified SDKs against real processes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import grpc.aio
+import pytest
+from openai import (
+    APIStatusError,
+    AuthenticationError,
+    BadRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+)
+
+from forge.core.errors import InvalidArgument, Unauthenticated
+from forge.runtime.coordination import Instance
+from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from tests.support.gateway_stack import GatewayStack
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"\xff\xfe{", 400, "not valid"),
+        (b"[]", 400, "not valid"),
+        (b'{"model": "policy", "messages": []}', 400, "must not be empty"),
+        (b'{"model": "policy", "messages": [{"role": "king"}]}', 400, "king"),
+        (b'{"model": "policy", "messages": [{"role": 7}]}', 400, "$.messages[0].role"),
+        (b'{"model": "policy", "messages": ' + b"[" * 100_000, 400, "not valid"),
+        (b'{"model": "policy", "messages": [{"role":"user"}], "n": 0.5}', 400, "$.n"),
+        (b'{"model": "policy", "messages": [{"role":"user"}], "top_p": 7}', 400, "top_p = 7"),
+        (
+            b'{"model": "policy", "messages": [{"role":"user","content":[{"type":"image_url"}]}]}',
+            400,
+            "text only",
+        ),
+        (b'{"model": "policy", "messages": [{"role":"user"}], "tools": [{}]}', 400, "tools[0]"),
+        (
+            b'{"model":"policy","messages":[{"role":"user"}],"tool_choice":"required"}',
+            400,
+            "no tools",
+        ),
+    ],
+)
+async def test_garbage_is_refused_with_the_facts(
+    stack: GatewayStack, gateway: Instance, body: bytes, status: int, says: str
+) -> None:
+    """Each kind of bad request gets an OpenAI error object that says what is wrong."""
+    headers = {"Authorization": f"Bearer {stack.token('garbage:0:0')}"}
+    url = f"http://{gateway.metadata['http']}/v1/chat/completions"
+    async with aiohttp.ClientSession() as http, http.post(url, data=body, headers=headers) as got:
+        error = (await got.json())["error"]
+    assert (got.status, error["type"]) == (status, "invalid_request_error")
+    assert says in error["message"]
+
+
+async def test_wrong_model_and_wrong_tokens_have_their_own_errors(
+    stack: GatewayStack, gateway: Instance
+) -> None:
+    """Unknown model, no token, a forged, an expired and a foreign one: the SDK's own exceptions."""
+    ask: dict[str, Any] = {"messages": [user("hi")], "model": "policy"}
+    client = stack.openai(gateway, stack.token("errors:0:0"))
+    with pytest.raises(NotFoundError, match="'model' is"):
+        await client.chat.completions.create(**(ask | {"model": "gpt-7"}))
+    with pytest.raises(AuthenticationError, match="not one of this cluster"):
+        await stack.openai(gateway, "sk-123").chat.completions.create(**ask)
+    expired = stack.token("errors:0:0", expires_unix_s=1.0)
+    with pytest.raises(AuthenticationError, match="expired"):
+        await stack.openai(gateway, expired).chat.completions.create(**ask)
+    foreign = stack.token("errors:0:0", scopes=frozenset({"operator"}))
+    with pytest.raises(PermissionDeniedError):
+        await stack.openai(gateway, foreign).chat.completions.create(**ask)
+    with pytest.raises(Unauthenticated):
+        await stack.agent(gateway, expired).open()
+
+
+async def test_context_too_long_names_the_numbers(stack: GatewayStack, gateway: Instance) -> None:
+    """A prompt beyond the context is refused on both surfaces, with limit and length."""
+    token = stack.token("long:0:0")
+    words = user("a b c d e " * 2000)
+    with pytest.raises(BadRequestError, match="4096") as caught:
+        await stack.openai(gateway, token).chat.completions.create(
+            model="policy",
+            messages=[words],  # type: ignore[list-item]
+        )
+    assert caught.value.code == "context_length_exceeded"
+    async with stack.agent(gateway, token) as agent:
+        with pytest.raises(InvalidArgument, match="4096"):
+            await agent.chat([words])
+
+
+async def test_unretryable_conflict_is_not_retried_by_the_sdk(
+    stack: GatewayStack, gateway: Instance
+) -> None:
+    """The SDK would repeat any 409; it is told not to."""
+    token = stack.token("conflict:0:0")
+    async with stack.agent(gateway, token) as agent:
+        await agent.close(abandon_reason="never begun")
+    client = stack.openai(gateway, token, max_retries=5)
+    with pytest.raises(APIStatusError) as caught:
+        await client.chat.completions.create(model="policy", messages=[user("hi")])  # type: ignore[list-item]
+    assert caught.value.status_code == 409
+    assert "x-stainless-retry-count" in caught.value.request.headers
+    assert caught.value.request.headers["x-stainless-retry-count"] == "0"
+
+
+async def test_one_line_when_the_model_is_missing(stack: GatewayStack, tmp_path: Path) -> None:
+    """A gateway without a model directory says so and exits with 2."""
+    stack.start_gateway("gateway-broken", "--model-path", str(tmp_path))
+    process = stack.processes.pop("gateway-broken")
+    assert await asyncio.to_thread(process.wait, 30) == 2
+
+
+async def test_grpc_garbage_is_refused_with_the_facts(
+    stack: GatewayStack, gateway: Instance
+) -> None:
+    """Ids that are none, roles and tools that are none: INVALID_ARGUMENT, and the session lives."""
+    token = stack.token("garbage:1:0")
+    async with stack.agent(gateway, token) as agent:
+        for ids in ([], [-1], [1_000_000]):
+            with pytest.raises(InvalidArgument, match="prompt_ids"):
+                await agent.generate(ids)
+        with pytest.raises(InvalidArgument, match="king"):
+            await agent.chat([{"role": "king", "content": "hi"}])
+        with pytest.raises(InvalidArgument, match="empty"):
+            await agent.chat([])
+        with pytest.raises(InvalidArgument, match="event_id"):
+            await agent.annotate(common_pb2.RewardEvent(name="nameless"))
+        async with grpc.aio.insecure_channel(gateway.address) as channel:
+            chat = gateway_pb2_grpc.GatewayServiceStub(channel).Chat(
+                gateway_pb2.ChatRequest(
+                    messages=[gateway_pb2.ChatMessage(role="user", content="hi")], tools_json="{"
+                ),
+                metadata=(("authorization", f"Bearer {token}"),),
+            )
+            with pytest.raises(grpc.aio.AioRpcError, match="tools_json"):
+                await chat.read()
+        assert (await agent.chat([user("SAY[[still here]]")])).text == "still here"
