@@ -60,7 +60,7 @@ async def test_newcomers_join_by_their_lease_and_share_the_work(
     tmp_path: Path, forge_root: Path
 ) -> None:
     """A second decode worker, gateway and pool shard take work in the middle of a run."""
-    run = ForgeRun(tmp_path / "run", root=forge_root, steps=16)
+    run = ForgeRun(tmp_path / "run", root=forge_root, steps=48)
     run.start()
     await asyncio.to_thread(run.wait_for_step, 1)
     newcomers = {name: start_newcomer(run, name) for name in NEWCOMERS}
