@@ -154,7 +154,7 @@ def model_init(
     seed: Seed = 0,
     root: Root = Path(".forge"),
 ) -> None:
-    """Make the tiny model's starting weights by a short supervised warm start (under 60 s)."""
+    """Make the tiny model's starting weights by a short supervised warm start (a minute or two)."""
     _model(name, seed, root)
 
 
