@@ -7,13 +7,12 @@ client there is. It opens no channel, waits for nothing and keeps no history.
 from __future__ import annotations
 
 import json
-import sys
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from forge.client.messages import Message, from_proto, to_proto
+from forge.core.trajectory import float32_array, int32_array, int32_bytes
 from forge.v1 import common_pb2, gateway_pb2
 
 FinishReason = Literal["stop", "length", "aborted"]
@@ -177,7 +176,7 @@ def generate_request(
     context_action: str = "",
 ) -> gateway_pb2.GenerateRequest:
     return gateway_pb2.GenerateRequest(
-        prompt_ids=_little_endian(array("i", prompt_ids)).tobytes(),
+        prompt_ids=int32_bytes(prompt_ids),
         sampling=common_pb2.SamplingParams(
             max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids
         ),
@@ -189,26 +188,19 @@ class SampledColumns:
     """The columns of one turn, while its responses come in."""
 
     def __init__(self) -> None:
-        self._ids, self._logprobs, self._versions = array("i"), array("f"), array("i")
+        self._ids, self._logprobs, self._versions = bytearray(), bytearray(), bytearray()
 
     def add(self, response: gateway_pb2.GenerateResponse) -> Sampled | None:
         """Take one response; the whole turn when it was the last."""
-        self._ids.frombytes(response.tokens.ids)
-        self._logprobs.frombytes(response.tokens.logprobs)
-        self._versions.frombytes(response.tokens.weight_versions)
+        self._ids += response.tokens.ids
+        self._logprobs += response.tokens.logprobs
+        self._versions += response.tokens.weight_versions
         if not response.finish_reason:
             return None
         return Sampled(
-            ids=_little_endian(self._ids),
-            logprobs=_little_endian(self._logprobs),
-            weight_versions=_little_endian(self._versions),
+            ids=int32_array(bytes(self._ids)),
+            logprobs=float32_array(bytes(self._logprobs)),
+            weight_versions=int32_array(bytes(self._versions)),
             finish_reason=_FINISH[response.finish_reason],
             turn_index=response.turn_index,
         )
-
-
-def _little_endian(column: array[Any]) -> array[Any]:
-    """Swap between this machine's byte order and the wire's; the same step either way."""
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column

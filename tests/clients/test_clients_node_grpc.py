@@ -33,8 +33,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
         timeout=INSTALL_S,
     )
-    if installed.returncode:
-        pytest.skip(f"npm ci: {installed.stdout}{installed.stderr}")
+    assert installed.returncode == 0, f"npm ci: {installed.stdout}{installed.stderr}"
     return folder / "agent.mjs"
 
 

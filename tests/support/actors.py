@@ -25,50 +25,41 @@ class Crash:
     pass
 
 
-class Doubler(Actor):
-    """Counts, so that a test sees whether it is the same incarnation."""
+class Counting:
+    """What both doublers know; counts, so that a test sees whether it is the same incarnation."""
 
     mailbox_size = 4
 
     def __init__(self) -> None:
         self.handled = 0
+
+    def knows(self, message: Any) -> bool:
+        self.handled += 1
+        return isinstance(message, Double | Refuse | Crash) or message == "handled"
+
+    def answer(self, message: Any) -> Any:
+        match message:
+            case Double(number):
+                return 2 * number
+            case Refuse():
+                raise NotFound("no such thing")
+            case Crash():
+                raise KeyError("a bug")
+        return self.handled
+
+
+class Doubler(Counting, Actor):
+    """On the event loop."""
 
     async def receive(self, message: Any) -> Any:
-        self.handled += 1
-        match message:
-            case Double(number):
-                return 2 * number
-            case Refuse():
-                raise NotFound("no such thing")
-            case Crash():
-                raise KeyError("a bug")
-            case "handled":
-                return self.handled
-            case _:
-                return await super().receive(message)
+        return self.answer(message) if self.knows(message) else await super().receive(message)
 
 
-class ThreadDoubler(ThreadActor):
+class ThreadDoubler(Counting, ThreadActor):
     """The same on a thread."""
 
-    mailbox_size = 4
-
-    def __init__(self) -> None:
-        self.handled = 0
-
     def receive(self, message: Any) -> Any:
-        self.handled += 1
-        match message:
-            case Double(number):
-                return 2 * number
-            case Refuse():
-                raise NotFound("no such thing")
-            case Crash():
-                raise KeyError("a bug")
-            case "handled":
-                return self.handled
-            case _:
-                return super().receive(message)
+        return self.answer(message) if self.knows(message) else super().receive(message)
 
 
 class Gate(Actor):

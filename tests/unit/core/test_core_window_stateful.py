@@ -9,25 +9,13 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from forge.core.admission import Admission, QueueSettings
 from forge.core.batches import Batch
 from forge.core.errors import NotFound
 from forge.core.generation import GenerationQueue
-from forge.core.groups import (
-    AttemptState,
-    Group,
-    GroupSpec,
-    Phase,
-    RolloutPhase,
-)
+from forge.core.groups import AttemptState, Group, GroupSpec, Phase, RolloutPhase
 from forge.core.rollouts import RolloutClaim
 from forge.core.trajectory import TaskId, parse_trajectory_id
 from tests.support.durable_group import Durable
