@@ -13,17 +13,16 @@ call and a second loop in a process: `grpc.aio` serves several loops badly.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import grpc
 
-from forge.client.access import Access
 from forge.client.messages import Message
 from forge.client.retry import retried_sync
+from forge.client.session_client import SessionClient
 from forge.client.turns import (
     Answer,
     ChatOptions,
@@ -37,72 +36,20 @@ from forge.client.turns import (
     why_abandoned,
 )
 from forge.core.errors import ResourceExhausted, Unavailable
-from forge.runtime.rpc.channel import CHANNEL_OPTIONS
 from forge.runtime.rpc.status import from_rpc_error
 from forge.v1 import common_pb2, gateway_pb2
-from forge.v1 import gateway_pb2_grpc as gateway_grpc
 
 Result = TypeVar("Result")
 
 
-class SyncAgentSession:
+class SyncAgentSession(SessionClient):
     """`forge.client.AgentSession`, blocking: the same methods, arguments, results and errors.
 
     Any number of threads may use one session at once, as those of sub-agents do: their calls are
     one trajectory. Make it after a fork, not before: grpc does not survive one.
     """
 
-    def __init__(
-        self,
-        channel: grpc.Channel,
-        token: str,
-        *,
-        owns_rollout: bool = True,
-        owns_channel: bool = False,
-        timeout_s: float = 600.0,
-        retry_for_s: float = 30.0,
-    ) -> None:
-        self.info: SessionInfo | None = None
-        self._channel = channel
-        self._stub = gateway_grpc.GatewayServiceStub(channel)
-        self._metadata = Access(address="", token=token).metadata
-        self._owns_rollout = owns_rollout
-        self._owns_channel = owns_channel
-        self._timeout_s = timeout_s
-        self._retry_for_s = retry_for_s
-        self._closed = False
-
-    @classmethod
-    def connect(
-        cls,
-        address: str,
-        token: str,
-        *,
-        tls_ca: str = "",
-        tls_cert: str = "",
-        tls_key: str = "",
-        **options: Any,
-    ) -> Self:
-        """As `AgentSession.connect`."""
-        access = Access(
-            address=address, token=token, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key
-        )
-        return cls._reached(access, **options)
-
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self:
-        """The session a runner prepared for this process. Raises `ConfigError`."""
-        return cls._reached(Access.from_env(environ), owns_rollout=False)
-
-    @classmethod
-    def _reached(cls, access: Access, **options: Any) -> Self:
-        credentials = access.credentials()
-        channel = (
-            grpc.secure_channel(access.address, credentials, options=CHANNEL_OPTIONS)
-            if credentials
-            else grpc.insecure_channel(access.address, options=CHANNEL_OPTIONS)
-        )
-        return cls(channel, access.token, owns_channel=True, **options)
+    grpc_library: ClassVar[Any] = grpc
 
     def __enter__(self) -> Self:
         try:
