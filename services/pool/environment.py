@@ -1,6 +1,6 @@
 """The LMDB environment of one shard: opening, transactions, growth and what the disk answers.
 
-Owns the files in the data directory, their lock, the schema version and the size of the map.
+Owns the files in the data directory, their lock and the size of the map.
 Knows nothing of groups and trajectories. Every exception that leaves it is a `ForgeError` or a
 defect.
 """
@@ -19,15 +19,13 @@ from typing import TypeVar
 import lmdb
 
 from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
+from forge.runtime.telemetry import log
+from services.pool.migrations import SCHEMA_VERSION, migrate
 from services.pool.records import Records, Table
-
-SCHEMA_VERSION = 1
-"""Raise it with every change that old code cannot read."""
 
 DISK_RETRY_S = 2.0
 """When to try again after the disk was full."""
 
-_SCHEMA_KEY = b"schema_version"
 # A write cut short, which is how a full disk or a quota shows itself in a large page run, comes
 # out of LMDB as EIO.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -62,7 +60,7 @@ class Environment:
                 }
             # The files' names must survive a power loss as their content does.
             os.fsync(self._lock)
-            self._check_schema()
+            self._settle_schema()
         except BaseException:
             self.close()
             raise
@@ -84,16 +82,11 @@ class Environment:
         except lmdb.Error as error:
             raise ConfigError(f"data_dir {self.directory} cannot be opened: {error}") from None
 
-    def _check_schema(self) -> None:
-        found = self.read(lambda records: records.get(Table.META, _SCHEMA_KEY))
-        if found is None:
-            version = str(SCHEMA_VERSION).encode()
-            self.write(lambda records: records.put(Table.META, _SCHEMA_KEY, version))
-        elif found != str(SCHEMA_VERSION).encode():
-            raise ConfigError(
-                f"{self.directory} has pool schema version {bytes(found).decode()}, but this "
-                f"program reads and writes version {SCHEMA_VERSION}: start the version that wrote "
-                "it, or another data_dir"
+    def _settle_schema(self) -> None:
+        found = self.write(migrate)
+        if found != SCHEMA_VERSION:
+            log.info(
+                "shard_migrated", data_dir=str(self.directory), found=found, now=SCHEMA_VERSION
             )
 
     def read(self, look: Callable[[Records], T]) -> T:

@@ -44,6 +44,8 @@ class Table(Enum):
     TURNS = "turns"
     """A TurnHead, then the serialized Turn as it arrived."""
     REWARDS = "rewards"
+    CHANGES = "changes"
+    """The order in which trajectories were closed and rewarded; see `changes`."""
 
 
 class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -62,6 +64,10 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=Tru
     max_weight_version: int = -1
     sealed_unix_s: float = 0.0
     reason: str = ""
+    closed_change: int = 0
+    """Number of its closing in the change log; 0 while open."""
+    rewarded_change: int = 0
+    """Number of its latest reward after that; 0 before the first."""
 
     @property
     def is_open(self) -> bool:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from forge.core.trajectory import TrajectoryName
 from forge.v1 import common_pb2
 from services.pool.keys import index_of_turn_key, trajectory_key
@@ -41,15 +43,12 @@ def rewards_of(records: Records, trajectory: bytes) -> Iterator[Payload]:
 def count_turns(header: TrajectoryHeader, heads: Sequence[TurnHead]) -> TrajectoryHeader:
     """`header` with what `heads` add up to."""
     sampled = [head for head in heads if head.sampled_tokens]
-    return TrajectoryHeader(
-        state=header.state,
-        domain=header.domain,
+    return msgspec.structs.replace(
+        header,
         turns=len(heads),
         sampled_tokens=sum(head.sampled_tokens for head in heads),
         min_weight_version=min((head.min_weight_version for head in sampled), default=-1),
         max_weight_version=max((head.max_weight_version for head in sampled), default=-1),
-        sealed_unix_s=header.sealed_unix_s,
-        reason=header.reason,
     )
 
 

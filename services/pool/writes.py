@@ -21,6 +21,7 @@ from forge.core.errors import (
 )
 from forge.core.trajectory import TrajectoryName, sequence_lengths
 from forge.v1 import common_pb2
+from services.pool.changes import log_closed, log_rewarded
 from services.pool.commands import (
     AppendRewards,
     AppendTurns,
@@ -106,19 +107,29 @@ def _append_rewards(records: Records, command: AppendRewards) -> None:
     trajectory = trajectory_key(command.trajectory)
     header = header_of(records, trajectory)
     if header is None:
-        records.put(Table.TRAJECTORIES, trajectory, encode_header(TrajectoryHeader()))
+        header = TrajectoryHeader()
+        records.put(Table.TRAJECTORIES, trajectory, encode_header(header))
     elif header.state == common_pb2.TRAJECTORY_STATE_SEALED:
         _check_credits(command.trajectory, command.rewards, turns=header.turns)
-    _put_rewards(records, trajectory, command.rewards)
+    _put_rewards(records, trajectory, header, command.rewards)
 
 
 def _put_rewards(
-    records: Records, trajectory: bytes, rewards: Sequence[common_pb2.RewardEvent]
+    records: Records,
+    trajectory: bytes,
+    header: TrajectoryHeader,
+    rewards: Sequence[common_pb2.RewardEvent],
 ) -> None:
+    """Adds what is new among `rewards`; `header` is what the trajectory had before."""
+    added = False
     for reward in rewards:
         key = reward_key(trajectory, reward.event_id)
         if records.get(Table.REWARDS, key) is None:
             records.put(Table.REWARDS, key, reward.SerializeToString())
+            added = True
+    if added and not header.is_open:
+        header = log_rewarded(records, trajectory, header)
+        records.put(Table.TRAJECTORIES, trajectory, encode_header(header))
 
 
 def _check_credits(
@@ -151,8 +162,9 @@ def _seal(records: Records, command: SealTrajectory) -> common_pb2.TrajectorySum
             sealed_unix_s=command.sealed_unix_s,
             reason=command.reason,
         )
-        records.put(Table.TRAJECTORIES, trajectory, encode_header(count_turns(sealed, heads)))
-    _put_rewards(records, trajectory, command.rewards)
+        sealed = log_closed(records, trajectory, count_turns(sealed, heads))
+        records.put(Table.TRAJECTORIES, trajectory, encode_header(sealed))
+    _put_rewards(records, trajectory, header, command.rewards)
     summary = summarize(records, command.trajectory)
     assert summary is not None
     return summary

@@ -18,7 +18,8 @@ from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool import validation
 from services.pool.commands import AppendTurns, PutGroups
-from services.pool.environment import SCHEMA_VERSION, Environment
+from services.pool.environment import Environment
+from services.pool.migrations import SCHEMA_VERSION
 from services.pool.records import Table
 from services.pool.store import PoolStore
 from tests.support.pool_records import damage, make_group, make_turn
