@@ -30,7 +30,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from forge.core.packing import Node, Sample, TreePlan
-from forge.rl.learner import BatchPlan, Learner, LearnerConfig
+from forge.rl.batch_plan import BatchPlan
+from forge.rl.learner import Learner, LearnerConfig
 from forge.rl.losses import ObjectiveConfig, cispo_loss
 from forge.rl.policy import TreePolicy
 from forge.rl.tree_attention import TREE_ATTENTION

@@ -1,7 +1,8 @@
 """One optimizer step on a batch of samples, and the state a checkpoint needs to repeat it.
 
-Owns planning into trees, gradient accumulation, several passes over a batch, the guard against a
-step that is not finite, the learning-rate schedule and the optimizer. What is optimized is
+Owns gradient accumulation, several passes over a batch, the guards against a
+step that is not finite and against memory that does not suffice, the learning-rate schedule and
+the optimizer. What is optimized is
 `forge.rl.losses`; where batches come from and what happens to the weights afterwards is the
 trainer service's.
 """
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor
 
 from forge.core.errors import InvalidArgument
-from forge.core.packing import Sample, plan_trees
+from forge.core.packing import Sample
+from forge.rl.batch_plan import BatchPlan, plan_batch
 from forge.rl.losses import (
-    BatchSize,
     Objective,
     ObjectiveConfig,
     PolicyStats,
@@ -28,8 +29,9 @@ from forge.rl.losses import (
     TrainedTokens,
     policy_stats,
 )
+from forge.rl.memory import memory_shortage, smaller_budgets
 from forge.rl.policy import TreePolicy
-from forge.rl.tree_batch import TreeBatch, build_tree_batch
+from forge.rl.tree_batch import TreeBatch
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -57,6 +59,8 @@ class LearnerConfig:
     """Updates per batch, each on all of it."""
     token_budget: int = 16384
     """Most tokens in one forward pass; more become several, with accumulated gradients."""
+    token_budget_floor: int = 256
+    """Where the lowering of the budget ends, when memory does not suffice."""
 
     def rate(self, update: int) -> float:
         """Learning rate of an update, counted from 0."""
@@ -73,51 +77,6 @@ class LearnerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlan:
-    """A batch, merged and ready; made ahead of its step, on any thread."""
-
-    trees: tuple[TreeBatch, ...]
-    plan_s: float
-
-    @property
-    def trained_tokens(self) -> int:
-        """Over all samples."""
-        return sum(tree.trained_tokens for tree in self.trees)
-
-    @property
-    def size(self) -> BatchSize:
-        """What the loss is divided by."""
-        return BatchSize(
-            tokens=self.trained_tokens, samples=sum(len(tree.lengths_S) for tree in self.trees)
-        )
-
-    @property
-    def tree_tokens(self) -> int:
-        """Tokens that are computed."""
-        return sum(tree.tokens for tree in self.trees)
-
-    @property
-    def sample_tokens(self) -> int:
-        """Tokens that would be computed without merging."""
-        return sum(tree.sample_tokens for tree in self.trees)
-
-
-def plan_batch(samples: Sequence[Sample], *, token_budget: int, channels: int) -> BatchPlan:
-    """Merge a batch's samples into trees, on any thread: no weights are involved.
-
-    `channels` is `attention_channels` of the model. Raises `InvalidArgument` for a malformed
-    sample.
-    """
-    began = time.perf_counter()
-    for sample in samples:
-        sample.validate()
-    trainable = [sample for sample in samples if sample.trained]
-    plans = plan_trees(trainable, token_budget=token_budget)
-    trees = tuple(build_tree_batch(plan, trainable, channels=channels) for plan in plans)
-    return BatchPlan(trees=trees, plan_s=time.perf_counter() - began)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What one step did."""
 
@@ -129,8 +88,14 @@ class StepResult:
     stats: PolicyStats
     """Of the first pass, like loss and gradient norm: before this batch changed anything."""
     compute_s: float
+    plan: BatchPlan
+    """What was computed: not the plan given, if that did not fit into memory."""
     cut_short: str = ""
     """Why the batch's later passes were left out, after an update; "" when none was."""
+    memory_retries: int = 0
+    """How often the batch was begun anew in smaller trees, for want of memory."""
+    shortage: str = ""
+    """What the allocator said, the last time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,6 +104,20 @@ class _Frozen:
 
     old: Tensor
     reference: Tensor | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Gradient:
+    """Of a whole batch: on the parameters, unless `failed`."""
+
+    plan: BatchPlan
+    loss: float = 0.0
+    stats: list[TokenStats] = field(default_factory=list)
+    frozen: list[_Frozen] = field(default_factory=list)
+    retries: int = 0
+    shortage: str = ""
+    failed: str = ""
+    """Why there is none."""
 
 
 class Learner:
@@ -161,6 +140,8 @@ class Learner:
             )
         self.steps = 0
         """Optimizer steps taken so far."""
+        self.token_budget = config.token_budget
+        """In force: lowered when memory did not suffice, until the process ends."""
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -172,9 +153,7 @@ class Learner:
 
     def plan(self, samples: Sequence[Sample]) -> BatchPlan:
         """`plan_batch` for this policy."""
-        return plan_batch(
-            samples, token_budget=self.config.token_budget, channels=self.policy.channels
-        )
+        return plan_batch(samples, token_budget=self.token_budget, channels=self.policy.channels)
 
     def step(self, plan: BatchPlan, *, weight_version: int) -> StepResult:
         """Update on a batch, unless its loss or gradient is not finite.
@@ -183,24 +162,95 @@ class Learner:
         is skipped. `weight_version` names the weights stepped from.
         """
         began = time.perf_counter()
-        frozen: list[_Frozen] = []
-        loss, stats = self.accumulate(plan, weight_version=weight_version, frozen=frozen)
-        grad_norm, skipped = self._update(loss) if plan.trees else (0.0, "no trained tokens")
-        cut_short = ""
-        for _ in range(1, 1 if skipped else self.config.passes):
-            again, _ = self.accumulate(plan, weight_version=weight_version, frozen=frozen)
-            _, cut_short = self._update(again)
-            if cut_short:
-                break
+        first = self._gradient(plan, weight_version)
+        plan, frozen = first.plan, first.frozen
+        grad_norm, skipped = 0.0, first.failed or ("" if plan.trees else "no trained tokens")
+        if not skipped:
+            grad_norm, skipped = self._update(first.loss)
+        cut_short = "" if skipped else self._later_passes(plan, frozen, weight_version)
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(
-            loss=loss,
+            loss=first.loss,
             grad_norm=grad_norm,
             skipped=skipped,
-            stats=policy_stats(stats, weight_version=weight_version),
+            stats=policy_stats(first.stats, weight_version=weight_version),
             compute_s=time.perf_counter() - began,
+            plan=plan,
             cut_short=cut_short,
+            memory_retries=first.retries,
+            shortage=first.shortage,
         )
+
+    def _gradient(self, plan: BatchPlan, weight_version: int) -> _Gradient:
+        """Of a whole batch, in trees as small as memory demands.
+
+        Each attempt begins from nothing, as if the batch had been planned like that: nothing of
+        the one before stays in the gradients.
+        """
+        if plan.token_budget > self.token_budget:  # planned ahead of a shortage
+            plan = self.plan(plan.samples)
+        before, rng = self.token_budget, torch.get_rng_state()
+        tried = _Gradient(plan=plan)
+        while True:
+            tried.frozen.clear()
+            shortage = ""
+            try:
+                tried.loss, tried.stats = self.accumulate(
+                    tried.plan, weight_version=weight_version, frozen=tried.frozen
+                )
+            except (RuntimeError, MemoryError) as error:
+                shortage = memory_shortage(error)
+                if not shortage:
+                    raise
+            # From here on nothing holds the traceback, and with it the activations.
+            if not shortage:
+                return tried
+            tried.shortage = shortage
+            smaller = self._smaller(tried.plan)
+            if smaller is None:
+                tried.failed = (
+                    f"out of memory in a tree of {tried.plan.largest_tree} tokens, which no "
+                    f"token_budget down to {self.config.token_budget_floor} cuts: {shortage}"
+                )
+                # One sample that never fits is no reason to cut all others small.
+                self.token_budget = before
+                return tried
+            tried.plan = smaller
+            tried.retries += 1
+            torch.set_rng_state(rng)
+
+    def _smaller(self, plan: BatchPlan) -> BatchPlan | None:
+        """The batch within the largest lower budget that changes anything; None: there is none."""
+        self._optimizer.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        before = self.token_budget
+        largest = min(before, plan.largest_tree)
+        for budget in smaller_budgets(largest, floor=self.config.token_budget_floor):
+            self.token_budget = budget
+            smaller = self.plan(plan.samples)
+            if smaller.largest_tree < plan.largest_tree:
+                return smaller
+        self.token_budget = before
+        return None
+
+    def _later_passes(self, plan: BatchPlan, frozen: list[_Frozen], weight_version: int) -> str:
+        """More updates on a batch; why they were cut short, or ""."""
+        for _ in range(1, self.config.passes):
+            shortage = ""
+            try:
+                loss, _ = self.accumulate(plan, weight_version=weight_version, frozen=frozen)
+            except (RuntimeError, MemoryError) as error:
+                shortage = memory_shortage(error)
+                if not shortage:
+                    raise
+            if shortage:
+                # The next batch is cut smaller; this one has had its first update.
+                self._smaller(plan)
+                return f"out of memory: {shortage}"
+            _, cut_short = self._update(loss)
+            if cut_short:
+                return cut_short
+        return ""
 
     def accumulate(
         self, plan: BatchPlan, *, weight_version: int = 0, frozen: list[_Frozen] | None = None

@@ -98,6 +98,8 @@ class StepMetrics(_message.Message):
     BEHAVIOR_KL_FIELD_NUMBER: _builtins.int
     INFERENCE_GAP_MEAN_FIELD_NUMBER: _builtins.int
     INFERENCE_GAP_STALENESS_FIELD_NUMBER: _builtins.int
+    TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
+    MEMORY_RETRIES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     weight_version: _builtins.int
     loss: _builtins.float
@@ -136,6 +138,10 @@ class StepMetrics(_message.Message):
     inference_gap_mean: _builtins.float
     """Mean |log pi_trainer - log pi_behavior| over the tokens of least staleness, and that staleness."""
     inference_gap_staleness: _builtins.float
+    token_budget: _builtins.int
+    """Most tokens in one pass; lower than configured once memory did not suffice."""
+    memory_retries: _builtins.int
+    """How often this step was begun anew in smaller passes, for want of memory."""
     @_builtins.property
     def reward_by_domain(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
@@ -169,10 +175,12 @@ class StepMetrics(_message.Message):
         behavior_kl: _builtins.float = ...,
         inference_gap_mean: _builtins.float = ...,
         inference_gap_staleness: _builtins.float = ...,
+        token_budget: _builtins.int = ...,
+        memory_retries: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["behavior_kl", b"behavior_kl", "clip_fraction", b"clip_fraction", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "merge_ratio", b"merge_ratio", "publish_s", b"publish_s", "reference_kl", b"reference_kl", "reward_by_domain", b"reward_by_domain", "sample_tokens", b"sample_tokens", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behavior_kl", b"behavior_kl", "clip_fraction", b"clip_fraction", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "publish_s", b"publish_s", "reference_kl", b"reference_kl", "reward_by_domain", b"reward_by_domain", "sample_tokens", b"sample_tokens", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

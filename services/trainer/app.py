@@ -10,7 +10,7 @@ from functools import partial
 from transformers import AutoConfig
 
 from forge.core.errors import ActorStopped, ForgeError, Unavailable
-from forge.rl.learner import plan_batch
+from forge.rl.batch_plan import plan_batch
 from forge.rl.policy import attention_channels
 from forge.runtime.actor import ActorRef
 from forge.runtime.service import ServiceContext

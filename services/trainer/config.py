@@ -48,6 +48,9 @@ class TrainerConfig(ServiceConfig):
     token_budget: int = setting(
         16384, help="most tokens in one forward pass; more accumulate gradients", minimum=1
     )
+    token_budget_floor: int = setting(
+        256, help="when memory does not suffice the budget is halved, down to this", minimum=1
+    )
     learning_rate: float = setting(1e-5, help="of AdamW, after the warm-up", minimum=0)
     warmup_steps: int = setting(0, help="steps of linear learning-rate warm-up", minimum=0)
     learning_rate_schedule: str = setting(
@@ -189,6 +192,7 @@ class TrainerConfig(ServiceConfig):
             objective=self.objective(),
             passes=self.passes_per_batch,
             token_budget=self.token_budget,
+            token_budget_floor=self.token_budget_floor,
         )
 
     def objective(self) -> ObjectiveConfig:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from forge.rl.learner import BatchPlan, StepResult
+from forge.rl.learner import StepResult
 from forge.runtime.telemetry import counter, gauge, histogram
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.samples import BatchSamples
@@ -22,6 +22,9 @@ _SKIPPED = counter("forge_trainer_batches_skipped_total", "Batches that gave no 
 _TOKENS = counter("forge_trainer_trained_tokens_total", "Sampled tokens trained on.")
 _FLAT = counter("forge_trainer_flat_groups_total", "Groups whose rollouts all earned the same.")
 _EXCLUDED = counter("forge_trainer_excluded_trajectories_total", "Trajectories that do not add up.")
+_MEMORY = counter(
+    "forge_trainer_memory_retries_total", "Batches begun anew in smaller trees, for want of memory."
+)
 _STEP_S = histogram(
     "forge_trainer_step_seconds", "Computing one step.", buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300)
 )
@@ -44,6 +47,7 @@ _GAUGES = {
         ("logprob_gap_mean", "Mean |log pi - log pi_behavior|."),
         ("logprob_gap_p99", "99th percentile of |log pi - log pi_behavior|."),
         ("merge_ratio", "Tokens of all samples over tokens of the merged trees."),
+        ("token_budget", "Most tokens in one pass: lowered when memory did not suffice."),
         ("yield_j", "Effective agent training yield so far."),
     )
 }
@@ -66,13 +70,12 @@ def step_metrics(
     step: int,
     weight_version: int,
     batch: BatchSamples,
-    plan: BatchPlan,
     result: StepResult,
     times: StepTimes,
     earlier: Sequence[pb.StepMetrics],
 ) -> pb.StepMetrics:
     """All about one step that updated the weights."""
-    stats = result.stats
+    stats, plan = result.stats, result.plan
     metrics = pb.StepMetrics(
         step=step,
         weight_version=weight_version,
@@ -101,6 +104,8 @@ def step_metrics(
         behavior_kl=stats.behavior_kl,
         inference_gap_mean=stats.inference_gap_mean,
         inference_gap_staleness=stats.inference_gap_staleness,
+        token_budget=plan.token_budget,
+        memory_retries=result.memory_retries,
     )
     metrics.yield_j = training_yield([*earlier, metrics])
     return metrics
@@ -133,6 +138,7 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
     _TOKENS.inc(metrics.trained_tokens)
     _FLAT.inc(batch.flat_groups)
     _EXCLUDED.inc(batch.excluded)
+    _MEMORY.inc(metrics.memory_retries)
     _STEP_S.observe(metrics.step_s)
     for name, shown in _GAUGES.items():
         shown.set(getattr(metrics, name))

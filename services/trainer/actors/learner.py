@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound
-from forge.rl.learner import BatchPlan, Learner, StepResult
+from forge.rl.batch_plan import BatchPlan
+from forge.rl.learner import Learner, StepResult
 from forge.rl.policy import TreePolicy
 from forge.runtime.actor import ThreadActor
 from forge.runtime.telemetry import log

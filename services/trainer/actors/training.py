@@ -153,12 +153,11 @@ class Training(Actor):
             step=step,
             weight_version=self._record.weight_version,
             batch=batch.samples,
-            plan=batch.plan,
             result=result,
             times=times,
             earlier=self._record.steps,
         )
-        self._warn(result, step)
+        self._warn(result, step, batch.claim.batch_id)
         self._record.append(done)
         metrics.show(done, batch.samples)
         log.info(
@@ -174,7 +173,7 @@ class Training(Actor):
             flat_groups=batch.samples.flat_groups,
         )
 
-    def _warn(self, result: StepResult, step: int) -> None:
+    def _warn(self, result: StepResult, step: int, batch_id: str) -> None:
         """What a step that was taken should be looked at for."""
         stats, alarm = result.stats, self._config.logprob_gap_alarm
         if alarm and stats.inference_gap_mean > alarm:
@@ -184,6 +183,15 @@ class Training(Actor):
                 gap=round(stats.inference_gap_mean, 4),
                 logprob_gap_alarm=alarm,
                 staleness=stats.inference_gap_staleness,
+            )
+        if result.memory_retries:
+            log.warning(
+                "token_budget_lowered",
+                step=step,
+                batch_id=batch_id,
+                token_budget=result.plan.token_budget,
+                retries=result.memory_retries,
+                reason=result.shortage,
             )
         if result.cut_short:
             log.warning("passes_cut_short", step=step, reason=result.cut_short)

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from forge.core.errors import DataLoss, ForgeError, NotFound
 from forge.core.rewards import RewardWeights
-from forge.rl.learner import BatchPlan
+from forge.rl.batch_plan import BatchPlan
 from forge.runtime.rpc.chunks import split
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from services.trainer.batches import BatchSource, SourceSettings

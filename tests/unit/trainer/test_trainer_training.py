@@ -13,7 +13,8 @@ import pytest_asyncio
 import structlog
 
 from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
-from forge.rl.learner import BatchPlan, StepResult
+from forge.rl.batch_plan import BatchPlan
+from forge.rl.learner import StepResult
 from forge.rl.losses import PolicyStats
 from forge.runtime.actor import Actor, ActorRef, ActorSystem
 from forge.v1 import trainer_pb2 as pb
@@ -37,6 +38,8 @@ class World:
     skip: str = ""
     gap: float = 0.0
     """Between the log-probs of trainer and engine."""
+    retries: int = 0
+    """Of the next steps, for want of memory."""
     saved: Checkpoint | None = None
     batches: int = 100
 
@@ -60,7 +63,14 @@ class FakeLearner(Actor):
                 skipped, world.skip = world.skip, ""
                 stats = PolicyStats(inference_gap_mean=world.gap)
                 return StepResult(
-                    loss=0.5, grad_norm=1.0, skipped=skipped, stats=stats, compute_s=0.0
+                    loss=0.5,
+                    grad_norm=1.0,
+                    skipped=skipped,
+                    stats=stats,
+                    compute_s=0.0,
+                    plan=BatchPlan(trees=(), plan_s=0.0, token_budget=64),
+                    memory_retries=world.retries,
+                    shortage="no memory" if world.retries else "",
                 )
             case TakeSnapshot(step=step):
                 return Snapshot(step=step, tensors=[])
@@ -194,6 +204,18 @@ async def test_a_gap_to_the_engine_above_the_alarm_is_one_warning_a_step(run: Ru
     assert (warning["event"], warning["step"]) == ("logprob_gap_high", 2)
     assert (warning["gap"], warning["logprob_gap_alarm"]) == (0.2, 0.05)
     assert [step.inference_gap_mean for step in run.record.steps] == [0.04, 0.2]
+
+
+async def test_a_shortage_of_memory_is_one_warning_and_a_number(run: Run) -> None:
+    """The line says in which step and batch, and what the budget is now."""
+    await run.advance()
+    run.world.retries = 2
+    with structlog.testing.capture_logs() as logged:
+        await run.advance()
+    (warning,) = [line for line in logged if line["log_level"] == "warning"]
+    assert warning["event"] == "token_budget_lowered" and warning["reason"] == "no memory"
+    assert (warning["step"], warning["batch_id"], warning["token_budget"]) == (1, "b", 64)
+    assert [(one.memory_retries, one.token_budget) for one in run.record.steps] == [(2, 64)]
 
 
 async def test_without_a_batch_it_waits(run: Run) -> None:

@@ -1,0 +1,73 @@
+"""A batch of samples, merged into trees and ready for the learner.
+
+Owns the plan of a whole batch and what it is counted by. One tree is `forge.rl.tree_batch`; how
+samples are cut into trees is `forge.core.packing`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forge.core.packing import Sample, plan_trees
+from forge.rl.losses import BatchSize
+from forge.rl.tree_batch import TreeBatch, build_tree_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """A batch, merged and ready; made ahead of its step, on any thread."""
+
+    trees: tuple[TreeBatch, ...]
+    plan_s: float
+    samples: tuple[Sample, ...] = ()
+    """What was merged: to be merged anew within another budget."""
+    token_budget: int = 0
+
+    @property
+    def largest_tree(self) -> int:
+        """Tokens of the largest pass: what memory is needed for."""
+        return max((tree.tokens for tree in self.trees), default=0)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Over all samples."""
+        return sum(tree.trained_tokens for tree in self.trees)
+
+    @property
+    def size(self) -> BatchSize:
+        """What the loss is divided by."""
+        return BatchSize(
+            tokens=self.trained_tokens, samples=sum(len(tree.lengths_S) for tree in self.trees)
+        )
+
+    @property
+    def tree_tokens(self) -> int:
+        """Tokens that are computed."""
+        return sum(tree.tokens for tree in self.trees)
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens that would be computed without merging."""
+        return sum(tree.sample_tokens for tree in self.trees)
+
+
+def plan_batch(samples: Sequence[Sample], *, token_budget: int, channels: int) -> BatchPlan:
+    """Merge a batch's samples into trees, on any thread: no weights are involved.
+
+    `channels` is `attention_channels` of the model. Raises `InvalidArgument` for a malformed
+    sample.
+    """
+    began = time.perf_counter()
+    for sample in samples:
+        sample.validate()
+    trainable = [sample for sample in samples if sample.trained]
+    plans = plan_trees(trainable, token_budget=token_budget)
+    trees = tuple(build_tree_batch(plan, trainable, channels=channels) for plan in plans)
+    return BatchPlan(
+        trees=trees,
+        plan_s=time.perf_counter() - began,
+        samples=tuple(trainable),
+        token_budget=token_budget,
+    )

@@ -1,0 +1,121 @@
+"""Memory that does not suffice: the batch is cut smaller, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from forge.core.packing import Sample
+from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.policy import TreePolicy
+from tests.support.rl_models import make_sample, tiny_model
+
+NO_MACHINE_HAS = 1 << 60
+
+
+def learner(budget: int, **settings: Any) -> Learner:
+    config = LearnerConfig(learning_rate=1e-2, token_budget=budget, token_budget_floor=8)
+    return Learner(TreePolicy(tiny_model("qwen3", torch.float32)), replace(config, **settings))
+
+
+def samples() -> list[Sample]:
+    """Eight sequences of six tokens that share only the first one."""
+    rng = Random(3)
+    return [make_sample([1, n, n + 1, 5, 6, 7], (2, 6), rng=rng) for n in range(2, 10)]
+
+
+@contextmanager
+def memory_for(one: Learner, tokens: int, *, backward: bool = False) -> Iterator[list[int]]:
+    """The allocator truly fails for trees above that size; yields the sizes that were tried."""
+    sizes: list[int] = []
+
+    def forward(_: Any, inputs: Any, given: dict[str, Any], output: Any) -> None:
+        sizes.append(given["input_ids"].shape[1])
+        if sizes[-1] > tokens:
+            exhaust: Callable[[Any], Any] = lambda _: torch.empty(NO_MACHINE_HAS)  # noqa: E731
+            output.last_hidden_state.register_hook(exhaust) if backward else exhaust(None)
+
+    hook = one.policy.model.base_model.register_forward_hook(forward, with_kwargs=True)
+    yield sizes
+    hook.remove()
+
+
+def weights(one: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in one.policy.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_batch_that_does_not_fit_is_cut_smaller_and_trained_exactly(backward: bool) -> None:
+    """Bit for bit the step of a smaller budget, whatever gradients the failed attempt had left."""
+    short = learner(32)
+    with memory_for(short, 11, backward=backward) as sizes:
+        result = short.step(short.plan(samples()), weight_version=1)
+    assert max(sizes) > 11 and result.memory_retries > 0 and result.skipped == ""
+    assert "allocate memory" in result.shortage
+    small = learner(short.token_budget)
+    expected = small.step(small.plan(samples()), weight_version=1)
+    assert [tree.tokens for tree in result.plan.trees] == [t.tokens for t in expected.plan.trees]
+    assert result.loss == expected.loss
+    mine, other = weights(short), weights(small)
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def test_a_lowered_budget_stays() -> None:
+    """The next batch, planned ahead with the old one, does not fail first."""
+    one = learner(32)
+    plan = one.plan(samples())
+    with memory_for(one, 16) as sizes:
+        one.step(plan, weight_version=1)
+        sizes.clear()
+        again = one.step(plan, weight_version=2)
+    assert again.memory_retries == 0 and max(sizes) <= 16
+    assert again.plan.token_budget == one.token_budget <= 16
+
+
+def test_what_never_fits_is_skipped_with_the_reason() -> None:
+    """Weights stay; the budget too, since a smaller one would have helped nobody."""
+    one = learner(32)
+    before = weights(one)
+    with memory_for(one, 3):
+        result = one.step(one.plan(samples()), weight_version=1)
+    assert "out of memory in a tree of 6 tokens, which no token_budget down to 8 cuts" in (
+        result.skipped
+    )
+    assert all(torch.equal(weights(one)[name], before[name]) for name in before)
+    assert (one.steps, one.token_budget) == (0, 32)
+    assert one.step(one.plan(samples()), weight_version=1).skipped == ""
+
+
+def test_memory_that_ends_in_a_later_pass_leaves_the_rest_out() -> None:
+    """The first update stays; the next batch is cut smaller."""
+    one = learner(32, passes=3)
+    with memory_for(one, 100) as sizes, pytest.MonkeyPatch.context() as patch:
+        update = one._update
+
+        def then_short(loss: float) -> tuple[float, str]:
+            patch.setattr(torch.Tensor, "backward", lambda _: torch.empty(NO_MACHINE_HAS))
+            return update(loss)
+
+        patch.setattr(one, "_update", then_short)
+        result = one.step(one.plan(samples()), weight_version=1)
+    assert result.skipped == "" and "out of memory" in result.cut_short
+    assert one.steps == 1 and one.token_budget < max(sizes) <= 32
+
+
+def test_another_error_is_not_taken_for_a_shortage() -> None:
+    """It goes to whoever supervises."""
+    one = learner(32)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def broken(_: Any) -> Any:
+            raise RuntimeError("shapes do not match")
+
+        patch.setattr(one.policy, "logprobs", broken)
+        with pytest.raises(RuntimeError, match="shapes"):
+            one.step(one.plan(samples()), weight_version=1)
