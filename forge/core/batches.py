@@ -36,7 +36,9 @@ class Batch:
 class Batches:
     """Every batch of one leader's term, and the commits of all terms."""
 
-    def __init__(self, books: Books, settings: QueueSettings, *, term: int) -> None:
+    def __init__(
+        self, books: Books, settings: QueueSettings, *, term: int, void_before: tuple[int, int]
+    ) -> None:
         self._books = books
         self._settings = settings
         self._term = term
@@ -44,9 +46,9 @@ class Batches:
         self._open: dict[str, Batch] = {}
         self._committed: dict[str, int] = {}
         """Step by batch id: makes a repeated commit harmless."""
-        self._void_before = (0, 0)
+        self.void_before = void_before
         """Term and number. What was granted before was taken back by a rewind: what was learned
-        from it is in no surviving checkpoint."""
+        from it is in no surviving checkpoint. To be durable before a rewind is applied."""
 
     def get(self, batch_id: str) -> Batch | None:
         """The open batch of that id."""
@@ -151,7 +153,7 @@ class Batches:
         given back since, and name the groups to store as PENDING."""
         for batch_id in tuple(self._open):
             self.release(batch_id)
-        self._void_before = (self._term, self._issued)
+        self.void_before = (self._term, self._issued)
         return tuple(group.spec.task_id for group in self._books.trained_after(step))
 
     def rewind(self, step: int) -> int:
@@ -193,7 +195,7 @@ class Batches:
         return batch.task_ids
 
     def _hold_again(self, batch_id: str, groups: Sequence[Group], now_s: float) -> Batch:
-        if not groups or _granted_at(batch_id) < self._void_before:
+        if not groups or _granted_at(batch_id) < self.void_before:
             raise NotFound(f"batch_id {batch_id!r} is not held: its groups went back")
         for group in groups:
             if group.phase is not Phase.COMPLETE:

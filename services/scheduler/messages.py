@@ -129,9 +129,19 @@ class ApplyRelease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareRewind:
-    """Answered by task ids by pool shard, to be stored as PENDING."""
+    """Answered by a RewindPlan."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewindPlan:
+    """What is to be durable before a rewind is applied."""
+
+    void_before: tuple[int, int]
+    """Of the batches that are taken back for good; for the term record."""
+    groups: Mapping[str, Sequence[str]]
+    """Task ids by pool shard, to be stored as PENDING."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """How a new leader takes office: the pool's records become the queue again.
 
-    1. read the term record from etcd, add one, write it back
+    1. read the term record from etcd, add one, write it back (`services.scheduler.record`)
     2. wait until every pool shard that ever held a group is registered
     3. fence each shard, so that an earlier leader's writes are refused from then on
     4. scan each shard, and add every group in queue order
@@ -11,18 +11,15 @@ A shard is entered in the record before the first group is put on it, so none ca
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from forge.core.groups import Attempt, AttemptState, Group, GroupSpec, Phase
 from forge.core.trajectory import TaskId, parse_trajectory_id
-from forge.runtime.coordination import Coordinator
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.shards import PoolShards
 
-TERM_KEY = "scheduler/term"
 _REMIND_S = 10.0
 
 _PHASES = {
@@ -43,41 +40,6 @@ class StoredGroup:
     record: common_pb2.GroupRecord
     group: Group
     summaries: Sequence[common_pb2.TrajectorySummary]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TermRecord:
-    """What the leaders of one cluster hand on to each other, besides the pool."""
-
-    term: int
-    """Counts leaders from 0; part of every attempt and batch id."""
-    shards: frozenset[str]
-    """Every pool shard that may hold groups."""
-    claims: bool
-    """Whether runners may hold claims of this or an earlier term."""
-    revision: int
-    """Of the key in etcd; 0 before the first."""
-
-    @classmethod
-    async def read(cls, coordinator: Coordinator) -> TermRecord:
-        stored = await coordinator.get(TERM_KEY)
-        if stored is None:
-            return cls(term=-1, shards=frozenset(), claims=False, revision=0)
-        fields = json.loads(stored.value)
-        return cls(
-            term=fields["term"],
-            shards=frozenset(fields["shards"]),
-            claims=fields["claims"],
-            revision=stored.mod_revision,
-        )
-
-    async def write(self, coordinator: Coordinator) -> TermRecord:
-        """The record as it stands then. Raises StaleFence when another leader wrote since."""
-        fields = {"term": self.term, "shards": sorted(self.shards), "claims": self.claims}
-        revision = await coordinator.compare_and_swap(
-            TERM_KEY, json.dumps(fields).encode(), expected_revision=self.revision
-        )
-        return replace(self, revision=revision)
 
 
 async def wait_for_shards(

@@ -17,7 +17,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler import metrics
 from services.scheduler.catalog import Catalog
-from services.scheduler.messages import BatchView, Fate, Grant, GroupView, Report
+from services.scheduler.messages import BatchView, Fate, Grant, GroupView, Report, RewindPlan
 from services.scheduler.progress import Progress, outcome_of
 from services.scheduler.recovery import StoredGroup
 from services.scheduler.validation import MAX_PAYLOAD_BYTES, digest_of
@@ -193,6 +193,10 @@ class TermState:
             batch_id, step=step, task_ids=task_ids, now_s=now_s
         )
         return self.by_shard(prepared)
+
+    def prepare_rewind(self, step: int) -> RewindPlan:
+        groups = self.by_shard(self.queue.batches.prepare_rewind(step))
+        return RewindPlan(void_before=self.queue.batches.void_before, groups=groups)
 
     def prepare_release(self, batch_id: str, *, now_s: float) -> dict[str, list[str]]:
         return self.by_shard(self.queue.batches.prepare_release(batch_id, now_s=now_s))

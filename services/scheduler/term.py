@@ -12,7 +12,7 @@ import gc
 import time
 from dataclasses import dataclass, replace
 
-from forge.core.errors import ForgeError, StaleFence
+from forge.core.errors import ForgeError
 from forge.core.generation import GenerationQueue
 from forge.runtime.actor import ActorRef, ActorSystem, Restart
 from forge.runtime.coordination import Coordinator, Leadership
@@ -24,7 +24,8 @@ from services.scheduler.actors.queue import QueueActor
 from services.scheduler.actors.registrar import Registrar
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.messages import Connect, GetStatus, RestoreGroups, SetAway
-from services.scheduler.recovery import TermRecord, enlist, wait_for_shards
+from services.scheduler.record import OwnRecord, TermRecord
+from services.scheduler.recovery import enlist, wait_for_shards
 from services.scheduler.shards import PoolShards
 from services.scheduler.state import TermState
 
@@ -78,7 +79,7 @@ class Term:
         )
         await record.write(self._coordinator)
         self._number, self._enlisted = record.term, enlisted
-        state = await self._rebuild(enlisted, hold=last.claims)
+        state = await self._rebuild(enlisted, last)
         self._office = office = await self._start_actors(state)
         self._keeper = asyncio.create_task(self._keep_shards(office), name="shard-keeper")
         self._keeper.add_done_callback(lambda _: self._failed.set())
@@ -117,14 +118,15 @@ class Term:
         gc.unfreeze()
         log.info("term_ended", term=self._number, fence=self._leadership.fence)
 
-    async def _rebuild(self, enlisted: frozenset[str], *, hold: bool) -> TermState:
+    async def _rebuild(self, enlisted: frozenset[str], last: TermRecord) -> TermState:
         found = await enlist(self._shards, enlisted)
         now_s = time.monotonic()
         hold_s = self._config.takeover_hold_s or self._config.rollout_lease_s / 2
         queue = GenerationQueue(
             self._config.queue_settings(),
             term=self._number,
-            hold_leases_until_s=now_s + hold_s if hold else 0.0,
+            hold_leases_until_s=now_s + hold_s if last.claims else 0.0,
+            void_before=last.void_before,
         )
         state = TermState(queue, max_pending=self._config.max_queued_groups)
         for stored in found:
@@ -154,7 +156,9 @@ class Term:
             name="registrar",
             restart=no_restart,
         )
-        ledger = await spawn(lambda: Ledger(queue, self._shards), name="ledger", restart=no_restart)
+        ledger = await spawn(
+            lambda: Ledger(queue, self._shards, self._record()), name="ledger", restart=no_restart
+        )
         inspector = await spawn(
             lambda: Inspector(queue, self._shards), name="inspector", restart=no_restart
         )
@@ -189,17 +193,13 @@ class Term:
     async def _admit(self, joined: frozenset[str], office: Office) -> None:
         """Shards that were not there when the term began. Raises ForgeError."""
         # The record first: a shard it does not name would be forgotten by the next term.
-        record = await self._read_own_record()
-        await replace(record, shards=record.shards | joined).write(self._coordinator)
+        await self._record().add_shards(joined)
         found = await enlist(self._shards, joined)
         await office.queue.ask(RestoreGroups(groups=found), timeout_s=ASK_S)
         self._enlisted |= joined
 
-    async def _read_own_record(self) -> TermRecord:
-        record = await TermRecord.read(self._coordinator)
-        if record.term != self._number:
-            raise StaleFence(f"term {self._number} is over: term {record.term} has begun")
-        return record
+    def _record(self) -> OwnRecord:
+        return OwnRecord(self._coordinator, self._number)
 
     async def _note_that_no_claims_are_out(self) -> None:
         """Then the next leader need not wait for runners to renew."""
@@ -208,5 +208,4 @@ class Term:
         with contextlib.suppress(ForgeError):
             status = await self._office.queue.ask(GetStatus(), timeout_s=RETRY_S)
             if status.running_rollouts == 0:
-                record = await self._read_own_record()
-                await replace(record, claims=False).write(self._coordinator)
+                await self._record().amend(claims=False)

@@ -55,6 +55,28 @@ async def test_standby_takes_over_from_a_killed_leader_with_all_work_in_flight(
     assert ids_of(await forge.take()) == ["e", "f"]
 
 
+async def test_batch_that_a_rewind_took_back_stays_void_under_the_next_leader(
+    forge: SchedulerCluster,
+) -> None:
+    """Rewind, then SIGKILL: the new leader refuses the step that is in no surviving checkpoint,
+    and its groups are trained once."""
+    leader = forge.start_scheduler()
+    first = await forge.leader()
+    forge.start_scheduler()
+    await forge.submit([make_task(name) for name in "ab"])
+    await forge.complete(2)
+    replaced = await forge.take()
+    await forge.ask("Rewind", scheduler_pb2.RewindRequest(step=0))
+    leader.kill()
+    await forge.leader(other_than=first.instance_id)
+    with pytest.raises(NotFound, match="went back"):
+        await forge.commit(replaced, 1)
+    surviving = await forge.take(trainer="successor")
+    assert ids_of(surviving) == ids_of(replaced)
+    await forge.commit(surviving, 1)
+    assert (await forge.status()).trained == 2
+
+
 async def test_standby_answers_unavailable_and_names_the_leader(forge: SchedulerCluster) -> None:
     """A client that asked the wrong one learns where to go."""
     forge.start_scheduler()

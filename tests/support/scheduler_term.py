@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from forge.core.admission import QueueSettings
 from forge.core.errors import Unavailable
@@ -66,6 +67,16 @@ class FakeShards:
             raise Unavailable(f"pool shard {shard} does not answer")
 
 
+class FakeRecord:
+    """The term record, in memory."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {}
+
+    async def amend(self, **changes: Any) -> None:
+        self.fields |= changes
+
+
 class Clock:
     """Time that passes when a test says so."""
 
@@ -91,6 +102,7 @@ class TermActors:
             concurrency=8, window=8, rollout_lease_s=10.0, short_batch_after_s=0.0, max_attempts=2
         )
         self.state = TermState(GenerationQueue(settings), max_pending=100)
+        self.record = FakeRecord()
         self.system = ActorSystem("term")
 
     async def start(self) -> None:
@@ -105,7 +117,9 @@ class TermActors:
             ),
             name="registrar",
         )
-        self.ledger = await spawn(lambda: Ledger(self.queue, self.shards), name="ledger")
+        self.ledger = await spawn(
+            lambda: Ledger(self.queue, self.shards, self.record), name="ledger"
+        )
         self.inspector = await spawn(lambda: Inspector(self.queue, self.shards), name="inspector")
         connect = Connect(own=self.queue, ledger=self.ledger, inspector=self.inspector)
         await self.ledger.ask(connect, timeout_s=5)

@@ -18,6 +18,7 @@ from forge.runtime.actor import Actor, ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler import messages as m
+from services.scheduler.record import OwnRecord
 from services.scheduler.shards import Change, PoolShards
 
 ASK_S = 10.0
@@ -34,9 +35,10 @@ class Ledger(Actor):
 
     mailbox_size: ClassVar[int] = 4096
 
-    def __init__(self, queue: ActorRef, shards: PoolShards) -> None:
+    def __init__(self, queue: ActorRef, shards: PoolShards, record: OwnRecord) -> None:
         self._queue = queue
         self._shards = shards
+        self._record = record
         self._fates: defaultdict[str, list[m.Fate]] = defaultdict(list)
         self._own: ActorRef | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -91,8 +93,11 @@ class Ledger(Actor):
         await self._queue.ask(apply, timeout_s=ASK_S)
 
     async def _rewind(self, step: int) -> int:
-        groups = await self._queue.ask(m.PrepareRewind(step=step), timeout_s=ASK_S)
-        await self._shards.set_states(_changes(groups, common_pb2.GROUP_STATE_PENDING))
+        plan: m.RewindPlan = await self._queue.ask(m.PrepareRewind(step=step), timeout_s=ASK_S)
+        # The mark first: between the two, a new leader would take the step of a trainer that was
+        # replaced for one that may still count.
+        await self._record.amend(void_before=plan.void_before)
+        await self._shards.set_states(_changes(plan.groups, common_pb2.GROUP_STATE_PENDING))
         undone: int = await self._queue.ask(m.ApplyRewind(step=step), timeout_s=ASK_S)
         log.info("rewound", step=step, groups=undone)
         return undone

@@ -109,7 +109,7 @@ class QueueActor(Actor):
             case m.ApplyRelease(batch_id=batch_id, reason=reason):
                 state.queue.batches.release(batch_id, reason=reason)
             case m.PrepareRewind(step=step):
-                return state.by_shard(state.queue.batches.prepare_rewind(step))
+                return state.prepare_rewind(step)
             case m.ApplyRewind(step=step):
                 return state.queue.batches.rewind(step)
             case _:

@@ -63,7 +63,9 @@ class GenerationQueueMachine(RuleBasedStateMachine):
         self.failed: set[str] = set()
         """Attempts that this leader counted as failed."""
         self.revoked: set[str] = set()
-        """Batches that this leader took back by a rewind."""
+        """Batches that a rewind took back."""
+        self.void_before = (0, 0)
+        """What of that is durable."""
         self.queue = GenerationQueue(self.settings)
 
     # Operator
@@ -293,6 +295,7 @@ class GenerationQueueMachine(RuleBasedStateMachine):
         self.revoked |= {batch_id for batch_id, _ in self.batches.values()}
         undone = self.queue.batches.prepare_rewind(step)
         assert set(undone) == {task for task, trained in self.trained.items() if trained > step}
+        self.void_before = self.queue.batches.void_before
         for task_id in undone:
             del self.trained[task_id]
             self.pool[task_id].phase = Phase.QUEUED
@@ -307,8 +310,7 @@ class GenerationQueueMachine(RuleBasedStateMachine):
         """The leader dies; the next one knows what was durable, and nothing else."""
         self.term += 1
         self.failed.clear()
-        self.revoked.clear()
-        self.queue = GenerationQueue(self.settings, term=self.term)
+        self.queue = GenerationQueue(self.settings, term=self.term, void_before=self.void_before)
         for durable in sorted(self.pool.values(), key=lambda one: one.spec.index):
             self.queue.add(durable.restored(), now_s=self.now_s)
 

@@ -152,6 +152,24 @@ async def test_release_with_a_reason_is_stored_as_a_tombstone(
     assert (await status(term)).tombstoned == 1
 
 
+async def test_rewind_is_on_record_before_it_is_in_the_pool(
+    term: TermActors, shards: FakeShards
+) -> None:
+    """Whenever the leader dies in between, its successor knows which batches are void."""
+    await submit(term, make_task("a"))
+    await complete(term, *await lease(term))
+    batch = await take(term, 1)
+    await term.ledger.ask(
+        m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"]), timeout_s=ASK_S
+    )
+    shards.down |= {"s0", "s1"}
+    with pytest.raises(Unavailable):
+        await term.ledger.ask(m.Rewind(step=0), timeout_s=ASK_S)
+    assert term.record.fields == {"void_before": (0, 1)}
+    shards.down.clear()
+    assert await term.ledger.ask(m.Rewind(step=0), timeout_s=ASK_S) == 1
+
+
 async def test_fate_waits_for_its_shard_and_holds_up_nobody(
     term: TermActors, shards: FakeShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,86 @@
+"""The term record: what the leaders of one cluster hand on to each other, besides the pool.
+
+One small key in etcd. Owns its form and how it is changed: by compare-and-swap, by the leader of
+the term it names and by nobody else.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from forge.core.errors import StaleFence
+from forge.runtime.coordination import Coordinator
+
+TERM_KEY = "scheduler/term"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermRecord:
+    """The record as it stood at one revision."""
+
+    term: int = -1
+    """Counts leaders from 0; part of every attempt and batch id."""
+    shards: frozenset[str] = frozenset()
+    """Every pool shard that may hold groups."""
+    claims: bool = False
+    """Whether runners may hold claims of this or an earlier term."""
+    void_before: tuple[int, int] = (0, 0)
+    """Term and number: batches granted before were taken back by a rewind, for good."""
+    revision: int = 0
+    """Of the key in etcd; 0 before the first."""
+
+    @classmethod
+    async def read(cls, coordinator: Coordinator) -> TermRecord:
+        stored = await coordinator.get(TERM_KEY)
+        if stored is None:
+            return cls()
+        fields = json.loads(stored.value)
+        term, number = fields.get("void_before", (0, 0))
+        return cls(
+            term=fields["term"],
+            shards=frozenset(fields["shards"]),
+            claims=fields["claims"],
+            void_before=(term, number),
+            revision=stored.mod_revision,
+        )
+
+    async def write(self, coordinator: Coordinator) -> TermRecord:
+        """The record as it stands then. Raises StaleFence when another leader wrote since."""
+        fields = {
+            "term": self.term,
+            "shards": sorted(self.shards),
+            "claims": self.claims,
+            "void_before": self.void_before,
+        }
+        revision = await coordinator.compare_and_swap(
+            TERM_KEY, json.dumps(fields).encode(), expected_revision=self.revision
+        )
+        return replace(self, revision=revision)
+
+
+class OwnRecord:
+    """The record in the hands of one term's leader."""
+
+    def __init__(self, coordinator: Coordinator, term: int) -> None:
+        self._coordinator = coordinator
+        self._term = term
+
+    async def amend(self, **changes: Any) -> TermRecord:
+        """Change fields; durable on return. Raises StaleFence once another term has begun."""
+        while True:
+            record = await TermRecord.read(self._coordinator)
+            if record.term != self._term:
+                raise StaleFence(f"term {self._term} is over: term {record.term} has begun")
+            try:
+                return await replace(record, **changes).write(self._coordinator)
+            except StaleFence:
+                # Another part of this leader wrote in between; a new leader shows when read.
+                continue
+
+    async def add_shards(self, joined: frozenset[str]) -> None:
+        """Enter shards before the first group is put on them. Raises StaleFence."""
+        # Only the keeper of shards changes this field, so nothing is lost between the two reads.
+        record = await TermRecord.read(self._coordinator)
+        await self.amend(shards=record.shards | joined)
