@@ -494,6 +494,9 @@ class GroupRecord(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     POOL_SHARD_FIELD_NUMBER: _builtins.int
+    TASK_DIGEST_FIELD_NUMBER: _builtins.int
+    SETTLED_UNIX_S_FIELD_NUMBER: _builtins.int
+    FREED_UNIX_S_FIELD_NUMBER: _builtins.int
     queue_index: _builtins.int
     """Position in the generation queue of its purpose."""
     state: Global___GroupState.ValueType
@@ -505,6 +508,14 @@ class GroupRecord(_message.Message):
     """Why it was given up; set in TOMBSTONED."""
     pool_shard: _builtins.str
     """The pool shard that holds its trajectories."""
+    task_digest: _builtins.bytes
+    """Digest of the task as it was submitted, chosen by the scheduler. With it the payload can be
+    freed and a task that is submitted again is still known.
+    """
+    settled_unix_s: _builtins.float
+    """When it was trained, tombstoned or evaluated, by the pool's clock; 0 before."""
+    freed_unix_s: _builtins.float
+    """When its turns, rewards and payload were freed; 0 while they are there."""
     @_builtins.property
     def task(self) -> Global___Task: ...
     def __init__(
@@ -517,10 +528,13 @@ class GroupRecord(_message.Message):
         step: _builtins.int = ...,
         reason: _builtins.str = ...,
         pool_shard: _builtins.str = ...,
+        task_digest: _builtins.bytes = ...,
+        settled_unix_s: _builtins.float = ...,
+        freed_unix_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "pool_shard", b"pool_shard", "queue_index", b"queue_index", "reason", b"reason", "state", b"state", "step", b"step", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "freed_unix_s", b"freed_unix_s", "pool_shard", b"pool_shard", "queue_index", b"queue_index", "reason", b"reason", "settled_unix_s", b"settled_unix_s", "state", b"state", "step", b"step", "task", b"task", "task_digest", b"task_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -666,6 +680,8 @@ class TrajectorySummary(_message.Message):
     MAX_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     SEALED_UNIX_S_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
+    FREED_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     task_id: _builtins.str
     state: Global___TrajectoryState.ValueType
@@ -675,7 +691,14 @@ class TrajectorySummary(_message.Message):
     """Lowest and highest version among its sampled tokens; -1 when it has none."""
     max_weight_version: _builtins.int
     sealed_unix_s: _builtins.float
+    """When it was closed, sealed or abandoned; 0 while open."""
     reason: _builtins.str
+    domain: _builtins.str
+    """"" while open."""
+    freed: _builtins.bool
+    """Its turns and rewards were freed, as docs/pool.md tells. The counts stay, and of the rewards
+    one event with the sum of all outcomes.
+    """
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardEvent]: ...
     def __init__(
@@ -691,10 +714,12 @@ class TrajectorySummary(_message.Message):
         max_weight_version: _builtins.int = ...,
         sealed_unix_s: _builtins.float = ...,
         reason: _builtins.str = ...,
+        domain: _builtins.str = ...,
+        freed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "reason", b"reason", "rewards", b"rewards", "sampled_tokens", b"sampled_tokens", "sealed_unix_s", b"sealed_unix_s", "state", b"state", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "freed", b"freed", "max_weight_version", b"max_weight_version", "min_weight_version", b"min_weight_version", "reason", b"reason", "rewards", b"rewards", "sampled_tokens", b"sampled_tokens", "sealed_unix_s", b"sealed_unix_s", "state", b"state", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ from forge.v1 import common_pb2 as _common_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -20,6 +21,27 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _TrajectoryChange:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TrajectoryChangeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TrajectoryChange.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRAJECTORY_CHANGE_UNSPECIFIED: _TrajectoryChange.ValueType  # 0
+    TRAJECTORY_CHANGE_CLOSED: _TrajectoryChange.ValueType  # 1
+    """Sealed or abandoned; its state says which."""
+    TRAJECTORY_CHANGE_REWARDED: _TrajectoryChange.ValueType  # 2
+    """Got a reward when it was closed already."""
+
+class TrajectoryChange(_TrajectoryChange, metaclass=_TrajectoryChangeEnumTypeWrapper): ...
+
+TRAJECTORY_CHANGE_UNSPECIFIED: TrajectoryChange.ValueType  # 0
+TRAJECTORY_CHANGE_CLOSED: TrajectoryChange.ValueType  # 1
+"""Sealed or abandoned; its state says which."""
+TRAJECTORY_CHANGE_REWARDED: TrajectoryChange.ValueType  # 2
+"""Got a reward when it was closed already."""
+Global___TrajectoryChange: _TypeAlias = TrajectoryChange  # noqa: Y015
 
 @_typing.final
 class PutGroupsRequest(_message.Message):
@@ -402,15 +424,207 @@ class FetchTrajectoriesResponse(_message.Message):
 Global___FetchTrajectoriesResponse: _TypeAlias = FetchTrajectoriesResponse  # noqa: Y015
 
 @_typing.final
-class GetPoolStatsRequest(_message.Message):
+class TrajectoryFilter(_message.Message):
+    """Which trajectories are meant. What is unset restricts nothing."""
+
     DESCRIPTOR: _descriptor.Descriptor
+
+    DOMAIN_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    MIN_REWARD_FIELD_NUMBER: _builtins.int
+    MAX_REWARD_FIELD_NUMBER: _builtins.int
+    REWARD_NAME_FIELD_NUMBER: _builtins.int
+    MIN_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    CLOSED_FROM_UNIX_S_FIELD_NUMBER: _builtins.int
+    CLOSED_BEFORE_UNIX_S_FIELD_NUMBER: _builtins.int
+    domain: _builtins.str
+    """An open trajectory has no domain yet."""
+    state: _common_pb2.TrajectoryState.ValueType
+    min_reward: _builtins.float
+    """Bounds, included, of the sum of the rewards named `reward_name`; without a name, of those of
+    kind OUTCOME. A trajectory without any of them fits no bound.
+    """
+    max_reward: _builtins.float
+    reward_name: _builtins.str
+    min_weight_version: _builtins.int
+    """At least one token was sampled by weights from the one version to the other, both included."""
+    max_weight_version: _builtins.int
+    closed_from_unix_s: _builtins.float
+    """When it was closed: at or after the one, before the other. Unix time, seconds."""
+    closed_before_unix_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        domain: _builtins.str = ...,
+        state: _common_pb2.TrajectoryState.ValueType = ...,
+        min_reward: _builtins.float | None = ...,
+        max_reward: _builtins.float | None = ...,
+        reward_name: _builtins.str = ...,
+        min_weight_version: _builtins.int | None = ...,
+        max_weight_version: _builtins.int | None = ...,
+        closed_from_unix_s: _builtins.float | None = ...,
+        closed_before_unix_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_closed_before_unix_s", b"_closed_before_unix_s", "_closed_from_unix_s", b"_closed_from_unix_s", "_max_reward", b"_max_reward", "_max_weight_version", b"_max_weight_version", "_min_reward", b"_min_reward", "_min_weight_version", b"_min_weight_version", "closed_before_unix_s", b"closed_before_unix_s", "closed_from_unix_s", b"closed_from_unix_s", "max_reward", b"max_reward", "max_weight_version", b"max_weight_version", "min_reward", b"min_reward", "min_weight_version", b"min_weight_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closed_before_unix_s", b"_closed_before_unix_s", "_closed_from_unix_s", b"_closed_from_unix_s", "_max_reward", b"_max_reward", "_max_weight_version", b"_max_weight_version", "_min_reward", b"_min_reward", "_min_weight_version", b"_min_weight_version", "closed_before_unix_s", b"closed_before_unix_s", "closed_from_unix_s", b"closed_from_unix_s", "domain", b"domain", "max_reward", b"max_reward", "max_weight_version", b"max_weight_version", "min_reward", b"min_reward", "min_weight_version", b"min_weight_version", "reward_name", b"reward_name", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__closed_before_unix_s: _TypeAlias = _typing.Literal["closed_before_unix_s"]  # noqa: Y015
+    _WhichOneofArgType__closed_before_unix_s: _TypeAlias = _typing.Literal["_closed_before_unix_s", b"_closed_before_unix_s"]  # noqa: Y015
+    _WhichOneofReturnType__closed_from_unix_s: _TypeAlias = _typing.Literal["closed_from_unix_s"]  # noqa: Y015
+    _WhichOneofArgType__closed_from_unix_s: _TypeAlias = _typing.Literal["_closed_from_unix_s", b"_closed_from_unix_s"]  # noqa: Y015
+    _WhichOneofReturnType__max_reward: _TypeAlias = _typing.Literal["max_reward"]  # noqa: Y015
+    _WhichOneofArgType__max_reward: _TypeAlias = _typing.Literal["_max_reward", b"_max_reward"]  # noqa: Y015
+    _WhichOneofReturnType__max_weight_version: _TypeAlias = _typing.Literal["max_weight_version"]  # noqa: Y015
+    _WhichOneofArgType__max_weight_version: _TypeAlias = _typing.Literal["_max_weight_version", b"_max_weight_version"]  # noqa: Y015
+    _WhichOneofReturnType__min_reward: _TypeAlias = _typing.Literal["min_reward"]  # noqa: Y015
+    _WhichOneofArgType__min_reward: _TypeAlias = _typing.Literal["_min_reward", b"_min_reward"]  # noqa: Y015
+    _WhichOneofReturnType__min_weight_version: _TypeAlias = _typing.Literal["min_weight_version"]  # noqa: Y015
+    _WhichOneofArgType__min_weight_version: _TypeAlias = _typing.Literal["_min_weight_version", b"_min_weight_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__closed_before_unix_s) -> _WhichOneofReturnType__closed_before_unix_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__closed_from_unix_s) -> _WhichOneofReturnType__closed_from_unix_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_reward) -> _WhichOneofReturnType__max_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_weight_version) -> _WhichOneofReturnType__max_weight_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_reward) -> _WhichOneofReturnType__min_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_weight_version) -> _WhichOneofReturnType__min_weight_version | None: ...
+
+Global___TrajectoryFilter: _TypeAlias = TrajectoryFilter  # noqa: Y015
+
+@_typing.final
+class QueryTrajectoriesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Most trajectories on a page; 0 means 100, more than 1000 means 1000."""
+    page_token: _builtins.str
+    """Of the page before; "" for the first."""
+    @_builtins.property
+    def filter(self) -> Global___TrajectoryFilter: ...
+    def __init__(
+        self,
+        *,
+        filter: Global___TrajectoryFilter | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueryTrajectoriesRequest: _TypeAlias = QueryTrajectoriesRequest  # noqa: Y015
+
+@_typing.final
+class QueryTrajectoriesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """"" when nothing is left."""
+    @_builtins.property
+    def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TrajectorySummary]:
+        """With `closed_from_unix_s` in the order of closing, else by trajectory id."""
 
     def __init__(
         self,
+        *,
+        trajectories: _abc.Iterable[_common_pb2.TrajectorySummary] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "trajectories", b"trajectories"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueryTrajectoriesResponse: _TypeAlias = QueryTrajectoriesResponse  # noqa: Y015
+
+@_typing.final
+class TailTrajectoriesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    FROM_START_FIELD_NUMBER: _builtins.int
+    cursor: _builtins.str
+    """Of the last response received; "" begins with what happens from now on."""
+    from_start: _builtins.bool
+    """With no cursor: begin with the first change that the shard knows."""
+    @_builtins.property
+    def filter(self) -> Global___TrajectoryFilter: ...
+    def __init__(
+        self,
+        *,
+        filter: Global___TrajectoryFilter | None = ...,
+        cursor: _builtins.str = ...,
+        from_start: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "filter", b"filter", "from_start", b"from_start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TailTrajectoriesRequest: _TypeAlias = TailTrajectoriesRequest  # noqa: Y015
+
+@_typing.final
+class TailTrajectoriesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CURSOR_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    cursor: _builtins.str
+    """Resumes after this response. The first response and now and then a later one has a cursor
+    alone: what lay before it does not fit the filter.
+    """
+    change: Global___TrajectoryChange.ValueType
+    @_builtins.property
+    def summary(self) -> _common_pb2.TrajectorySummary: ...
+    def __init__(
+        self,
+        *,
+        cursor: _builtins.str = ...,
+        change: Global___TrajectoryChange.ValueType = ...,
+        summary: _common_pb2.TrajectorySummary | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cursor", b"cursor", "summary", b"summary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TailTrajectoriesResponse: _TypeAlias = TailTrajectoriesResponse  # noqa: Y015
+
+@_typing.final
+class GetPoolStatsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BY_DOMAIN_FIELD_NUMBER: _builtins.int
+    by_domain: _builtins.bool
+    """Also count by domain and state, which reads a small record of each trajectory and group:
+    about a second per few hundred thousand. What is written meanwhile may be counted or not.
+    """
+    def __init__(
+        self,
+        *,
+        by_domain: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_domain", b"by_domain"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -420,6 +634,67 @@ Global___GetPoolStatsRequest: _TypeAlias = GetPoolStatsRequest  # noqa: Y015
 class GetPoolStatsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TrajectoryCount(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        DOMAIN_FIELD_NUMBER: _builtins.int
+        STATE_FIELD_NUMBER: _builtins.int
+        TRAJECTORIES_FIELD_NUMBER: _builtins.int
+        TURNS_FIELD_NUMBER: _builtins.int
+        SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+        TURN_BYTES_FIELD_NUMBER: _builtins.int
+        domain: _builtins.str
+        """"" for open ones."""
+        state: _common_pb2.TrajectoryState.ValueType
+        trajectories: _builtins.int
+        turns: _builtins.int
+        """This and the two below are 0 for open ones."""
+        sampled_tokens: _builtins.int
+        turn_bytes: _builtins.int
+        """Of the turns as stored. What was closed under schema version 1 counts 0."""
+        def __init__(
+            self,
+            *,
+            domain: _builtins.str = ...,
+            state: _common_pb2.TrajectoryState.ValueType = ...,
+            trajectories: _builtins.int = ...,
+            turns: _builtins.int = ...,
+            sampled_tokens: _builtins.int = ...,
+            turn_bytes: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "sampled_tokens", b"sampled_tokens", "state", b"state", "trajectories", b"trajectories", "turn_bytes", b"turn_bytes", "turns", b"turns"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class GroupCount(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        DOMAIN_FIELD_NUMBER: _builtins.int
+        PURPOSE_FIELD_NUMBER: _builtins.int
+        STATE_FIELD_NUMBER: _builtins.int
+        GROUPS_FIELD_NUMBER: _builtins.int
+        domain: _builtins.str
+        purpose: _common_pb2.Purpose.ValueType
+        state: _common_pb2.GroupState.ValueType
+        groups: _builtins.int
+        def __init__(
+            self,
+            *,
+            domain: _builtins.str = ...,
+            purpose: _common_pb2.Purpose.ValueType = ...,
+            state: _common_pb2.GroupState.ValueType = ...,
+            groups: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "groups", b"groups", "purpose", b"purpose", "state", b"state"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     POOL_SHARD_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
@@ -427,6 +702,12 @@ class GetPoolStatsResponse(_message.Message):
     USED_BYTES_FIELD_NUMBER: _builtins.int
     MAP_BYTES_FIELD_NUMBER: _builtins.int
     DISK_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_COUNTS_FIELD_NUMBER: _builtins.int
+    GROUP_COUNTS_FIELD_NUMBER: _builtins.int
+    OLDEST_PENDING_TASK_ID_FIELD_NUMBER: _builtins.int
+    OLDEST_PENDING_QUEUE_INDEX_FIELD_NUMBER: _builtins.int
+    OLDEST_PENDING_CLOSED_UNIX_S_FIELD_NUMBER: _builtins.int
+    LIVE_BYTES_FIELD_NUMBER: _builtins.int
     pool_shard: _builtins.str
     groups: _builtins.int
     trajectories: _builtins.int
@@ -434,6 +715,19 @@ class GetPoolStatsResponse(_message.Message):
     used_bytes: _builtins.int
     map_bytes: _builtins.int
     disk_free_bytes: _builtins.int
+    oldest_pending_task_id: _builtins.str
+    """Of the groups to be trained on, the first in the queue that is PENDING; "" for none."""
+    oldest_pending_queue_index: _builtins.int
+    oldest_pending_closed_unix_s: _builtins.float
+    """When the first of the sealed trajectories that wait in PENDING groups was closed; 0 for none."""
+    live_bytes: _builtins.int
+    """Of used_bytes, what is in use; the rest is free to be written again."""
+    @_builtins.property
+    def trajectory_counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___GetPoolStatsResponse.TrajectoryCount]:
+        """All below with `by_domain` alone, ordered by domain."""
+
+    @_builtins.property
+    def group_counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___GetPoolStatsResponse.GroupCount]: ...
     def __init__(
         self,
         *,
@@ -444,10 +738,16 @@ class GetPoolStatsResponse(_message.Message):
         used_bytes: _builtins.int = ...,
         map_bytes: _builtins.int = ...,
         disk_free_bytes: _builtins.int = ...,
+        trajectory_counts: _abc.Iterable[Global___GetPoolStatsResponse.TrajectoryCount] | None = ...,
+        group_counts: _abc.Iterable[Global___GetPoolStatsResponse.GroupCount] | None = ...,
+        oldest_pending_task_id: _builtins.str = ...,
+        oldest_pending_queue_index: _builtins.int = ...,
+        oldest_pending_closed_unix_s: _builtins.float = ...,
+        live_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_free_bytes", b"disk_free_bytes", "groups", b"groups", "map_bytes", b"map_bytes", "pool_shard", b"pool_shard", "trajectories", b"trajectories", "turns", b"turns", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_free_bytes", b"disk_free_bytes", "group_counts", b"group_counts", "groups", b"groups", "live_bytes", b"live_bytes", "map_bytes", b"map_bytes", "oldest_pending_closed_unix_s", b"oldest_pending_closed_unix_s", "oldest_pending_queue_index", b"oldest_pending_queue_index", "oldest_pending_task_id", b"oldest_pending_task_id", "pool_shard", b"pool_shard", "trajectories", b"trajectories", "trajectory_counts", b"trajectory_counts", "turns", b"turns", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

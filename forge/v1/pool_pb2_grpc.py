@@ -74,6 +74,16 @@ class PoolServiceStub(object):
                 request_serializer=forge_dot_v1_dot_pool__pb2.FetchTrajectoriesRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_pool__pb2.FetchTrajectoriesResponse.FromString,
                 _registered_method=True)
+        self.QueryTrajectories = channel.unary_unary(
+                '/forge.v1.PoolService/QueryTrajectories',
+                request_serializer=forge_dot_v1_dot_pool__pb2.QueryTrajectoriesRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_pool__pb2.QueryTrajectoriesResponse.FromString,
+                _registered_method=True)
+        self.TailTrajectories = channel.unary_stream(
+                '/forge.v1.PoolService/TailTrajectories',
+                request_serializer=forge_dot_v1_dot_pool__pb2.TailTrajectoriesRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_pool__pb2.TailTrajectoriesResponse.FromString,
+                _registered_method=True)
         self.GetPoolStats = channel.unary_unary(
                 '/forge.v1.PoolService/GetPoolStats',
                 request_serializer=forge_dot_v1_dot_pool__pb2.GetPoolStatsRequest.SerializeToString,
@@ -96,7 +106,8 @@ class PoolServiceServicer(object):
 
     def SetGroupStates(self, request, context):
         """Moves groups to the given states, all or none. Idempotent. NOT_FOUND names an unknown
-        group; FAILED_PRECONDITION when `fence` is stale. Safe to retry.
+        group; FAILED_PRECONDITION when `fence` is stale, or for a freed group that is to get another
+        state: the same one again is acknowledged. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,9 +125,9 @@ class PoolServiceServicer(object):
     def AppendTurns(self, request_iterator, context):
         """Appends turns; answers each sequence number once its turn is on disk. Idempotent by
         (trajectory, turn): the same turn again is acknowledged, ABORTED for a different one under
-        the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION once sealed. RESOURCE_EXHAUSTED when the
-        disk is full: nothing is lost, retry later. Turns may come in any order, and before their
-        group; the first one opens the trajectory. A turn's chunks must not be mixed with another's.
+        the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION
+        once sealed or freed: do not retry. RESOURCE_EXHAUSTED when the disk is full: nothing is lost,
+        retry later. Turns may come in any order, and before their group; the first one opens the trajectory. A turn's chunks must not be mixed with another's.
         Answers come in the order of the turns. On UNAVAILABLE, as when the instance drains, resend
         what was not acknowledged.
         """
@@ -127,7 +138,8 @@ class PoolServiceServicer(object):
     def AppendRewards(self, request, context):
         """Adds reward components, before or after the seal, even before the first turn. Idempotent by
         event id: the first value stays. INVALID_ARGUMENT for a value that is not finite, or for a
-        credited turn that a sealed trajectory does not have. Safe to retry.
+        credited turn that a sealed trajectory does not have. FAILED_PRECONDITION when the trajectory
+        was freed. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,7 +149,8 @@ class PoolServiceServicer(object):
         """Closes a trajectory with its rewards, for good. FAILED_PRECONDITION when fewer than `turns`
         turns have arrived (resend them first), when more have, or when it is closed otherwise
         already. INVALID_ARGUMENT when the turns form no tree. ABANDONED takes whatever has arrived.
-        Idempotent; safe to retry.
+        Idempotent; safe to retry. A freed trajectory answers the same seal as before, with what is
+        left of its summary, and FAILED_PRECONDITION when it was never sealed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,14 +165,41 @@ class PoolServiceServicer(object):
 
     def FetchTrajectories(self, request, context):
         """Whole trajectories, each a serialized Trajectory in chunks, in the order asked.
-        NOT_FOUND names the first unknown id. DATA_LOSS when a stored checksum does not match.
+        NOT_FOUND names the first unknown or freed id. DATA_LOSS when a stored checksum does not match.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def QueryTrajectories(self, request, context):
+        """Trajectories that fit a filter, without their tokens, page by page. Each page is one snapshot
+        and a bounded amount of work, so a page may be short or empty and yet have a successor: go on
+        until `next_page_token` is empty. What was there from the first page to the last and fits is
+        given exactly once, whatever is written meanwhile; what comes or changes meanwhile may be
+        given or not. INVALID_ARGUMENT for a filter that nothing can fit, and for a token of another
+        filter or shard. Safe to retry, with the same token too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TailTrajectories(self, request, context):
+        """What is closed or, once closed, rewarded: as it becomes durable, in that order, until the
+        caller hangs up. The log behind it is on disk and holds the latest reward of a trajectory
+        only, so a reader waits for nobody and nobody for it; a response tells the trajectory as it
+        is when read. On any end go on with the `cursor` last received: nothing is left out, and
+        after UNAVAILABLE (the instance drains or is gone) and RESOURCE_EXHAUSTED that is the
+        caller's duty. RESOURCE_EXHAUSTED when a response was not taken for a minute (the message
+        names the cursor), and when too many tails are open. INVALID_ARGUMENT for a cursor of another
+        shard; FAILED_PRECONDITION for one of this shard's future, which a shard restored from a
+        copy does not have: begin at its start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPoolStats(self, request, context):
-        """Counts and sizes of this shard.
+        """Counts and sizes of this shard. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -207,6 +247,16 @@ def add_PoolServiceServicer_to_server(servicer, server):
                     servicer.FetchTrajectories,
                     request_deserializer=forge_dot_v1_dot_pool__pb2.FetchTrajectoriesRequest.FromString,
                     response_serializer=forge_dot_v1_dot_pool__pb2.FetchTrajectoriesResponse.SerializeToString,
+            ),
+            'QueryTrajectories': grpc.unary_unary_rpc_method_handler(
+                    servicer.QueryTrajectories,
+                    request_deserializer=forge_dot_v1_dot_pool__pb2.QueryTrajectoriesRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_pool__pb2.QueryTrajectoriesResponse.SerializeToString,
+            ),
+            'TailTrajectories': grpc.unary_stream_rpc_method_handler(
+                    servicer.TailTrajectories,
+                    request_deserializer=forge_dot_v1_dot_pool__pb2.TailTrajectoriesRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_pool__pb2.TailTrajectoriesResponse.SerializeToString,
             ),
             'GetPoolStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPoolStats,
@@ -430,6 +480,60 @@ class PoolService(object):
             '/forge.v1.PoolService/FetchTrajectories',
             forge_dot_v1_dot_pool__pb2.FetchTrajectoriesRequest.SerializeToString,
             forge_dot_v1_dot_pool__pb2.FetchTrajectoriesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def QueryTrajectories(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.PoolService/QueryTrajectories',
+            forge_dot_v1_dot_pool__pb2.QueryTrajectoriesRequest.SerializeToString,
+            forge_dot_v1_dot_pool__pb2.QueryTrajectoriesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TailTrajectories(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forge.v1.PoolService/TailTrajectories',
+            forge_dot_v1_dot_pool__pb2.TailTrajectoriesRequest.SerializeToString,
+            forge_dot_v1_dot_pool__pb2.TailTrajectoriesResponse.FromString,
             options,
             channel_credentials,
             insecure,

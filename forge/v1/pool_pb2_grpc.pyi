@@ -41,7 +41,8 @@ class PoolServiceStub:
     """
     SetGroupStates: _grpc.UnaryUnaryMultiCallable[_pool_pb2.SetGroupStatesRequest, _pool_pb2.SetGroupStatesResponse]
     """Moves groups to the given states, all or none. Idempotent. NOT_FOUND names an unknown
-    group; FAILED_PRECONDITION when `fence` is stale. Safe to retry.
+    group; FAILED_PRECONDITION when `fence` is stale, or for a freed group that is to get another
+    state: the same one again is acknowledged. Safe to retry.
     """
     ScanGroups: _grpc.UnaryStreamMultiCallable[_pool_pb2.ScanGroupsRequest, _pool_pb2.ScanGroupsResponse]
     """Every group of the shard with the summaries of its trajectories, by purpose and in queue
@@ -51,31 +52,52 @@ class PoolServiceStub:
     AppendTurns: _grpc.StreamStreamMultiCallable[_pool_pb2.AppendTurnsRequest, _pool_pb2.AppendTurnsResponse]
     """Appends turns; answers each sequence number once its turn is on disk. Idempotent by
     (trajectory, turn): the same turn again is acknowledged, ABORTED for a different one under
-    the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION once sealed. RESOURCE_EXHAUSTED when the
-    disk is full: nothing is lost, retry later. Turns may come in any order, and before their
-    group; the first one opens the trajectory. A turn's chunks must not be mixed with another's.
+    the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION
+    once sealed or freed: do not retry. RESOURCE_EXHAUSTED when the disk is full: nothing is lost,
+    retry later. Turns may come in any order, and before their group; the first one opens the trajectory. A turn's chunks must not be mixed with another's.
     Answers come in the order of the turns. On UNAVAILABLE, as when the instance drains, resend
     what was not acknowledged.
     """
     AppendRewards: _grpc.UnaryUnaryMultiCallable[_pool_pb2.AppendRewardsRequest, _pool_pb2.AppendRewardsResponse]
     """Adds reward components, before or after the seal, even before the first turn. Idempotent by
     event id: the first value stays. INVALID_ARGUMENT for a value that is not finite, or for a
-    credited turn that a sealed trajectory does not have. Safe to retry.
+    credited turn that a sealed trajectory does not have. FAILED_PRECONDITION when the trajectory
+    was freed. Safe to retry.
     """
     SealTrajectory: _grpc.UnaryUnaryMultiCallable[_pool_pb2.SealTrajectoryRequest, _pool_pb2.SealTrajectoryResponse]
     """Closes a trajectory with its rewards, for good. FAILED_PRECONDITION when fewer than `turns`
     turns have arrived (resend them first), when more have, or when it is closed otherwise
     already. INVALID_ARGUMENT when the turns form no tree. ABANDONED takes whatever has arrived.
-    Idempotent; safe to retry.
+    Idempotent; safe to retry. A freed trajectory answers the same seal as before, with what is
+    left of its summary, and FAILED_PRECONDITION when it was never sealed.
     """
     GetSummaries: _grpc.UnaryUnaryMultiCallable[_pool_pb2.GetSummariesRequest, _pool_pb2.GetSummariesResponse]
     """Summaries by id. Unknown ids are left out."""
     FetchTrajectories: _grpc.UnaryStreamMultiCallable[_pool_pb2.FetchTrajectoriesRequest, _pool_pb2.FetchTrajectoriesResponse]
     """Whole trajectories, each a serialized Trajectory in chunks, in the order asked.
-    NOT_FOUND names the first unknown id. DATA_LOSS when a stored checksum does not match.
+    NOT_FOUND names the first unknown or freed id. DATA_LOSS when a stored checksum does not match.
+    """
+    QueryTrajectories: _grpc.UnaryUnaryMultiCallable[_pool_pb2.QueryTrajectoriesRequest, _pool_pb2.QueryTrajectoriesResponse]
+    """Trajectories that fit a filter, without their tokens, page by page. Each page is one snapshot
+    and a bounded amount of work, so a page may be short or empty and yet have a successor: go on
+    until `next_page_token` is empty. What was there from the first page to the last and fits is
+    given exactly once, whatever is written meanwhile; what comes or changes meanwhile may be
+    given or not. INVALID_ARGUMENT for a filter that nothing can fit, and for a token of another
+    filter or shard. Safe to retry, with the same token too.
+    """
+    TailTrajectories: _grpc.UnaryStreamMultiCallable[_pool_pb2.TailTrajectoriesRequest, _pool_pb2.TailTrajectoriesResponse]
+    """What is closed or, once closed, rewarded: as it becomes durable, in that order, until the
+    caller hangs up. The log behind it is on disk and holds the latest reward of a trajectory
+    only, so a reader waits for nobody and nobody for it; a response tells the trajectory as it
+    is when read. On any end go on with the `cursor` last received: nothing is left out, and
+    after UNAVAILABLE (the instance drains or is gone) and RESOURCE_EXHAUSTED that is the
+    caller's duty. RESOURCE_EXHAUSTED when a response was not taken for a minute (the message
+    names the cursor), and when too many tails are open. INVALID_ARGUMENT for a cursor of another
+    shard; FAILED_PRECONDITION for one of this shard's future, which a shard restored from a
+    copy does not have: begin at its start.
     """
     GetPoolStats: _grpc.UnaryUnaryMultiCallable[_pool_pb2.GetPoolStatsRequest, _pool_pb2.GetPoolStatsResponse]
-    """Counts and sizes of this shard."""
+    """Counts and sizes of this shard. Safe to retry."""
 
 @_typing.type_check_only
 class PoolServiceAsyncStub(PoolServiceStub):
@@ -88,7 +110,8 @@ class PoolServiceAsyncStub(PoolServiceStub):
     """
     SetGroupStates: _aio.UnaryUnaryMultiCallable[_pool_pb2.SetGroupStatesRequest, _pool_pb2.SetGroupStatesResponse]  # type: ignore[assignment]
     """Moves groups to the given states, all or none. Idempotent. NOT_FOUND names an unknown
-    group; FAILED_PRECONDITION when `fence` is stale. Safe to retry.
+    group; FAILED_PRECONDITION when `fence` is stale, or for a freed group that is to get another
+    state: the same one again is acknowledged. Safe to retry.
     """
     ScanGroups: _aio.UnaryStreamMultiCallable[_pool_pb2.ScanGroupsRequest, _pool_pb2.ScanGroupsResponse]  # type: ignore[assignment]
     """Every group of the shard with the summaries of its trajectories, by purpose and in queue
@@ -98,31 +121,52 @@ class PoolServiceAsyncStub(PoolServiceStub):
     AppendTurns: _aio.StreamStreamMultiCallable[_pool_pb2.AppendTurnsRequest, _pool_pb2.AppendTurnsResponse]  # type: ignore[assignment]
     """Appends turns; answers each sequence number once its turn is on disk. Idempotent by
     (trajectory, turn): the same turn again is acknowledged, ABORTED for a different one under
-    the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION once sealed. RESOURCE_EXHAUSTED when the
-    disk is full: nothing is lost, retry later. Turns may come in any order, and before their
-    group; the first one opens the trajectory. A turn's chunks must not be mixed with another's.
+    the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION
+    once sealed or freed: do not retry. RESOURCE_EXHAUSTED when the disk is full: nothing is lost,
+    retry later. Turns may come in any order, and before their group; the first one opens the trajectory. A turn's chunks must not be mixed with another's.
     Answers come in the order of the turns. On UNAVAILABLE, as when the instance drains, resend
     what was not acknowledged.
     """
     AppendRewards: _aio.UnaryUnaryMultiCallable[_pool_pb2.AppendRewardsRequest, _pool_pb2.AppendRewardsResponse]  # type: ignore[assignment]
     """Adds reward components, before or after the seal, even before the first turn. Idempotent by
     event id: the first value stays. INVALID_ARGUMENT for a value that is not finite, or for a
-    credited turn that a sealed trajectory does not have. Safe to retry.
+    credited turn that a sealed trajectory does not have. FAILED_PRECONDITION when the trajectory
+    was freed. Safe to retry.
     """
     SealTrajectory: _aio.UnaryUnaryMultiCallable[_pool_pb2.SealTrajectoryRequest, _pool_pb2.SealTrajectoryResponse]  # type: ignore[assignment]
     """Closes a trajectory with its rewards, for good. FAILED_PRECONDITION when fewer than `turns`
     turns have arrived (resend them first), when more have, or when it is closed otherwise
     already. INVALID_ARGUMENT when the turns form no tree. ABANDONED takes whatever has arrived.
-    Idempotent; safe to retry.
+    Idempotent; safe to retry. A freed trajectory answers the same seal as before, with what is
+    left of its summary, and FAILED_PRECONDITION when it was never sealed.
     """
     GetSummaries: _aio.UnaryUnaryMultiCallable[_pool_pb2.GetSummariesRequest, _pool_pb2.GetSummariesResponse]  # type: ignore[assignment]
     """Summaries by id. Unknown ids are left out."""
     FetchTrajectories: _aio.UnaryStreamMultiCallable[_pool_pb2.FetchTrajectoriesRequest, _pool_pb2.FetchTrajectoriesResponse]  # type: ignore[assignment]
     """Whole trajectories, each a serialized Trajectory in chunks, in the order asked.
-    NOT_FOUND names the first unknown id. DATA_LOSS when a stored checksum does not match.
+    NOT_FOUND names the first unknown or freed id. DATA_LOSS when a stored checksum does not match.
+    """
+    QueryTrajectories: _aio.UnaryUnaryMultiCallable[_pool_pb2.QueryTrajectoriesRequest, _pool_pb2.QueryTrajectoriesResponse]  # type: ignore[assignment]
+    """Trajectories that fit a filter, without their tokens, page by page. Each page is one snapshot
+    and a bounded amount of work, so a page may be short or empty and yet have a successor: go on
+    until `next_page_token` is empty. What was there from the first page to the last and fits is
+    given exactly once, whatever is written meanwhile; what comes or changes meanwhile may be
+    given or not. INVALID_ARGUMENT for a filter that nothing can fit, and for a token of another
+    filter or shard. Safe to retry, with the same token too.
+    """
+    TailTrajectories: _aio.UnaryStreamMultiCallable[_pool_pb2.TailTrajectoriesRequest, _pool_pb2.TailTrajectoriesResponse]  # type: ignore[assignment]
+    """What is closed or, once closed, rewarded: as it becomes durable, in that order, until the
+    caller hangs up. The log behind it is on disk and holds the latest reward of a trajectory
+    only, so a reader waits for nobody and nobody for it; a response tells the trajectory as it
+    is when read. On any end go on with the `cursor` last received: nothing is left out, and
+    after UNAVAILABLE (the instance drains or is gone) and RESOURCE_EXHAUSTED that is the
+    caller's duty. RESOURCE_EXHAUSTED when a response was not taken for a minute (the message
+    names the cursor), and when too many tails are open. INVALID_ARGUMENT for a cursor of another
+    shard; FAILED_PRECONDITION for one of this shard's future, which a shard restored from a
+    copy does not have: begin at its start.
     """
     GetPoolStats: _aio.UnaryUnaryMultiCallable[_pool_pb2.GetPoolStatsRequest, _pool_pb2.GetPoolStatsResponse]  # type: ignore[assignment]
-    """Counts and sizes of this shard."""
+    """Counts and sizes of this shard. Safe to retry."""
 
 class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -144,7 +188,8 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_pool_pb2.SetGroupStatesResponse, _abc.Awaitable[_pool_pb2.SetGroupStatesResponse]]:
         """Moves groups to the given states, all or none. Idempotent. NOT_FOUND names an unknown
-        group; FAILED_PRECONDITION when `fence` is stale. Safe to retry.
+        group; FAILED_PRECONDITION when `fence` is stale, or for a freed group that is to get another
+        state: the same one again is acknowledged. Safe to retry.
         """
 
     @_abc_1.abstractmethod
@@ -166,9 +211,9 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_pool_pb2.AppendTurnsResponse], _abc.AsyncIterator[_pool_pb2.AppendTurnsResponse]]:
         """Appends turns; answers each sequence number once its turn is on disk. Idempotent by
         (trajectory, turn): the same turn again is acknowledged, ABORTED for a different one under
-        the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION once sealed. RESOURCE_EXHAUSTED when the
-        disk is full: nothing is lost, retry later. Turns may come in any order, and before their
-        group; the first one opens the trajectory. A turn's chunks must not be mixed with another's.
+        the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION
+        once sealed or freed: do not retry. RESOURCE_EXHAUSTED when the disk is full: nothing is lost,
+        retry later. Turns may come in any order, and before their group; the first one opens the trajectory. A turn's chunks must not be mixed with another's.
         Answers come in the order of the turns. On UNAVAILABLE, as when the instance drains, resend
         what was not acknowledged.
         """
@@ -181,7 +226,8 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_pool_pb2.AppendRewardsResponse, _abc.Awaitable[_pool_pb2.AppendRewardsResponse]]:
         """Adds reward components, before or after the seal, even before the first turn. Idempotent by
         event id: the first value stays. INVALID_ARGUMENT for a value that is not finite, or for a
-        credited turn that a sealed trajectory does not have. Safe to retry.
+        credited turn that a sealed trajectory does not have. FAILED_PRECONDITION when the trajectory
+        was freed. Safe to retry.
         """
 
     @_abc_1.abstractmethod
@@ -193,7 +239,8 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         """Closes a trajectory with its rewards, for good. FAILED_PRECONDITION when fewer than `turns`
         turns have arrived (resend them first), when more have, or when it is closed otherwise
         already. INVALID_ARGUMENT when the turns form no tree. ABANDONED takes whatever has arrived.
-        Idempotent; safe to retry.
+        Idempotent; safe to retry. A freed trajectory answers the same seal as before, with what is
+        left of its summary, and FAILED_PRECONDITION when it was never sealed.
         """
 
     @_abc_1.abstractmethod
@@ -211,7 +258,38 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pool_pb2.FetchTrajectoriesResponse], _abc.AsyncIterator[_pool_pb2.FetchTrajectoriesResponse]]:
         """Whole trajectories, each a serialized Trajectory in chunks, in the order asked.
-        NOT_FOUND names the first unknown id. DATA_LOSS when a stored checksum does not match.
+        NOT_FOUND names the first unknown or freed id. DATA_LOSS when a stored checksum does not match.
+        """
+
+    @_abc_1.abstractmethod
+    def QueryTrajectories(
+        self,
+        request: _pool_pb2.QueryTrajectoriesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_pb2.QueryTrajectoriesResponse, _abc.Awaitable[_pool_pb2.QueryTrajectoriesResponse]]:
+        """Trajectories that fit a filter, without their tokens, page by page. Each page is one snapshot
+        and a bounded amount of work, so a page may be short or empty and yet have a successor: go on
+        until `next_page_token` is empty. What was there from the first page to the last and fits is
+        given exactly once, whatever is written meanwhile; what comes or changes meanwhile may be
+        given or not. INVALID_ARGUMENT for a filter that nothing can fit, and for a token of another
+        filter or shard. Safe to retry, with the same token too.
+        """
+
+    @_abc_1.abstractmethod
+    def TailTrajectories(
+        self,
+        request: _pool_pb2.TailTrajectoriesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_pool_pb2.TailTrajectoriesResponse], _abc.AsyncIterator[_pool_pb2.TailTrajectoriesResponse]]:
+        """What is closed or, once closed, rewarded: as it becomes durable, in that order, until the
+        caller hangs up. The log behind it is on disk and holds the latest reward of a trajectory
+        only, so a reader waits for nobody and nobody for it; a response tells the trajectory as it
+        is when read. On any end go on with the `cursor` last received: nothing is left out, and
+        after UNAVAILABLE (the instance drains or is gone) and RESOURCE_EXHAUSTED that is the
+        caller's duty. RESOURCE_EXHAUSTED when a response was not taken for a minute (the message
+        names the cursor), and when too many tails are open. INVALID_ARGUMENT for a cursor of another
+        shard; FAILED_PRECONDITION for one of this shard's future, which a shard restored from a
+        copy does not have: begin at its start.
         """
 
     @_abc_1.abstractmethod
@@ -220,6 +298,6 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pool_pb2.GetPoolStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pool_pb2.GetPoolStatsResponse, _abc.Awaitable[_pool_pb2.GetPoolStatsResponse]]:
-        """Counts and sizes of this shard."""
+        """Counts and sizes of this shard. Safe to retry."""
 
 def add_PoolServiceServicer_to_server(servicer: PoolServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -211,11 +211,16 @@ class GetTrainerStatusResponse(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
     LATEST_FIELD_NUMBER: _builtins.int
+    OLDEST_CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
     phase: Global___TrainerPhase.ValueType
     step: _builtins.int
     max_steps: _builtins.int
     weight_version: _builtins.int
     checkpoint_step: _builtins.int
+    oldest_checkpoint_step: _builtins.int
+    """Of the oldest checkpoint kept: no rewind goes to an earlier step, so the pool may free what it
+    and the steps before trained. 0 without a checkpoint, and while one is being looked for.
+    """
     @_builtins.property
     def latest(self) -> Global___StepMetrics: ...
     def __init__(
@@ -227,10 +232,11 @@ class GetTrainerStatusResponse(_message.Message):
         weight_version: _builtins.int = ...,
         checkpoint_step: _builtins.int = ...,
         latest: Global___StepMetrics | None = ...,
+        oldest_checkpoint_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "latest", b"latest", "max_steps", b"max_steps", "phase", b"phase", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "latest", b"latest", "max_steps", b"max_steps", "oldest_checkpoint_step", b"oldest_checkpoint_step", "phase", b"phase", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
