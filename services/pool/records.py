@@ -68,6 +68,8 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=Tru
     """Number of its closing in the change log; 0 while open."""
     rewarded_change: int = 0
     """Number of its latest reward after that; 0 before the first."""
+    turn_bytes: int = 0
+    """Of its turns as stored, counted at the seal."""
 
     @property
     def is_open(self) -> bool:

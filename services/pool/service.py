@@ -1,6 +1,6 @@
 """PoolService over gRPC: decode, ask the writer or a reader, encode.
 
-Owns no state but the open append streams.
+Owns no state but the open streams.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from forge.v1 import pool_pb2, pool_pb2_grpc
 from services.pool import validation
 from services.pool.append_stream import COMMIT_TIMEOUT_S, AppendStream
 from services.pool.commands import Command
+from services.pool.counts import Tally
+from services.pool.query import query
 from services.pool.readers import Readers
 from services.pool.store import PoolStore
+from services.pool.tail import Tails
 
 FULL_NAME = "forge.v1.PoolService"
 SCOPES = {
@@ -26,6 +29,8 @@ SCOPES = {
     "ScanGroups": "operator",
     "GetSummaries": "operator",
     "FetchTrajectories": "operator",
+    "QueryTrajectories": "operator",
+    "TailTrajectories": "operator",
     "GetPoolStats": "operator",
 }
 
@@ -41,6 +46,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         self._readers = readers
         self._max_turn_bytes = max_turn_bytes
         self._streams: set[AppendStream] = set()
+        self._tails = Tails(store, readers)
         self._draining = False
 
     async def PutGroups(
@@ -83,13 +89,16 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         self, request: pool_pb2.AppendRewardsRequest, context: Any
     ) -> pool_pb2.AppendRewardsResponse:
         await self._commit(validation.append_rewards(request), context)
+        self._tails.announce()
         return pool_pb2.AppendRewardsResponse()
 
     async def SealTrajectory(
         self, request: pool_pb2.SealTrajectoryRequest, context: Any
     ) -> pool_pb2.SealTrajectoryResponse:
         command = validation.seal_trajectory(request, now_unix_s=time.time())
-        return pool_pb2.SealTrajectoryResponse(summary=await self._commit(command, context))
+        summary = await self._commit(command, context)
+        self._tails.announce()
+        return pool_pb2.SealTrajectoryResponse(summary=summary)
 
     async def GetSummaries(
         self, request: pool_pb2.GetSummariesRequest, context: Any
@@ -109,16 +118,35 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
                     yield response
             names = names[len(found) :]
 
+    async def QueryTrajectories(
+        self, request: pool_pb2.QueryTrajectoriesRequest, context: Any
+    ) -> pool_pb2.QueryTrajectoriesResponse:
+        look = partial(query, request=request, shard=self._store.shard)
+        return await self._readers.run(partial(self._store.read, look))
+
+    # A coroutine and not a generator, because it must know when a response is not taken.
+    async def TailTrajectories(  # type: ignore[override]
+        self, request: pool_pb2.TailTrajectoriesRequest, context: Any
+    ) -> None:
+        await self._tails.follow(request, context.write)
+
     async def GetPoolStats(
         self, request: pool_pb2.GetPoolStatsRequest, context: Any
     ) -> pool_pb2.GetPoolStatsResponse:
-        return await self._readers.run(self._store.stats)
+        stats = await self._readers.run(self._store.stats)
+        if request.by_domain:
+            tally = Tally()
+            while await self._readers.run(partial(self._store.read, tally.advance)):
+                pass  # Slice by slice, so that nobody waits long for a reader.
+            tally.add_to(stats)
+        return stats
 
     def drain(self) -> None:
-        """Ends the append streams, which would otherwise stay open for as long as we live."""
+        """Ends the streams that would otherwise stay open for as long as we live."""
         self._draining = True
         for stream in self._streams:
             stream.drain()
+        self._tails.drain()
 
     async def _commit(self, command: Command, context: Any) -> Any:
         left_s = context.time_remaining()

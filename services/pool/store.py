@@ -9,9 +9,9 @@ from any.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forge.core.errors import ConfigError, ResourceExhausted
 from forge.core.trajectory import TrajectoryName
@@ -22,6 +22,8 @@ from services.pool.environment import DISK_RETRY_S, Environment
 from services.pool.records import Records, Table
 
 _SHARD_KEY = b"shard"
+
+T = TypeVar("T")
 
 
 class PoolStore:
@@ -104,6 +106,10 @@ class PoolStore:
         return self._environment.read(
             lambda records: reads.groups(records, after=after, limit=limit, limit_bytes=limit_bytes)
         )
+
+    def read(self, look: Callable[[Records], T]) -> T:
+        """What `look` finds in one snapshot; it must copy what it returns."""
+        return self._environment.read(look)
 
     def stats(self) -> pool_pb2.GetPoolStatsResponse:
         """Counts and sizes."""

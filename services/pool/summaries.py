@@ -73,4 +73,5 @@ def summarize(records: Records, name: TrajectoryName) -> common_pb2.TrajectorySu
         max_weight_version=header.max_weight_version,
         sealed_unix_s=header.sealed_unix_s,
         reason=header.reason,
+        domain=header.domain,
     )

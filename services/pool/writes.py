@@ -153,7 +153,8 @@ def _seal(records: Records, command: SealTrajectory) -> common_pb2.TrajectorySum
         _check_same_seal(command, header)
     else:
         # Reading every turn back is on purpose: nothing is sealed that could not be trained on.
-        heads = [head for head, _ in turns_of(records, trajectory)]
+        turns = [(head, len(payload)) for head, payload in turns_of(records, trajectory)]
+        heads = [head for head, _ in turns]
         if sealing:
             _check_complete(command, heads)
         sealed = TrajectoryHeader(
@@ -161,6 +162,7 @@ def _seal(records: Records, command: SealTrajectory) -> common_pb2.TrajectorySum
             domain=command.domain,
             sealed_unix_s=command.sealed_unix_s,
             reason=command.reason,
+            turn_bytes=sum(size for _, size in turns),
         )
         sealed = log_closed(records, trajectory, count_turns(sealed, heads))
         records.put(Table.TRAJECTORIES, trajectory, encode_header(sealed))
