@@ -23,6 +23,7 @@ _COMMANDS = counter("forge_pool_commands_total", "Changes handled, by kind.", ["
 _COMMIT_BYTES = counter("forge_pool_commit_bytes_total", "Payload of all commits.")
 _FAILURES = counter("forge_pool_commit_failures_total", "Commits refused whole.", ["code"])
 _USED_BYTES = gauge("forge_pool_used_bytes", "Of the shard's file.")
+_LIVE_BYTES = gauge("forge_pool_live_bytes", "Of the file, what records lie in.")
 _DISK_FREE_BYTES = gauge("forge_pool_disk_free_bytes", "On the disk of the shard.")
 
 
@@ -56,6 +57,7 @@ class Writer(ThreadActor):
             _COMMANDS.labels(type(command).__name__).inc()
             _COMMIT_BYTES.inc(command.cost_bytes)
         _USED_BYTES.set(self._store.used_bytes)
+        _LIVE_BYTES.set(self._store.live_bytes)
         _DISK_FREE_BYTES.set(self._store.disk_free_bytes)
         return outcomes
 

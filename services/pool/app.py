@@ -8,10 +8,11 @@ from pathlib import Path
 
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
-from forge.v1 import pool_pb2_grpc
+from forge.v1 import pool_pb2_grpc, trainer_pb2_grpc
 from services.pool.actors import Writer
 from services.pool.config import PoolConfig
 from services.pool.readers import Readers
+from services.pool.retention import Asked, Retention, RetentionPolicy, TrainersCoverage
 from services.pool.service import FULL_NAME, SCOPES, PoolServicer
 from services.pool.store import PoolStore
 
@@ -23,6 +24,7 @@ class PoolApp:
         self._context = context
         self._opened = AsyncExitStack()
         self._servicer: PoolServicer | None = None
+        self._retention: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         config: PoolConfig = self._context.config
@@ -39,13 +41,29 @@ class PoolApp:
             scopes=SCOPES,
         )
         self._context.metadata["shard"] = store.shard
+        if config.retention != "keep":
+            self._retention = asyncio.create_task(self._retain(store, writer, readers).run())
         log.info("shard_opened", shard=store.shard, data_dir=config.data_dir)
 
     async def drain(self) -> None:
         if self._servicer is not None:
             self._servicer.drain()
 
+    def _retain(self, store: PoolStore, writer: Asked, readers: Readers) -> Retention:
+        config: PoolConfig = self._context.config
+        trainers = self._context.remote("trainer", trainer_pb2_grpc.TrainerServiceStub)
+        return Retention(
+            store,
+            writer,
+            readers,
+            policy=RetentionPolicy(keep_age_s=config.keep_age_s, keep_bytes=config.keep_bytes),
+            coverage=TrainersCoverage(trainers),
+        )
+
     async def stop(self) -> None:
+        if self._retention is not None:
+            self._retention.cancel()
+            await asyncio.wait({self._retention})
         await self._opened.aclose()
 
 

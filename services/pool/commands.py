@@ -80,10 +80,27 @@ class SetGroupStates:
     states: dict[str, common_pb2.GroupRecord] = field(default_factory=dict)
     """By task id: a GroupRecord with state, batch, step and reason alone."""
     fence: int
+    now_unix_s: float
 
     @property
     def cost_bytes(self) -> int:
         return sum(state.ByteSize() for state in self.states.values())
 
 
-Command = AppendTurns | AppendRewards | SealTrajectory | PutGroups | SetGroupStates
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeGroups:
+    """Answered by `freeing.Freed`. Groups that may not be freed any more are passed over."""
+
+    task_ids: tuple[str, ...]
+    covered_step: int
+    """What this step and those before it trained is in a checkpoint."""
+    max_records: int
+    """Turns and rewards that may be deleted in one transaction."""
+    now_unix_s: float
+
+    @property
+    def cost_bytes(self) -> int:
+        return 0
+
+
+Command = AppendTurns | AppendRewards | SealTrajectory | PutGroups | SetGroupStates | FreeGroups

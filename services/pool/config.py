@@ -26,6 +26,23 @@ class PoolConfig(ServiceConfig):
         help="free space below which turns are refused, kept for seals and batch states",
         minimum=0,
     )
+    retention: str = setting(
+        "covered",
+        help="keep: nothing is ever freed; covered: what a checkpoint covers, and what was given "
+        "up or evaluated, is freed by keep_age_s and keep_bytes",
+        choices=("keep", "covered"),
+    )
+    keep_age_s: float = setting(
+        7 * 24 * 3600.0,
+        help="how long a group stays whole after it was trained, given up or evaluated, unless "
+        "room is short",
+        minimum=0,
+    )
+    keep_bytes: int = setting(
+        0,
+        help="what records may take up before the oldest are freed whatever their age; 0: no end",
+        minimum=0,
+    )
     max_turn_bytes: int = setting(
         64 << 20, help="largest turn accepted, serialized", minimum=1 << 20
     )

@@ -134,9 +134,26 @@ class Environment:
         return int((self._lmdb.info()["last_pgno"] + 1) * self._lmdb.stat()["psize"])
 
     @property
+    def live_bytes(self) -> int:
+        """Of the file, pages that records lie in."""
+        with self._gate.shared(), self._lmdb.begin() as transaction:
+            trees = [transaction.stat(database) for database in self._databases.values()]
+        trees.append(self._lmdb.stat())
+        pages = sum(
+            tree["branch_pages"] + tree["leaf_pages"] + tree["overflow_pages"] for tree in trees
+        )
+        return int(pages * trees[-1]["psize"])
+
+    @property
     def disk_free_bytes(self) -> int:
         disk = os.statvfs(self.directory)
         return disk.f_bavail * disk.f_frsize
+
+    @property
+    def room_bytes(self) -> int:
+        """What can still be written: pages free for reuse, and what the file may grow by."""
+        growth_bytes = min(self.disk_free_bytes, self._map_max_bytes - self.used_bytes)
+        return growth_bytes + self.used_bytes - self.live_bytes
 
     def close(self) -> None:
         """Waits for readers; closing twice is harmless."""

@@ -8,13 +8,15 @@ register the step that takes a shard there.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 from forge.core.errors import ConfigError, DataLoss
 from services.pool.changes import log_closed
+from services.pool.freeing import index_all_settled
 from services.pool.records import Records, Table, decode_header, encode_header
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Migration = Callable[[Records], None]
 
@@ -35,7 +37,12 @@ def _log_what_is_closed(records: Records) -> None:
         records.put(Table.TRAJECTORIES, key, encode_header(header))
 
 
-MIGRATIONS: Mapping[int, Migration] = {1: _log_what_is_closed}
+def _index_what_is_settled(records: Records) -> None:
+    """2 to 3: what can be freed. The age of what was settled before counts from now."""
+    index_all_settled(records, now_unix_s=time.time())
+
+
+MIGRATIONS: Mapping[int, Migration] = {1: _log_what_is_closed, 2: _index_what_is_settled}
 """What takes a shard from the version named to the next."""
 
 

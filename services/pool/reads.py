@@ -56,6 +56,8 @@ def _trajectory(records: Records, name: TrajectoryName) -> bytes:
     header = header_of(records, key)
     if header is None:
         raise NotFound(f"trajectory {name} is not on this shard")
+    if header.freed:
+        raise NotFound(f"trajectory {name} was freed: only its summary is left")
     message = common_pb2.Trajectory(
         trajectory_id=name.trajectory_id,
         task_id=name.task_id,

@@ -37,7 +37,7 @@ class Table(Enum):
     GROUPS = "groups"
     """What never changes about a group: a GroupRecord without its state."""
     STATES = "group_states"
-    """What does: a GroupRecord with only state, batch, step and reason."""
+    """What does: a GroupRecord with only state, batch, step, reason and times."""
     QUEUE = "queue"
     """Queue order of the groups; the key says it all."""
     TRAJECTORIES = "trajectories"
@@ -46,6 +46,8 @@ class Table(Enum):
     REWARDS = "rewards"
     CHANGES = "changes"
     """The order in which trajectories were closed and rewarded; see `changes`."""
+    SETTLED = "settled"
+    """Which groups can be freed, by when they were settled; see `freeing`."""
 
 
 class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -70,6 +72,10 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=Tru
     """Number of its latest reward after that; 0 before the first."""
     turn_bytes: int = 0
     """Of its turns as stored, counted at the seal."""
+    freed: bool = False
+    """Turns and rewards are gone, or going; nothing may be added."""
+    outcome: float | None = None
+    """Sum of its outcome rewards, once freed; None when it had none."""
 
     @property
     def is_open(self) -> bool:
@@ -167,6 +173,18 @@ class Records:
 
     def delete(self, table: Table, key: bytes) -> None:
         self._transaction.delete(key, db=self._databases[table])
+
+    def delete_prefix(self, table: Table, prefix: bytes, *, limit: int) -> tuple[int, int]:
+        """Deletes up to `limit` records whose key starts with `prefix`; how many, and the bytes of
+        their values."""
+        deleted = size_bytes = 0
+        with self._transaction.cursor(db=self._databases[table]) as cursor:
+            found = cursor.set_range(prefix)
+            while found and deleted < limit and bytes(cursor.key()).startswith(prefix):
+                size_bytes += len(cursor.value())
+                found = cursor.delete() and bool(cursor.key())
+                deleted += 1
+        return deleted, size_bytes
 
     def scan(
         self, table: Table, *, prefix: bytes = b"", after: bytes = b""

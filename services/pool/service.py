@@ -58,7 +58,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def SetGroupStates(
         self, request: pool_pb2.SetGroupStatesRequest, context: Any
     ) -> pool_pb2.SetGroupStatesResponse:
-        await self._commit(validation.set_group_states(request), context)
+        await self._commit(validation.set_group_states(request, now_unix_s=time.time()), context)
         return pool_pb2.SetGroupStatesResponse()
 
     async def ScanGroups(

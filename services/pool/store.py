@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from forge.v1 import common_pb2, pool_pb2
 from services.pool import reads, writes
 from services.pool.commands import AppendTurns, Command
 from services.pool.environment import DISK_RETRY_S, Environment
+from services.pool.freeing import SettledGroup, settled_after
 from services.pool.records import Records, Table
 
 _SHARD_KEY = b"shard"
@@ -49,6 +51,8 @@ class PoolStore:
             directory, map_bytes=map_bytes, map_max_bytes=map_max_bytes, max_readers=max_readers
         )
         self._disk_reserve_bytes = disk_reserve_bytes
+        self._refused = False
+        """The last commit found no room."""
         try:
             self.shard = self._environment.write(lambda records: _settle_name(records, shard))
             """Name of this shard, drawn once and kept with the data."""
@@ -62,7 +66,7 @@ class PoolStore:
         One answer per command, or the ForgeError by which it was refused. Raises
         `ResourceExhausted` when the disk did not take it: then nothing of any of them is stored.
         """
-        full = self._disk_is_scarce()
+        full = self._room_is_scarce()
 
         def change(records: Records) -> list[Any]:
             return [
@@ -72,17 +76,34 @@ class PoolStore:
                 for command in commands
             ]
 
-        return self._environment.write(change)
+        try:
+            answers = self._environment.write(change)
+        except ResourceExhausted:
+            self._refused = True
+            raise
+        self._refused = False
+        return answers
 
-    def _disk_is_scarce(self) -> ResourceExhausted | None:
-        free_bytes = self._environment.disk_free_bytes
-        if free_bytes >= self._disk_reserve_bytes:
+    def _room_is_scarce(self) -> ResourceExhausted | None:
+        if not self._disk_reserve_bytes:
+            return None
+        room_bytes = self._environment.room_bytes
+        if room_bytes >= self._disk_reserve_bytes:
             return None
         return ResourceExhausted(
-            f"pool shard {self.shard} takes no turns: its disk has {free_bytes} bytes "
-            f"free, less than disk_reserve_bytes {self._disk_reserve_bytes}",
+            f"pool shard {self.shard} takes no turns: its disk and map have room for {room_bytes} "
+            f"bytes, less than disk_reserve_bytes {self._disk_reserve_bytes}",
             retry_after_s=DISK_RETRY_S,
         )
+
+    @property
+    def short_of_room(self) -> bool:
+        """Whether something is refused for want of room, or would be."""
+        return self._refused or self._room_is_scarce() is not None
+
+    def settled(self, *, after: bytes, limit: int) -> list[SettledGroup]:
+        """Groups that can be freed behind that entry of the index, the longest settled first."""
+        return self.read(lambda records: list(islice(settled_after(records, after), limit)))
 
     def summaries(self, names: Sequence[TrajectoryName]) -> list[common_pb2.TrajectorySummary]:
         """In the order asked; unknown ones are left out."""
@@ -126,12 +147,18 @@ class PoolStore:
             used_bytes=self._environment.used_bytes,
             map_bytes=self._environment.map_bytes,
             disk_free_bytes=self._environment.disk_free_bytes,
+            live_bytes=self._environment.live_bytes,
         )
 
     @property
     def used_bytes(self) -> int:
         """Of the file, pages free for reuse included."""
         return self._environment.used_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """Of the file, pages that records lie in."""
+        return self._environment.live_bytes
 
     @property
     def disk_free_bytes(self) -> int:

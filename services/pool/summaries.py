@@ -22,6 +22,9 @@ from services.pool.records import (
     decode_turn_head,
 )
 
+FREED_OUTCOME = "outcome"
+"""Name and id of the one event that is left of the rewards of a freed trajectory."""
+
 
 def header_of(records: Records, trajectory: bytes) -> TrajectoryHeader | None:
     payload = records.get(Table.TRAJECTORIES, trajectory)
@@ -66,12 +69,30 @@ def summarize(records: Records, name: TrajectoryName) -> common_pb2.TrajectorySu
         state=common_pb2.TrajectoryState.ValueType(header.state),
         turns=header.turns,
         sampled_tokens=header.sampled_tokens,
-        rewards=[
-            common_pb2.RewardEvent.FromString(bytes(reward)) for reward in rewards_of(records, key)
-        ],
+        rewards=_rewards(records, key, header),
         min_weight_version=header.min_weight_version,
         max_weight_version=header.max_weight_version,
         sealed_unix_s=header.sealed_unix_s,
         reason=header.reason,
         domain=header.domain,
+        freed=header.freed,
     )
+
+
+def _rewards(
+    records: Records, trajectory: bytes, header: TrajectoryHeader
+) -> list[common_pb2.RewardEvent]:
+    if not header.freed:
+        found = rewards_of(records, trajectory)
+        return [common_pb2.RewardEvent.FromString(bytes(reward)) for reward in found]
+    if header.outcome is None:
+        return []
+    return [
+        common_pb2.RewardEvent(
+            event_id=FREED_OUTCOME,
+            name=FREED_OUTCOME,
+            kind=common_pb2.REWARD_KIND_OUTCOME,
+            value=header.outcome,
+            turn_index=-1,
+        )
+    ]

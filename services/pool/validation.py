@@ -158,10 +158,17 @@ def _new_group(group: common_pb2.GroupRecord, shard: str) -> common_pb2.GroupRec
         raise InvalidArgument(
             f"group {task.task_id} belongs to pool shard {group.pool_shard!r}, not to {shard!r}"
         )
-    return common_pb2.GroupRecord(task=task, queue_index=group.queue_index, pool_shard=shard)
+    return common_pb2.GroupRecord(
+        task=task,
+        queue_index=group.queue_index,
+        pool_shard=shard,
+        task_digest=group.task_digest,
+    )
 
 
-def set_group_states(request: pool_pb2.SetGroupStatesRequest) -> SetGroupStates:
+def set_group_states(
+    request: pool_pb2.SetGroupStatesRequest, *, now_unix_s: float
+) -> SetGroupStates:
     states: dict[str, common_pb2.GroupRecord] = {}
     for change in request.changes:
         if change.state not in common_pb2.GroupState.values() or not change.state:
@@ -169,4 +176,4 @@ def set_group_states(request: pool_pb2.SetGroupStatesRequest) -> SetGroupStates:
         states[check_task_id(change.task_id)] = common_pb2.GroupRecord(
             state=change.state, batch_id=change.batch_id, step=change.step, reason=change.reason
         )
-    return SetGroupStates(states=states, fence=request.fence)
+    return SetGroupStates(states=states, fence=request.fence, now_unix_s=now_unix_s)

@@ -26,11 +26,13 @@ from services.pool.commands import (
     AppendRewards,
     AppendTurns,
     Command,
+    FreeGroups,
     NewTurn,
     PutGroups,
     SealTrajectory,
     SetGroupStates,
 )
+from services.pool.freeing import check_not_freed, free, put_state, state_of
 from services.pool.keys import group_key, queue_key, reward_key, trajectory_key, turn_key
 from services.pool.records import (
     Records,
@@ -64,6 +66,8 @@ def apply(command: Command, records: Records) -> Any:
                 return _put_groups(records, command)
             case SetGroupStates():
                 return _set_group_states(records, command)
+            case FreeGroups():
+                return free(records, command)
     except ForgeError as error:
         return error
 
@@ -88,6 +92,7 @@ def _append_turn(records: Records, turn: NewTurn) -> None:
             )
         return
     header = header_of(records, trajectory)
+    check_not_freed(records, turn.trajectory, header)
     if header is None:
         records.put(Table.TRAJECTORIES, trajectory, encode_header(TrajectoryHeader()))
     elif not header.is_open:
@@ -106,6 +111,7 @@ def _same_turn(stored: bytes, sent: bytes) -> bool:
 def _append_rewards(records: Records, command: AppendRewards) -> None:
     trajectory = trajectory_key(command.trajectory)
     header = header_of(records, trajectory)
+    check_not_freed(records, command.trajectory, header)
     if header is None:
         header = TrajectoryHeader()
         records.put(Table.TRAJECTORIES, trajectory, encode_header(header))
@@ -145,7 +151,10 @@ def _check_credits(
 
 def _seal(records: Records, command: SealTrajectory) -> common_pb2.TrajectorySummary:
     trajectory = trajectory_key(command.trajectory)
-    header = header_of(records, trajectory) or TrajectoryHeader()
+    header = header_of(records, trajectory)
+    if header is None or not _same_seal(command, header):
+        check_not_freed(records, command.trajectory, header)
+    header = header or TrajectoryHeader()
     sealing = command.state == common_pb2.TRAJECTORY_STATE_SEALED
     if sealing:
         _check_credits(command.trajectory, command.rewards, turns=command.turns)
@@ -166,19 +175,24 @@ def _seal(records: Records, command: SealTrajectory) -> common_pb2.TrajectorySum
         )
         sealed = log_closed(records, trajectory, count_turns(sealed, heads))
         records.put(Table.TRAJECTORIES, trajectory, encode_header(sealed))
-    _put_rewards(records, trajectory, header, command.rewards)
+    if not header.freed:
+        _put_rewards(records, trajectory, header, command.rewards)
     summary = summarize(records, command.trajectory)
     assert summary is not None
     return summary
 
 
 def _check_same_seal(command: SealTrajectory, header: TrajectoryHeader) -> None:
-    sealed = command.state == common_pb2.TRAJECTORY_STATE_SEALED
-    if header.state != command.state or (sealed and header.turns != command.turns):
+    if not _same_seal(command, header):
         raise FailedPrecondition(
             f"{command.trajectory} is {_state_name(header.state)} with {header.turns} turns and "
             f"cannot become {_state_name(command.state)} with {command.turns}"
         )
+
+
+def _same_seal(command: SealTrajectory, header: TrajectoryHeader) -> bool:
+    sealed = command.state == common_pb2.TRAJECTORY_STATE_SEALED
+    return header.state == command.state and not (sealed and header.turns != command.turns)
 
 
 def _check_complete(command: SealTrajectory, heads: Sequence[TurnHead]) -> None:
@@ -217,12 +231,30 @@ def _put_groups(records: Records, command: PutGroups) -> None:
 
 def _set_group_states(records: Records, command: SetGroupStates) -> None:
     _check_fence(records, command.fence)
-    for task_id in command.states:
-        if records.get(Table.STATES, group_key(task_id)) is None:
-            raise NotFound(f"group {task_id} is not on this shard")
-    for task_id, state in command.states.items():
-        records.put(Table.STATES, group_key(task_id), state.SerializeToString())
+    new = {
+        task_id: state
+        for task_id, state in command.states.items()
+        if _is_new_state(records, task_id, state)
+    }
+    for task_id, state in new.items():
+        put_state(records, task_id, state, now_unix_s=command.now_unix_s)
     _raise_fence(records, command.fence)
+
+
+def _is_new_state(records: Records, task_id: str, state: common_pb2.GroupRecord) -> bool:
+    """False for the state that a freed group has. Raises `FailedPrecondition` for another."""
+    stored = state_of(records, task_id)
+    if stored is None:
+        raise NotFound(f"group {task_id} is not on this shard")
+    if not stored.freed_unix_s:
+        return True
+    if (stored.state, stored.batch_id, stored.step) != (state.state, state.batch_id, state.step):
+        was = common_pb2.GroupState.Name(stored.state).removeprefix("GROUP_STATE_").lower()
+        raise FailedPrecondition(
+            f"group {task_id} was freed after it was {was}"
+            + (f" in step {stored.step}, which a checkpoint covers" if stored.step else "")
+        )
+    return False
 
 
 def fence_of(records: Records) -> int:

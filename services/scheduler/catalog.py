@@ -36,8 +36,9 @@ class Catalog:
         self._entries: dict[str, _Entry] = {}
         self._tags: defaultdict[str, list[str]] = defaultdict(list)
 
-    def add(self, task: common_pb2.Task) -> None:
-        self._entries[task.task_id] = _Entry(digest_of(task), task.SerializeToString())
+    def add(self, task: common_pb2.Task, *, digest: bytes = b"") -> None:
+        """`digest` is of the task as it was submitted: the pool may have freed its payload."""
+        self._entries[task.task_id] = _Entry(digest or digest_of(task), task.SerializeToString())
         self._tags[task.tag].append(task.task_id)
 
     def digest(self, task_id: str) -> bytes | None:

@@ -47,7 +47,7 @@ class TermState:
         """A group that is stored in the pool, new or of an earlier term."""
         if group.spec.task_id in self.queue.books:
             return
-        self.catalog.add(record.task)
+        self.catalog.add(record.task, digest=record.task_digest)
         self.queue.add(group, now_s=now_s)
         if not group.phase.open:
             self.catalog.drop_payload(group.spec.task_id)

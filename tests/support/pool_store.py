@@ -64,10 +64,13 @@ def put_groups(store: PoolStore, *groups: common_pb2.GroupRecord, fence: int = 1
 
 
 def set_states(
-    store: PoolStore, *changes: pool_pb2.SetGroupStatesRequest.Change, fence: int = 1
+    store: PoolStore,
+    *changes: pool_pb2.SetGroupStatesRequest.Change,
+    fence: int = 1,
+    now_unix_s: float = 100.0,
 ) -> None:
     request = pool_pb2.SetGroupStatesRequest(changes=changes, fence=fence)
-    commit(store, validation.set_group_states(request))
+    commit(store, validation.set_group_states(request, now_unix_s=now_unix_s))
 
 
 def change(

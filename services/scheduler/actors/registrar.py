@@ -93,6 +93,7 @@ class Registrar(Actor):
             queue_index=index,
             state=common_pb2.GROUP_STATE_PENDING,
             pool_shard=choose_shard(task.task_id, placeable),
+            task_digest=digest_of(task),
         )
         self._next_index[task.purpose] = index + 1
         return record

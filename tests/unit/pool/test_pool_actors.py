@@ -29,6 +29,7 @@ class CommitLog:
     commits: list[int] = field(default_factory=list)
     full: bool = False
     used_bytes: int = 0
+    live_bytes: int = 0
     disk_free_bytes: int = 0
 
     def commit(self, commands) -> list[int]:

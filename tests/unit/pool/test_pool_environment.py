@@ -17,12 +17,14 @@ from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool import validation
-from services.pool.commands import AppendTurns, PutGroups
+from services.pool.commands import AppendTurns, FreeGroups, PutGroups
 from services.pool.environment import Environment
+from services.pool.freeing import Freed
 from services.pool.migrations import SCHEMA_VERSION
 from services.pool.records import Table
 from services.pool.store import PoolStore
 from tests.support.pool_records import damage, make_group, make_turn
+from tests.support.pool_store import change, commit, put_groups, set_states
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -159,6 +161,62 @@ def test_a_full_disk_loses_nothing_and_recovers(small_disk):
     assert stored_turns(store, acknowledged) == expected
     assert fetch(store, f"task:{acknowledged}:0").turns == [turn_of(acknowledged, MIB)]
     store.close()
+
+
+def settle(store: PoolStore, index: int) -> None:
+    """Tombstones the group of `turn_of_group(index)`."""
+    put_groups(store, make_group(f"task{index}", index))
+    set_states(store, change(f"task{index}", common_pb2.GROUP_STATE_TOMBSTONED))
+
+
+def turn_of_group(index: int, size_bytes: int) -> common_pb2.Turn:
+    return make_turn(f"task{index}:0:0", messages_json=chr(97 + index % 26) * size_bytes)
+
+
+def free(store: PoolStore, *indices: int) -> Freed:
+    names = tuple(f"task{index}" for index in indices)
+    command = FreeGroups(task_ids=names, covered_step=0, max_records=512, now_unix_s=100.0)
+    return commit(store, command)
+
+
+def test_a_full_disk_takes_turns_again_once_groups_are_freed(small_disk):
+    """With the disk full to the last page, settled groups can still be freed, their pages are
+    written again without the file growing, and what was not freed is whole."""
+    store = PoolStore(small_disk.path / "shard")
+    count = 0
+    with pytest.raises(ResourceExhausted):
+        while True:
+            append(store, turn_of_group(count, 100 * KIB))
+            settle(store, count)
+            count += 1
+    assert store.short_of_room
+    used_bytes = store.used_bytes
+    for index in range(count // 2):
+        assert free(store, index).groups == 1
+    assert not store.short_of_room
+    again = count // 2 - 2
+    for index in range(count + 1, count + 1 + again):
+        append(store, turn_of_group(index, 100 * KIB))
+    assert store.used_bytes <= used_bytes + MIB // 2
+    for index in (*range(count // 2, count), *range(count + 1, count + 1 + again)):
+        assert fetch(store, f"task{index}:0:0").turns == [turn_of_group(index, 100 * KIB)]
+    store.close()
+
+
+def test_freed_pages_count_as_room(open_store):
+    """A shard whose map has reached its end refuses turns at its reserve, and takes them again
+    when so much was freed that the reserve stands."""
+    store = open_store(map_bytes=MIB, map_max_bytes=8 * MIB, disk_reserve_bytes=2 * MIB)
+    count = 0
+    with pytest.raises(ResourceExhausted, match="disk_reserve_bytes 2097152"):
+        while True:
+            append(store, turn_of_group(count, 100 * KIB))
+            settle(store, count)
+            count += 1
+    assert store.short_of_room
+    free(store, *range(10))
+    assert not store.short_of_room
+    append(store, turn_of_group(count, 100 * KIB))
 
 
 def test_batch_states_find_room_when_turns_no_longer_do(open_store):

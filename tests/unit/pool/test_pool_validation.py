@@ -152,4 +152,4 @@ def test_a_bad_change_of_state_is_refused(task_id, state):
     """A change must name a task and a state that exists."""
     changes = [pool_pb2.SetGroupStatesRequest.Change(task_id=task_id, state=state)]
     with pytest.raises(InvalidArgument, match=f"{task_id}"):
-        validation.set_group_states(pool_pb2.SetGroupStatesRequest(changes=changes))
+        validation.set_group_states(pool_pb2.SetGroupStatesRequest(changes=changes), now_unix_s=1.0)

@@ -1,0 +1,232 @@
+"""What is freed of a group, what stays of it, and the order in which groups come to be freed.
+
+    turns, rewards    go
+    trajectories      stay: state, counts, versions, and the sum of their outcomes
+    groups            stay, without the task's payload where a digest stands for it
+    states, queue     stay: the books are counted from them
+
+Owns the index of settled groups and the freeing itself, a bounded number of records at a time. The
+first of them marks the group and its trajectories: from then on nothing of them is read or
+appended to, although it takes more transactions until all records are gone. Which groups are due
+is for `retention` to say; that only settled ones can be freed, and trained ones only when a
+checkpoint covers them, is checked here, in the transaction that frees.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from forge.core.errors import FailedPrecondition
+from forge.core.trajectory import TaskId, TrajectoryName
+from forge.v1 import common_pb2
+from services.pool.changes import delete_changes
+from services.pool.commands import FreeGroups
+from services.pool.keys import group_key, task_prefix
+from services.pool.records import (
+    Records,
+    Table,
+    TrajectoryHeader,
+    decode_header,
+    encode_header,
+)
+from services.pool.summaries import count_turns, rewards_of, turns_of
+
+_SETTLED_KEY = struct.Struct(">Q")
+_STEP = struct.Struct(">Q")
+_MS = 1000
+_SETTLED_STATES = frozenset(
+    {
+        common_pb2.GROUP_STATE_TRAINED,
+        common_pb2.GROUP_STATE_TOMBSTONED,
+        common_pb2.GROUP_STATE_EVALUATED,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettledGroup:
+    """One entry of the index."""
+
+    key: bytes
+    task_id: TaskId
+    settled_unix_s: float
+    step: int
+    """That trained it; 0 for one that was tombstoned or evaluated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freed:
+    """What one transaction freed."""
+
+    groups: int = 0
+    """Of which nothing is left to free."""
+    records: int = 0
+    payload_bytes: int = 0
+    unfinished: bool = False
+    """There was more to free than the transaction may hold."""
+
+
+def state_of(records: Records, task_id: str) -> common_pb2.GroupRecord | None:
+    """State, batch, step, reason and times of a group; None for one that is not stored."""
+    stored = records.get(Table.STATES, group_key(task_id))
+    return None if stored is None else common_pb2.GroupRecord.FromString(bytes(stored))
+
+
+def put_state(
+    records: Records, task_id: str, state: common_pb2.GroupRecord, *, now_unix_s: float
+) -> None:
+    """Stores the state of a group in place of the one before, and keeps the index.
+
+    `check_not_freed` came first. A group that is settled already keeps its time.
+    """
+    before = state_of(records, task_id)
+    assert before is not None and not before.freed_unix_s
+    after = common_pb2.GroupRecord()
+    after.CopyFrom(state)
+    if before.settled_unix_s:
+        records.delete(Table.SETTLED, _settled_key(before.settled_unix_s, task_id))
+    if after.state in _SETTLED_STATES:
+        after.settled_unix_s = before.settled_unix_s or now_unix_s
+        index_settled(records, task_id, after)
+    records.put(Table.STATES, group_key(task_id), after.SerializeToString())
+
+
+def index_settled(records: Records, task_id: str, state: common_pb2.GroupRecord) -> None:
+    """Enters a settled group in the index."""
+    key = _settled_key(state.settled_unix_s, task_id)
+    records.put(Table.SETTLED, key, _STEP.pack(state.step))
+
+
+def index_all_settled(records: Records, *, now_unix_s: float) -> None:
+    """Enters what was settled before there was an index, as if it had been just now."""
+    for key, payload in list(records.scan(Table.STATES)):
+        state = common_pb2.GroupRecord.FromString(bytes(payload))
+        if state.state in _SETTLED_STATES and not state.settled_unix_s:
+            state.settled_unix_s = now_unix_s
+            index_settled(records, key.decode(), state)
+            records.put(Table.STATES, key, state.SerializeToString())
+
+
+def settled_after(records: Records, after: bytes) -> Iterator[SettledGroup]:
+    """Settled groups that have something to free, the longest settled first."""
+    for key, payload in records.scan(Table.SETTLED, after=after):
+        yield SettledGroup(
+            key=key,
+            task_id=TaskId(key[_SETTLED_KEY.size :].decode()),
+            settled_unix_s=_SETTLED_KEY.unpack_from(key)[0] / _MS,
+            step=_STEP.unpack(payload)[0],
+        )
+
+
+def check_not_freed(
+    records: Records, name: TrajectoryName, header: TrajectoryHeader | None
+) -> None:
+    """Raises `FailedPrecondition` when trajectory `name` was freed, or would be a new one of a
+    freed group; `header` is what is stored of it."""
+    if header is not None:
+        if header.freed:
+            raise FailedPrecondition(f"{name} was freed: {_fate(records, name.task_id)}")
+        return
+    state = state_of(records, name.task_id)
+    if state is not None and state.freed_unix_s:
+        raise FailedPrecondition(
+            f"group {name.task_id} was freed, so {name} cannot begin: "
+            f"{_fate(records, name.task_id)}"
+        )
+
+
+def free(records: Records, command: FreeGroups) -> Freed:
+    """Frees the groups of `command` that may be, up to `max_records` turns and rewards."""
+    left = command.max_records
+    groups = payload_bytes = 0
+    for task_id in command.task_ids:
+        state = state_of(records, task_id)
+        if state is None or not _may_be_freed(state, command.covered_step):
+            continue
+        settled = _settled_key(state.settled_unix_s, task_id)
+        if records.get(Table.SETTLED, settled) is None:
+            continue
+        if not state.freed_unix_s:
+            state.freed_unix_s = command.now_unix_s
+            records.put(Table.STATES, group_key(task_id), state.SerializeToString())
+            _mark_trajectories(records, task_id)
+        for table in (Table.TURNS, Table.REWARDS):
+            count, size_bytes = records.delete_prefix(table, task_prefix(task_id), limit=left)
+            left -= count
+            payload_bytes += size_bytes
+        if left <= 0:
+            break
+        payload_bytes += _drop_payload(records, task_id)
+        records.delete(Table.SETTLED, settled)
+        groups += 1
+    return Freed(
+        groups=groups,
+        records=command.max_records - left,
+        payload_bytes=payload_bytes,
+        unfinished=left <= 0,
+    )
+
+
+def _may_be_freed(state: common_pb2.GroupRecord, covered_step: int) -> bool:
+    # A rewind may have come between the choice and this: then it is settled no more.
+    if state.state == common_pb2.GROUP_STATE_TRAINED:
+        return bool(state.freed_unix_s) or state.step <= covered_step
+    return state.state in _SETTLED_STATES
+
+
+def _mark_trajectories(records: Records, task_id: str) -> None:
+    for key, payload in list(records.scan(Table.TRAJECTORIES, prefix=task_prefix(task_id))):
+        header = decode_header(payload)
+        delete_changes(records, header)
+        if header.is_open:
+            # Its group is settled without it: nobody will ever close it.
+            header = count_turns(header, [head for head, _ in turns_of(records, key)])
+            header = msgspec.structs.replace(
+                header,
+                state=common_pb2.TRAJECTORY_STATE_ABANDONED,
+                reason="its group was settled without it",
+            )
+        freed = msgspec.structs.replace(
+            header,
+            freed=True,
+            outcome=_outcome(records, key),
+            closed_change=0,
+            rewarded_change=0,
+        )
+        records.put(Table.TRAJECTORIES, key, encode_header(freed))
+
+
+def _outcome(records: Records, trajectory: bytes) -> float | None:
+    events = [
+        common_pb2.RewardEvent.FromString(bytes(one)) for one in rewards_of(records, trajectory)
+    ]
+    outcomes = [one.value for one in events if one.kind == common_pb2.REWARD_KIND_OUTCOME]
+    return sum(outcomes) if outcomes else None
+
+
+def _drop_payload(records: Records, task_id: str) -> int:
+    """The bytes freed. Without a digest the payload is what a task is known again by."""
+    stored = records.get(Table.GROUPS, group_key(task_id))
+    assert stored is not None, "a group with a state has a record"
+    group = common_pb2.GroupRecord.FromString(bytes(stored))
+    if not group.task_digest or not group.task.payload_json:
+        return 0
+    freed_bytes = len(group.task.payload_json.encode())
+    group.task.payload_json = ""
+    records.put(Table.GROUPS, group_key(task_id), group.SerializeToString())
+    return freed_bytes
+
+
+def _fate(records: Records, task_id: str) -> str:
+    state = state_of(records, task_id)
+    if state is not None and state.state == common_pb2.GROUP_STATE_TRAINED:
+        return f"a checkpoint covers step {state.step}, which trained its group"
+    return "its group was settled long ago"
+
+
+def _settled_key(settled_unix_s: float, task_id: str) -> bytes:
+    return _SETTLED_KEY.pack(round(settled_unix_s * _MS)) + group_key(task_id)

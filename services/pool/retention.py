@@ -1,0 +1,188 @@
+"""When groups are freed: what is due, how fast, and who says what a checkpoint covers.
+
+Owns the policy and its execution, beside the writer and through it: one small transaction after
+another, each waiting its turn among the appends, with as long a pause as it took. What freeing a
+group means is in `freeing`.
+
+    trained               due once the oldest checkpoint kept covers its step, and it is old enough
+    tombstoned, evaluated due once it is old enough
+    everything else       never
+
+Age counts for nothing while more than `keep_bytes` are in use or room is short: then the longest
+settled groups go first, until it is so no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forge.core.errors import ForgeError
+from forge.runtime.rpc.remote import Remote
+from forge.runtime.rpc.status import translated
+from forge.runtime.telemetry import counter, gauge, log
+from forge.v1 import trainer_pb2
+from services.pool.commands import FreeGroups
+from services.pool.freeing import Freed, SettledGroup
+from services.pool.readers import Readers
+from services.pool.store import PoolStore
+
+if TYPE_CHECKING:
+    from forge.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
+
+PERIOD_S = 5.0
+PAGE = 256
+"""Entries of the index looked at together."""
+BATCH = 16
+"""Most groups in one transaction; then the shard's size is looked at again."""
+MAX_RECORDS = 512
+"""Most turns and rewards deleted in one transaction: a few milliseconds of the writer's time."""
+_FREE_S = 60.0
+_ASK_TRAINER_S = 5.0
+
+_GROUPS = counter("forge_pool_freed_groups_total", "Groups of which only the books are left.")
+_RECORDS = counter("forge_pool_freed_records_total", "Turns and rewards freed.")
+_BYTES = counter("forge_pool_freed_bytes_total", "Payload freed.")
+_COVERED_STEP = gauge("forge_pool_covered_step", "What up to it was trained may be freed.")
+
+Coverage = Callable[[], Awaitable[int]]
+"""The step up to which everything trained is in every checkpoint kept; 0 when nobody knows."""
+
+
+class Asked(Protocol):
+    """The writer, or what stands before it."""
+
+    async def ask(self, message: Any, *, timeout_s: float) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionPolicy:
+    """How long and how much is kept."""
+
+    keep_age_s: float
+    keep_bytes: int
+    """0: no limit."""
+
+    def due(
+        self, group: SettledGroup, *, covered_step: int, now_unix_s: float, pressed: bool
+    ) -> bool:
+        """`pressed`: age counts for nothing."""
+        old = now_unix_s - group.settled_unix_s >= self.keep_age_s
+        return group.step <= covered_step and (old or pressed)
+
+
+class Retention:
+    """Frees what is due, for as long as the shard is served."""
+
+    def __init__(
+        self,
+        store: PoolStore,
+        writer: Asked,
+        readers: Readers,
+        *,
+        policy: RetentionPolicy,
+        coverage: Coverage,
+        now_unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._writer = writer
+        self._readers = readers
+        self._policy = policy
+        self._coverage = coverage
+        self._now_unix_s = now_unix_s
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self.sweep()
+            except ForgeError as error:
+                log.warning("retention_put_off", error=str(error))
+            await asyncio.sleep(PERIOD_S)
+
+    async def sweep(self) -> Freed:
+        """Frees all that is due now; what that came to."""
+        covered_step = await self._coverage()
+        _COVERED_STEP.set(covered_step)
+        total, after = Freed(), b""
+        while page := await self._read(after):
+            after = page[-1].key
+            for start in range(0, len(page), BATCH):
+                now_unix_s = self._now_unix_s()
+                pressed = await self._readers.run(self._pressed)
+                due = partial(
+                    self._policy.due,
+                    covered_step=covered_step,
+                    now_unix_s=now_unix_s,
+                    pressed=pressed,
+                )
+                chosen = [group for group in page[start : start + BATCH] if due(group)]
+                if chosen:
+                    total = _sum(total, await self._free(chosen, covered_step))
+            # All that follow were settled later.
+            if not pressed and now_unix_s - page[-1].settled_unix_s < self._policy.keep_age_s:
+                break
+        if total.groups:
+            log.info("groups_freed", groups=total.groups, freed_bytes=total.payload_bytes)
+        return total
+
+    async def _read(self, after: bytes) -> list[SettledGroup]:
+        return await self._readers.run(partial(self._store.settled, after=after, limit=PAGE))
+
+    def _pressed(self) -> bool:
+        limit = self._policy.keep_bytes
+        return self._store.short_of_room or bool(limit and self._store.live_bytes > limit)
+
+    async def _free(self, groups: Sequence[SettledGroup], covered_step: int) -> Freed:
+        command = FreeGroups(
+            task_ids=tuple(group.task_id for group in groups),
+            covered_step=covered_step,
+            max_records=MAX_RECORDS,
+            now_unix_s=self._now_unix_s(),
+        )
+        total = Freed()
+        unfinished = True
+        while unfinished:
+            began_s = time.monotonic()
+            freed: Freed = await self._writer.ask(command, timeout_s=_FREE_S)
+            _GROUPS.inc(freed.groups)
+            _RECORDS.inc(freed.records)
+            _BYTES.inc(freed.payload_bytes)
+            total, unfinished = _sum(total, freed), freed.unfinished
+            # At most half of the writer's time is ours.
+            await asyncio.sleep(time.monotonic() - began_s)
+        return total
+
+
+def _sum(one: Freed, other: Freed) -> Freed:
+    return Freed(
+        groups=one.groups + other.groups,
+        records=one.records + other.records,
+        payload_bytes=one.payload_bytes + other.payload_bytes,
+    )
+
+
+class TrainersCoverage:
+    """What the registered trainers say that their checkpoints cover."""
+
+    def __init__(self, trainers: Remote[TrainerServiceAsyncStub]) -> None:
+        self._trainers = trainers
+
+    async def __call__(self) -> int:
+        """The lowest of them. 0 when there is none, or when one does not answer."""
+        steps = [await self._oldest_step(instance) for instance in self._trainers.instances()]
+        return min(steps, default=0)
+
+    async def _oldest_step(self, instance: Any) -> int:
+        try:
+            async with translated():
+                status = await self._trainers.stub(instance).GetTrainerStatus(
+                    trainer_pb2.GetTrainerStatusRequest(), timeout=_ASK_TRAINER_S
+                )
+        except ForgeError as error:
+            log.debug("trainer_not_asked", trainer=instance.instance_id, error=str(error))
+            return 0
+        return status.oldest_checkpoint_step

@@ -1,0 +1,341 @@
+"""What is freed and when, what stays of it, and what is said to those who come late."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import pytest
+import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.core.errors import FailedPrecondition, NotFound, Unavailable
+from forge.v1 import common_pb2, trainer_pb2
+from services.pool import retention
+from services.pool.commands import FreeGroups
+from services.pool.freeing import Freed, SettledGroup
+from services.pool.readers import Readers
+from services.pool.records import Table
+from services.pool.retention import Retention, RetentionPolicy, TrainersCoverage
+from services.pool.store import PoolStore
+from tests.support.pool_records import make_group, make_reward, make_turn
+from tests.support.pool_store import (
+    ABANDONED,
+    append,
+    change,
+    commit,
+    fetch,
+    put_groups,
+    reward,
+    seal,
+    set_states,
+    summary,
+)
+
+TRAINED = common_pb2.GROUP_STATE_TRAINED
+TOMBSTONED = common_pb2.GROUP_STATE_TOMBSTONED
+EVALUATED = common_pb2.GROUP_STATE_EVALUATED
+PENDING = common_pb2.GROUP_STATE_PENDING
+MAX_AGE_S = 1000.0
+SETTLED_S = 100.0
+"""When `set_states` says that it is."""
+
+
+class Direct:
+    """Stands in for the writer: commits each command at once."""
+
+    def __init__(self, store: PoolStore) -> None:
+        self.store = store
+        self.before: Callable[[], None] = lambda: None
+        self.freed: list[Freed] = []
+
+    async def ask(self, message: FreeGroups, *, timeout_s: float) -> Freed:
+        self.before()
+        self.freed.append(commit(self.store, message))
+        return self.freed[-1]
+
+
+class Sweeper:
+    """A retention whose clock and checkpoint the test sets."""
+
+    def __init__(self, store: PoolStore, readers: Readers) -> None:
+        self.writer = Direct(store)
+        self.covered_step = 0
+        self.now_unix_s = SETTLED_S
+        self._store, self._readers = store, readers
+
+    async def sweep(self, *, keep_age_s: float = MAX_AGE_S, keep_bytes: int = 0) -> Freed:
+        async def coverage() -> int:
+            return self.covered_step
+
+        return await Retention(
+            self._store,
+            self.writer,
+            self._readers,
+            policy=RetentionPolicy(keep_age_s=keep_age_s, keep_bytes=keep_bytes),
+            coverage=coverage,
+            now_unix_s=lambda: self.now_unix_s,
+        ).sweep()
+
+
+@pytest_asyncio.fixture
+async def sweeper(store: PoolStore) -> AsyncIterator[Sweeper]:
+    readers = Readers(1)
+    yield Sweeper(store, readers)
+    await readers.close()
+
+
+def add_group(store: PoolStore, task_id: str = "task", index: int = 0, *, turns: int = 2) -> None:
+    """A group with one sealed trajectory and one attempt that was never closed."""
+    group = make_group(task_id, index, payload_json='{"question": "' + "x" * 500 + '"}')
+    group.task_digest = b"digest"
+    put_groups(store, group)
+    append(store, *(make_turn(f"{task_id}:0:0", i, prefix=5 * i) for i in range(turns)))
+    append(store, make_turn(f"{task_id}:1:0"))
+    seal(store, f"{task_id}:0:0", turns=turns, rewards=[make_reward("a", 0.5), make_reward("b")])
+
+
+def train(store: PoolStore, task_id: str = "task", *, step: int = 1) -> None:
+    set_states(store, change(task_id, TRAINED, batch_id="batch-0-0", step=step))
+
+
+def free_now(store: PoolStore, *task_ids: str, step: int = 1, max_records: int = 512) -> Freed:
+    return commit(
+        store,
+        FreeGroups(
+            task_ids=task_ids, covered_step=step, max_records=max_records, now_unix_s=SETTLED_S
+        ),
+    )
+
+
+def records_of(store: PoolStore) -> dict[Table, int]:
+    return store.read(lambda records: {table: records.count(table) for table in Table})
+
+
+async def test_a_trained_group_is_freed_once_covered_and_old(store, sweeper):
+    """Neither a checkpoint alone nor age alone frees what was trained; both together do."""
+    add_group(store)
+    train(store, step=7)
+    sweeper.covered_step = 7
+    assert await sweeper.sweep() == Freed()
+    sweeper.covered_step, sweeper.now_unix_s = 6, SETTLED_S + MAX_AGE_S
+    assert await sweeper.sweep() == Freed()
+    sweeper.covered_step = 7
+    freed = await sweeper.sweep()
+    assert (freed.groups, freed.records) == (1, 5)
+    counts = records_of(store)
+    assert (counts[Table.TURNS], counts[Table.REWARDS], counts[Table.SETTLED]) == (0, 0, 0)
+    assert await sweeper.sweep() == Freed()
+
+
+async def test_the_books_keep_every_group(store, sweeper):
+    """What is listed of a freed group counts as before: state, step, place, and each trajectory
+    with its counts and the sum of its outcomes; of the task only the payload is gone."""
+    add_group(store)
+    train(store, step=7)
+    (before,) = store.groups().groups
+    sweeper.covered_step, sweeper.now_unix_s = 7, SETTLED_S + MAX_AGE_S
+    await sweeper.sweep()
+    (after,) = store.groups().groups
+    assert after.group.freed_unix_s == sweeper.now_unix_s
+    assert after.group.task.payload_json == ""
+    after.group.freed_unix_s = 0
+    after.group.task.payload_json = before.group.task.payload_json
+    assert after.group == before.group
+    sealed, left_open = after.trajectories
+    assert sealed.freed and left_open.freed
+    assert [(one.kind, one.value) for one in sealed.rewards] == [
+        (common_pb2.REWARD_KIND_OUTCOME, 1.5)
+    ]
+    counted = before.trajectories[0]
+    assert (sealed.turns, sealed.sampled_tokens) == (counted.turns, counted.sampled_tokens)
+    assert sealed.sealed_unix_s == counted.sealed_unix_s
+    assert left_open.state == ABANDONED
+
+
+@pytest.mark.parametrize("state", [TOMBSTONED, EVALUATED])
+async def test_what_was_given_up_or_evaluated_needs_no_checkpoint(store, sweeper, state):
+    """Age alone frees it."""
+    add_group(store)
+    set_states(store, change("task", state, reason="given up"))
+    assert (await sweeper.sweep()).groups == 0
+    sweeper.now_unix_s = SETTLED_S + MAX_AGE_S
+    assert (await sweeper.sweep()).groups == 1
+
+
+async def test_pending_groups_are_never_freed(store, sweeper):
+    """However old, and however much room they take."""
+    add_group(store)
+    set_states(store, change("task", PENDING))
+    sweeper.covered_step, sweeper.now_unix_s = 10**6, SETTLED_S + 10**9
+    assert await sweeper.sweep(keep_age_s=0, keep_bytes=1) == Freed()
+    assert len(fetch(store).turns) == 2
+
+
+async def test_a_rewind_finds_all_that_no_checkpoint_covers(store, sweeper):
+    """Steps after the oldest checkpoint can be made visible again with all their data; a step that
+    it covers cannot, and the answer says so and changes nothing."""
+    for step in (1, 2, 3):
+        add_group(store, f"t{step}", step)
+        train(store, f"t{step}", step=step)
+    sweeper.covered_step = 1
+    await sweeper.sweep(keep_age_s=0, keep_bytes=1)
+    set_states(store, change("t2", PENDING), change("t3", PENDING))
+    assert len(fetch(store, "t2:0:0").turns) == 2
+    train(store, "t2", step=2)
+    with pytest.raises(FailedPrecondition, match=r"t1 was freed .* step 1, which a checkpoint"):
+        set_states(store, change("t2", PENDING), change("t1", PENDING))
+    states = {one.group.task.task_id: one.group.state for one in store.groups().groups}
+    assert (states["t1"], states["t2"]) == (TRAINED, TRAINED)
+
+
+async def test_a_rewind_that_comes_between_choice_and_freeing_wins(store, sweeper):
+    """The transaction that frees looks again: a group that went back is left whole."""
+    add_group(store)
+    train(store)
+    sweeper.covered_step = 1
+    sweeper.writer.before = lambda: set_states(store, change("task", PENDING))
+    assert (await sweeper.sweep(keep_age_s=0)).groups == 0
+    assert len(fetch(store).turns) == 2
+
+
+async def test_beyond_its_size_a_shard_frees_the_longest_settled_first(store, sweeper):
+    """Age counts for nothing until the records fit `keep_bytes` again, and then does."""
+    for index in range(40):
+        task_id = f"t{index:02}"
+        put_groups(store, make_group(task_id, index))
+        append(store, make_turn(f"{task_id}:0:0", messages_json="x" * 50_000))
+        seal(store, f"{task_id}:0:0")
+        change_ = change(task_id, TRAINED, batch_id="b", step=1)
+        set_states(store, change_, now_unix_s=SETTLED_S + index)
+    sweeper.covered_step = 1
+    limit_bytes = store.live_bytes // 2
+    await sweeper.sweep(keep_bytes=limit_bytes)
+    assert store.live_bytes <= limit_bytes
+    freed = [bool(one.group.freed_unix_s) for one in store.groups().groups]
+    assert freed == sorted(freed, reverse=True)
+    assert 0 < sum(freed) < 40
+
+
+async def test_a_large_group_is_freed_in_small_transactions(store, sweeper, monkeypatch):
+    """None deletes more than its share; a shard that ends in between goes on where it was, and
+    nothing of a group that is being freed is given out or added to."""
+    monkeypatch.setattr(retention, "MAX_RECORDS", 10)
+    add_group(store, turns=35)
+    train(store)
+    first = free_now(store, "task", max_records=10)
+    assert first.unfinished and first.groups == 0
+    with pytest.raises(NotFound, match="was freed"):
+        fetch(store)
+    with pytest.raises(FailedPrecondition, match="was freed"):
+        append(store, make_turn("task:0:0", 99))
+    sweeper.covered_step = 0
+    await sweeper.sweep(keep_age_s=0)
+    sweeper.covered_step = 1
+    await sweeper.sweep(keep_age_s=0)
+    assert max(freed.records for freed in sweeper.writer.freed) == 10
+    assert records_of(store)[Table.TURNS] == 0
+    assert sum(freed.groups for freed in sweeper.writer.freed) == 1
+
+
+def test_who_comes_late_is_told_and_changes_nothing(store):
+    """Turns, rewards and new attempts of a freed group are refused, naming why; the seal and the
+    commit that were there are acknowledged again, others are not."""
+    add_group(store)
+    train(store, step=3)
+    before = summary(store)
+    free_now(store, "task", step=3)
+    counts = records_of(store)
+    for late in (make_turn("task:0:0", 0), make_turn("task:0:0", 2), make_turn("task:1:0", 1)):
+        with pytest.raises(FailedPrecondition, match="was freed: a checkpoint covers step 3"):
+            append(store, late)
+    with pytest.raises(FailedPrecondition, match="task:0:1 cannot begin"):
+        append(store, make_turn("task:0:1"))
+    with pytest.raises(FailedPrecondition, match="was freed"):
+        reward(store, make_reward("late"))
+    with pytest.raises(FailedPrecondition, match="was freed"):
+        reward(store, make_reward("late"), trajectory_id="task:5:0")
+    again = seal(store, turns=2, rewards=[make_reward("a", 0.5), make_reward("late")])
+    assert (again.state, again.turns, again.freed) == (before.state, before.turns, True)
+    with pytest.raises(FailedPrecondition, match="was freed"):
+        seal(store, turns=3)
+    with pytest.raises(FailedPrecondition, match="was freed"):
+        seal(store, "task:1:0", turns=1)
+    train(store, step=3)
+    with pytest.raises(FailedPrecondition, match="was freed after it was trained"):
+        set_states(store, change("task", TRAINED, batch_id="another", step=4))
+    put_groups(store, make_group("task"))
+    with pytest.raises(NotFound, match="task:0:0 was freed: only its summary is left"):
+        fetch(store)
+    assert records_of(store) == counts
+
+
+def test_a_group_without_a_digest_keeps_its_payload(store):
+    """It is what a task that is submitted again is known by."""
+    put_groups(store, make_group("old", payload_json='{"a": 1}'))
+    set_states(store, change("old", TOMBSTONED))
+    assert free_now(store, "old").groups == 1
+    assert store.groups().groups[0].group.task.payload_json == '{"a": 1}'
+
+
+def test_a_repeated_state_keeps_the_time_of_the_first(store):
+    """A commit that is made again does not make a group younger."""
+    add_group(store)
+    train(store)
+    set_states(
+        store, change("task", TRAINED, batch_id="batch-0-0", step=1), now_unix_s=SETTLED_S + 50
+    )
+    (entry,) = store.settled(after=b"", limit=10)
+    assert (entry.settled_unix_s, entry.step) == (SETTLED_S, 1)
+
+
+settled = st.builds(
+    SettledGroup,
+    key=st.just(b"k"),
+    task_id=st.just("task"),
+    settled_unix_s=st.floats(0, 1e9),
+    step=st.integers(0, 100),
+)
+
+
+@given(settled, st.integers(0, 100), st.floats(0, 2e9), st.floats(0, 1e9), st.booleans())
+def test_nothing_uncovered_is_ever_due(group, covered_step, now_unix_s, keep_age_s, pressed):
+    """Whatever age, size and pressure say."""
+    policy = RetentionPolicy(keep_age_s=keep_age_s, keep_bytes=1)
+    due = policy.due(group, covered_step=covered_step, now_unix_s=now_unix_s, pressed=pressed)
+    assert not due or group.step <= covered_step
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Stands in for an instance and its stub; silent without a step."""
+
+    step: int | None
+    instance_id: str = "trainer"
+
+    async def GetTrainerStatus(self, request, *, timeout: float):
+        if self.step is None:
+            raise Unavailable("the trainer is gone")
+        return trainer_pb2.GetTrainerStatusResponse(oldest_checkpoint_step=self.step)
+
+
+@dataclass(frozen=True)
+class Trainers:
+    """Stands in for a Remote."""
+
+    steps: tuple[int | None, ...]
+
+    def instances(self) -> tuple[Trainer, ...]:
+        return tuple(map(Trainer, self.steps))
+
+    def stub(self, instance: Trainer) -> Trainer:
+        return instance
+
+
+@pytest.mark.parametrize(
+    ("steps", "covered"), [((), 0), ((7,), 7), ((7, 5), 5), ((7, 0), 0), ((7, None), 0)]
+)
+async def test_the_trainer_that_is_least_far_decides(steps, covered):
+    """None at all, one without a checkpoint, and one that does not answer cover nothing."""
+    assert await TrainersCoverage(Trainers(steps))() == covered
