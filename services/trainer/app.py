@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from transformers import AutoConfig
 
@@ -16,9 +17,11 @@ from forge.runtime.actor import ActorRef
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2_grpc, pool_pb2_grpc, scheduler_pb2_grpc, trainer_pb2_grpc
+from services.trainer.actors.checkpointing import CheckpointWriter
 from services.trainer.actors.learner import LearnerActor
 from services.trainer.actors.training import UNBOUNDED_S, Advance, SaveCheckpoint, Training
 from services.trainer.batches import BatchSource, SourceSettings
+from services.trainer.checkpoints import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.record import TrainingRecord
 from services.trainer.service import FULL_NAME, SCOPES, WEIGHTS_FULL_NAME, TrainerServicer
@@ -45,12 +48,15 @@ class TrainerApp:
     async def start(self) -> None:
         self._context.metadata["incarnation"] = secrets.token_hex(8)
         actors = self._context.actors
-        learner = await actors.spawn(lambda: LearnerActor(self._config), name="learner")
+        store = CheckpointStore(Path(self._config.checkpoint_dir))
+        writer = await actors.spawn(lambda: CheckpointWriter(store), name="checkpoints")
+        learner = await actors.spawn(lambda: LearnerActor(self._config, store), name="learner")
         source = partial(self._source, await asyncio.to_thread(self._attention_channels))
         self._training = await actors.spawn(
             lambda: Training(
                 self._config,
                 learner=learner,
+                writer=writer,
                 source=source(),
                 record=self._record,
                 make_publisher=self._make_publisher,

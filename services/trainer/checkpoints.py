@@ -1,8 +1,9 @@
 """Checkpoints on disk: whole or not there.
 
 Owns names, atomicity, validity and retention. A checkpoint is written under a temporary name,
-fsynced file by file, and renamed: a crash at any point leaves the older ones as they were. It is
-also a model directory, so that it can be served or trained from like any other.
+fsynced file by file, and renamed: a crash at any point leaves the older ones as they were. Then
+the link `latest` moves to it, for people: a restart goes by what is valid, not by the link. A
+checkpoint is also a model directory, so that it can be served or trained from like any other.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ KEPT = 2
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished"
 _STATE = "state.json"
+_LATEST = "latest"
 _FORMAT = 1
 
 
@@ -44,7 +46,10 @@ class CheckpointStore:
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(f"*{_UNFINISHED}"):
-            shutil.rmtree(leftover)
+            if leftover.is_symlink():
+                leftover.unlink()
+            else:
+                shutil.rmtree(leftover)
 
     def save(
         self,
@@ -56,12 +61,15 @@ class CheckpointStore:
     ) -> Path:
         """Have `write` fill a directory, and keep it as the checkpoint of `step`.
 
-        The same step again returns what is there. Raises `ResourceExhausted` when the disk is
-        full; nothing is left of the attempt then.
+        The same step again returns what is there. Raises `ResourceExhausted` when it cannot be
+        written, most often to a full disk; nothing is left of the attempt then.
         """
         path = self._directory / f"{_PREFIX}{step:08d}"
         if path.exists():
-            return path
+            try:
+                return _read(path).path
+            except DataLoss:
+                self._set_aside(path)
         unfinished = path.with_name(path.name + _UNFINISHED)
         try:
             unfinished.mkdir()
@@ -80,9 +88,10 @@ class CheckpointStore:
             _fsync(unfinished)
             unfinished.rename(path)
             _fsync(self._directory)
+            self._point_to(path)
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise ResourceExhausted(f"checkpoint {path}: {error.strerror}") from error
+            raise ResourceExhausted(f"checkpoint {path}: {error.strerror or error}") from error
         self._prune()
         return path
 
@@ -96,7 +105,19 @@ class CheckpointStore:
 
     def set_aside(self, checkpoint: Checkpoint) -> None:
         """Keep one that cannot be loaded for whoever looks into it, and out of the way."""
-        checkpoint.path.rename(checkpoint.path.with_name(checkpoint.path.name + ".damaged"))
+        self._set_aside(checkpoint.path)
+
+    def _set_aside(self, path: Path) -> None:
+        aside = path.with_name(path.name + ".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+
+    def _point_to(self, path: Path) -> None:
+        """Only ever to one that is durable."""
+        link = self._directory / (_LATEST + _UNFINISHED)
+        link.symlink_to(path.name)
+        link.replace(self._directory / _LATEST)
+        _fsync(self._directory)
 
     def _prune(self) -> None:
         for path in sorted(self._directory.glob(f"{_PREFIX}*[0-9]"))[:-KEPT]:

@@ -25,6 +25,11 @@ _EXCLUDED = counter("forge_trainer_excluded_trajectories_total", "Trajectories t
 _MEMORY = counter(
     "forge_trainer_memory_retries_total", "Batches begun anew in smaller trees, for want of memory."
 )
+_CHECKPOINT_STEP = gauge("forge_trainer_checkpoint_step", "Step of the newest durable checkpoint.")
+_CHECKPOINT_S = gauge("forge_trainer_checkpoint_seconds", "Writing the newest checkpoint.")
+_CHECKPOINT_FAILING = gauge(
+    "forge_trainer_checkpoint_failing", "1 when the newest checkpoint could not be written."
+)
 _STEP_S = histogram(
     "forge_trainer_step_seconds", "Computing one step.", buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300)
 )
@@ -144,6 +149,18 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
         shown.set(getattr(metrics, name))
     for domain, reward in metrics.reward_by_domain.items():
         _REWARD.labels(domain).set(reward)
+
+
+def show_checkpoint(step: int, write_s: float) -> None:
+    """To Prometheus: one is durable."""
+    _CHECKPOINT_STEP.set(step)
+    _CHECKPOINT_S.set(write_s)
+    _CHECKPOINT_FAILING.set(0)
+
+
+def show_checkpoint_failed() -> None:
+    """To Prometheus: one could not be written."""
+    _CHECKPOINT_FAILING.set(1)
 
 
 def show_skipped(batch: BatchSamples) -> None:

@@ -83,6 +83,7 @@ async def test_a_run_trains_every_batch_and_finishes(stack: Stack) -> None:
     status = await until_finished(stack.client)
     assert (status.step, status.max_steps, status.checkpoint_step) == (3, 3, 3)
     assert [path.name for path in sorted(stack.trainer.checkpoints.iterdir())] == [
+        "latest",
         "step-00000002",
         "step-00000003",
     ]
@@ -94,6 +95,19 @@ async def test_a_run_trains_every_batch_and_finishes(stack: Stack) -> None:
     assert digest == manifest["digest"]
     with pytest.raises(NotFound, match="held: \\[3, 4\\]"):
         await stack.client.fetch(manifest["source"], 1)
+    await a_damaged_checkpoint_is_passed_over(stack)
+
+
+async def a_damaged_checkpoint_is_passed_over(stack: Stack) -> None:
+    """The older one is restored, the damaged one kept for whoever looks into it."""
+    stack.trainer.kill()
+    damaged = stack.trainer.checkpoints / "step-00000003" / "learner.pt"
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    stack.trainer.start(max_steps=3, checkpoint_every_steps=2)
+    status = await until_finished(stack.client)
+    assert status.step == 3
+    assert stack.trainer.logged("rewound")[-1]["step"] == 2
+    assert (stack.trainer.checkpoints / "step-00000003.damaged").is_dir()
 
 
 async def until_finished(client: TrainerClient) -> trainer_pb2.GetTrainerStatusResponse:
@@ -110,6 +124,9 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack) -> Non
     stack.trainer.start(max_steps=5, checkpoint_every_steps=2)
     await stack.feed(0, 3 * GROUPS_PER_STEP)
     await stack.client.until_step(3)
+    async with asyncio.timeout(60):
+        while (await stack.client.status()).checkpoint_step != 2:
+            await asyncio.sleep(0.05)
     before = await stack.trained()
     stack.trainer.kill()
     stack.trainer.start(max_steps=5, checkpoint_every_steps=2)
@@ -128,33 +145,22 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack) -> Non
     assert_books_balance(await stack.cluster.status())
 
 
-async def test_a_stopped_trainer_loses_no_step(stack: Stack) -> None:
-    """SIGTERM saves a checkpoint: the next start goes on from the very step."""
+async def test_a_checkpoint_asked_for_and_a_stop_lose_no_step(stack: Stack) -> None:
+    """One is saved when asked for and with SIGTERM; the next start goes on from the very step."""
     stack.trainer.start(checkpoint_every_steps=100)
     await stack.feed(0, GROUPS_PER_STEP)
     await stack.client.until_step(1)
+    saved = await stack.client.save()
+    again = await stack.client.save()
+    assert saved.step == again.step == 1 and saved.path == again.path
+    names = {path.name for path in Path(saved.path).iterdir()}
+    assert {"config.json", "model.safetensors", "learner.pt", "state.json"} <= names
     assert stack.trainer.terminate() == 0
     stack.trainer.start(checkpoint_every_steps=100)
     await stack.feed(GROUPS_PER_STEP, GROUPS_PER_STEP)
     metrics = await stack.client.until_step(2, after=1)
     assert metrics.step == 2
     assert stack.trainer.logged("rewound")[-1]["step"] == 1
-
-
-async def test_a_damaged_checkpoint_is_passed_over(stack: Stack) -> None:
-    """The older one is restored, the damaged one kept for whoever looks into it."""
-    stack.trainer.start(max_steps=2, checkpoint_every_steps=1)
-    await stack.feed(0, 2 * GROUPS_PER_STEP)
-    await until_finished(stack.client)
-    stack.trainer.kill()
-    damaged = stack.trainer.checkpoints / "step-00000002" / "learner.pt"
-    size = damaged.stat().st_size
-    damaged.write_bytes(bytes(size))
-    stack.trainer.start(max_steps=2, checkpoint_every_steps=1)
-    status = await until_finished(stack.client)
-    assert status.step == 2
-    assert stack.trainer.logged("rewound")[-1]["step"] == 1
-    assert (stack.trainer.checkpoints / "step-00000002.damaged").is_dir()
 
 
 async def test_training_survives_the_loss_of_scheduler_and_pool(stack: Stack) -> None:
@@ -182,18 +188,6 @@ async def test_sigterm_waits_for_no_dead_scheduler(stack: Stack) -> None:
             await asyncio.sleep(0.05)
     assert await asyncio.to_thread(stack.trainer.terminate) == 0
     assert stack.trainer.logged("stopped")
-
-
-async def test_a_checkpoint_can_be_asked_for(stack: Stack) -> None:
-    """SaveCheckpoint answers with a model directory that holds the newest step."""
-    stack.trainer.start()
-    await stack.feed(0, GROUPS_PER_STEP)
-    await stack.client.until_step(1)
-    saved = await stack.client.save()
-    again = await stack.client.save()
-    assert saved.step == again.step == 1 and saved.path == again.path
-    names = {path.name for path in Path(saved.path).iterdir()}
-    assert {"config.json", "model.safetensors", "learner.pt", "state.json"} <= names
 
 
 async def test_an_unknown_model_is_told_in_one_line(stack: Stack) -> None:

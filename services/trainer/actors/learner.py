@@ -1,20 +1,17 @@
 """The learner: the one owner of model and optimizer, on a thread of its own.
 
-Owns loading, stepping, snapshots and the contents of a checkpoint. When to do which is decided by
-`services.trainer.actors.training`.
+Owns loading, stepping, and copies of the moment for publication and checkpoints. When to do
+which is decided by `services.trainer.actors.training`.
 """
 
 from __future__ import annotations
 
-import pickle
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -26,21 +23,10 @@ from forge.runtime.actor import ThreadActor
 from forge.runtime.telemetry import log
 from services.trainer.checkpoints import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig
+from services.trainer.contents import UNREADABLE, Contents, read
 from services.trainer.weights import NamedTensor, Snapshot
 
-_MODEL = "model.safetensors"
-_LEARNER = "learner.pt"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_UNREADABLE = (
-    OSError,
-    RuntimeError,
-    EOFError,
-    ValueError,
-    KeyError,
-    SafetensorError,
-    pickle.UnpicklingError,
-)
-"""What reading a damaged file raises, depending on where the damage is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +45,8 @@ class TakeSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
-    """Write a checkpoint; answered by its path. ResourceExhausted when the disk is full."""
-
-    step: int
-    weight_version: int
-    history: list[dict[str, Any]]
+class Capture:
+    """Copy all that a checkpoint holds, as it is now; answered by Contents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +57,13 @@ class Restore:
 class LearnerActor(ThreadActor):
     """One policy being trained."""
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: TrainerConfig, checkpoints: CheckpointStore) -> None:
         self._config = config
+        self._checkpoints = checkpoints
         self._model_path = Path(config.model_path)
 
     def started(self) -> None:
         torch.set_num_threads(self._config.threads())
-        self._checkpoints = CheckpointStore(Path(self._config.checkpoint_dir))
         self._start_over()
         self._learner.policy.check()
 
@@ -91,9 +73,9 @@ class LearnerActor(ThreadActor):
                 return self._step(plan, weight_version)
             case TakeSnapshot(step=step):
                 return self._snapshot(step)
-            case Save(step=step, weight_version=weight_version, history=history):
-                return self._checkpoints.save(
-                    self._write, step=step, weight_version=weight_version, history=history
+            case Capture():
+                return Contents.captured(
+                    own_tensors(self._model), self._learner.state_dict(), self._model_path
                 )
             case Restore():
                 return self._restore()
@@ -131,19 +113,11 @@ class LearnerActor(ThreadActor):
             )
         return Snapshot(step=step, tensors=tensors)
 
-    def _write(self, directory: Path) -> None:
-        save_file(own_tensors(self._model), directory / _MODEL, metadata={"format": "pt"})
-        torch.save(self._learner.state_dict(), directory / _LEARNER)
-        for pattern in ("*.json", "*.jinja", "*.txt", "*.model"):
-            for file in self._model_path.glob(pattern):
-                shutil.copyfile(file, directory / file.name)
-
     def _restore(self) -> Checkpoint | None:
         for checkpoint in self._checkpoints.newest_first():
             try:
-                weights = load_file(checkpoint.path / _MODEL)
-                state = torch.load(checkpoint.path / _LEARNER, weights_only=True)
-            except _UNREADABLE as error:
+                weights, state = read(checkpoint.path)
+            except UNREADABLE as error:
                 log.error("checkpoint_damaged", path=str(checkpoint.path), error=repr(error))
                 self._checkpoints.set_aside(checkpoint)
                 continue

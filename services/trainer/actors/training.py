@@ -1,7 +1,7 @@
 """Training, step by step: what is done in which order, and what a failure in between means.
 
     resume    restore the newest checkpoint (step k), Rewind(k), publish
-    advance   take a batch, step, commit, publish, now and then a checkpoint
+    advance   take a batch, step, commit, publish, now and then begin a checkpoint
     finish    at max_steps: last weights published, last checkpoint written
 
 Owns that order, nothing of how. The invariant it keeps: the learner is ahead of the scheduler's
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
@@ -22,7 +23,8 @@ from forge.runtime.actor import Actor, ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
-from services.trainer.actors.learner import Restore, Save, Step, TakeSnapshot
+from services.trainer.actors.checkpointing import Flush, Write
+from services.trainer.actors.learner import Capture, Restore, Step, TakeSnapshot
 from services.trainer.batches import BatchSource, PreparedBatch
 from services.trainer.checkpoints import Checkpoint
 from services.trainer.config import TrainerConfig
@@ -52,6 +54,7 @@ class Training(Actor):
         config: TrainerConfig,
         *,
         learner: ActorRef,
+        writer: ActorRef,
         source: BatchSource,
         record: TrainingRecord,
         make_publisher: Callable[[int], Publisher],
@@ -59,6 +62,7 @@ class Training(Actor):
         """`make_publisher` takes the highest weight version known to be used."""
         self._config = config
         self._learner = learner
+        self._writer = writer
         self._source = source
         self._record = record
         self._make_publisher = make_publisher
@@ -66,9 +70,15 @@ class Training(Actor):
         self._consistent = False
         """The learner holds what the books say; otherwise the next thing to do is resume."""
         self._published_step = -1
+        self._saving: asyncio.Task[Path] | None = None
+        """A checkpoint being written while training goes on."""
+        self._failing = False
+        """The newest attempt at a checkpoint failed, and was told about."""
         self._idle_since_s = 0.0
 
     async def stopped(self) -> None:
+        if self._saving is not None:
+            self._saving.cancel()  # the waiting, not the writing
         await self._source.drop()
 
     async def receive(self, message: Any) -> Any:
@@ -94,6 +104,8 @@ class Training(Actor):
 
     async def _resume(self) -> None:
         self._record.phase = pb.TRAINER_PHASE_LOADING
+        # One that is still being written is of a step that was committed: it counts.
+        await self._writer.ask(Flush(), timeout_s=UNBOUNDED_S)
         checkpoint: Checkpoint | None = await self._ask(Restore())
         self._record.rewind(checkpoint.history if checkpoint else [])
         self._record.checkpoint_step = checkpoint.step if checkpoint else 0
@@ -213,27 +225,50 @@ class Training(Actor):
         return self._now_s() - began_s
 
     async def _save(self) -> tuple[int, str]:
+        """A checkpoint of the newest step, durable on return."""
         if not self._consistent:
             raise Unavailable("training is being resumed: there is nothing consistent to save yet")
+        await self._writer.ask(Flush(), timeout_s=UNBOUNDED_S)
         step = self._record.step
-        path = await self._ask(
-            Save(
-                step=step,
-                weight_version=self._record.weight_version,
-                history=self._record.history(),
-            )
-        )
-        self._record.checkpoint_step = step
-        return step, str(path)
+        return step, str(await (await self._begin_save(step)))
 
     async def _save_if_due(self, step: int) -> None:
         if step - self._record.checkpoint_step < self._config.checkpoint_every_steps:
             return
+        # One at a time: two copies of everything in host memory are enough.
+        if self._saving is None or self._saving.done():
+            await self._begin_save(step)
+
+    async def _begin_save(self, step: int) -> asyncio.Task[Path]:
+        """Copy what is to be saved; training may go on while it is written."""
+        write = Write(
+            contents=await self._ask(Capture()),
+            step=step,
+            weight_version=self._record.weight_version,
+            history=self._record.history(),
+        )
+        self._saving = asyncio.create_task(self._written(write))
+        # Who does not wait for it has been told by the log.
+        self._saving.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._saving
+
+    async def _written(self, write: Write) -> Path:
+        began_s = self._now_s()
         try:
-            await self._save()
+            path: Path = await self._writer.ask(write, timeout_s=UNBOUNDED_S)
         except ResourceExhausted as error:
-            # Training on costs nothing; the next step tries again.
-            log.error("checkpoint_failed", step=step, error=str(error))
+            # Training on costs nothing; the next step tries again, and the line is not repeated.
+            if not self._failing:
+                log.error("checkpoint_failed", step=write.step, error=str(error))
+            self._failing = True
+            metrics.show_checkpoint_failed()
+            raise
+        self._failing = False
+        self._record.checkpoint_step = write.step
+        write_s = self._now_s() - began_s
+        metrics.show_checkpoint(write.step, write_s)
+        log.info("checkpoint_saved", step=write.step, path=str(path), write_s=round(write_s, 3))
+        return path
 
     async def _finish(self) -> None:
         if self._record.phase == pb.TRAINER_PHASE_FINISHED:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import resource
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from forge.core.errors import ResourceExhausted
 from services.trainer.checkpoints import CheckpointStore
+from services.trainer.contents import Contents, read
 
 
 def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path:
@@ -17,6 +23,10 @@ def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path
         weight_version=step + 10,
         history=[{"step": step}],
     )
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
 
 
 def write(directory: Path, content: bytes) -> None:
@@ -41,7 +51,8 @@ def test_two_are_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (8, 9, 10):
         save(store, step)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000009", "step-00000010"]
+    assert names(tmp_path) == ["latest", "step-00000009", "step-00000010"]
+    assert (tmp_path / "latest").resolve() == tmp_path / "step-00000010"
 
 
 def test_the_same_step_is_saved_once(tmp_path: Path) -> None:
@@ -65,7 +76,47 @@ def test_a_crash_while_writing_leaves_the_older_ones(tmp_path: Path) -> None:
         store.save(crash, step=2, weight_version=12, history=[])
     again = CheckpointStore(tmp_path)
     assert [one.step for one in again.newest_first()] == [1]
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert names(tmp_path) == ["latest", "step-00000001"]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from services.trainer.checkpoints import CheckpointStore
+
+point, store = sys.argv[2], CheckpointStore(Path(sys.argv[1]))
+
+def kill(*_):
+    os.kill(os.getpid(), 9)
+
+def write(directory):
+    (directory / "model.bin").write_bytes(b"weights")
+    if point == "writing":
+        kill()
+
+store.save(write, step=1, weight_version=1, history=[])
+point = sys.argv[3]
+if point != "writing":
+    setattr(Path, point, kill)
+store.save(write, step=2, weight_version=2, history=[])
+"""
+
+
+def test_kill_9_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
+    """In a file, before the rename, before `latest` moves: the former one is there."""
+    points = {"writing": 1, "rename": 1, "replace": 2}
+    processes = {
+        point: subprocess.Popen([sys.executable, "-c", KILLED, tmp_path / point, "", point])
+        for point in points
+    }
+    for point, step in points.items():
+        assert processes[point].wait(60) == -signal.SIGKILL
+        assert (tmp_path / point / "latest").resolve().name == "step-00000001"
+        store = CheckpointStore(tmp_path / point)
+        assert next(store.newest_first()).step == step
+        assert not list((tmp_path / point).glob("*.unfinished"))
+        save(store, 3)
+        assert (tmp_path / point / "latest").resolve().name == "step-00000003"
 
 
 def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:
@@ -74,11 +125,40 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:
 
     def full(directory: Path) -> None:
         write(directory, b"some")
-        raise OSError(28, "No space left on device")
+        (directory / "more.bin").symlink_to("/dev/full")
+        (directory / "more.bin").write_bytes(b"more")
 
     with pytest.raises(ResourceExhausted, match="step-00000001: No space left"):
         store.save(full, step=1, weight_version=1, history=[])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("large", ["weights", "learner"])
+def test_every_writer_of_a_file_fails_alike(tmp_path: Path, large: str) -> None:
+    """safetensors and torch have errors of their own for a write that the system refuses."""
+    parts = {"weights": {"w": torch.zeros(8)}, "learner": {"state": {"w": torch.zeros(8)}}}
+    parts[large] = {"w": torch.zeros(1 << 16)}
+    contents = Contents(**parts, model_path=tmp_path)
+    store, limits = CheckpointStore(tmp_path / "out"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(ResourceExhausted, match="step-00000001"):
+            store.save(contents.write, step=1, weight_version=1, history=[])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_was_captured_is_what_is_read_again(tmp_path: Path) -> None:
+    """A copy: what training does meanwhile is not in it."""
+    weight, state = torch.ones(3), torch.arange(3)
+    contents = Contents.captured({"w": weight}, {"state": [{"m": state}], "steps": 4}, tmp_path)
+    weight.zero_()
+    state.zero_()
+    contents.write(tmp_path)
+    weights, learner = read(tmp_path)
+    assert torch.equal(weights["w"], torch.ones(3)) and learner["steps"] == 4
+    assert torch.equal(learner["state"][0]["m"], torch.arange(3))
 
 
 @pytest.mark.parametrize("damage", ["short", "missing", "state", "format"])
@@ -98,6 +178,9 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
             state = (newest / "state.json").read_text()
             (newest / "state.json").write_text(state.replace('"format": 1', '"format": 9'))
     assert [one.step for one in store.newest_first()] == [1]
+    # Its step can be taken and saved again.
+    save(store, 2)
+    assert [one.step for one in store.newest_first()] == [2, 1]
 
 
 def test_one_set_aside_is_kept_and_not_found(tmp_path: Path) -> None:
@@ -108,7 +191,4 @@ def test_one_set_aside_is_kept_and_not_found(tmp_path: Path) -> None:
     store.set_aside(found)
     assert list(store.newest_first()) == []
     save(store, 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "step-00000001",
-        "step-00000001.damaged",
-    ]
+    assert names(tmp_path) == ["latest", "step-00000001", "step-00000001.damaged"]

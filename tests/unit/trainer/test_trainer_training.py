@@ -18,7 +18,8 @@ from forge.rl.learner import StepResult
 from forge.rl.losses import PolicyStats
 from forge.runtime.actor import Actor, ActorRef, ActorSystem
 from forge.v1 import trainer_pb2 as pb
-from services.trainer.actors.learner import Restore, Save, Step, TakeSnapshot
+from services.trainer.actors.checkpointing import Flush, Write
+from services.trainer.actors.learner import Capture, Restore, Step, TakeSnapshot
 from services.trainer.actors.training import Advance, SaveCheckpoint, Training
 from services.trainer.batches import Claim, PreparedBatch
 from services.trainer.checkpoints import Checkpoint
@@ -41,6 +42,8 @@ class World:
     retries: int = 0
     """Of the next steps, for want of memory."""
     saved: Checkpoint | None = None
+    disk: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the disk answers."""
     batches: int = 100
 
     def do(self, event: str) -> None:
@@ -74,15 +77,29 @@ class FakeLearner(Actor):
                 )
             case TakeSnapshot(step=step):
                 return Snapshot(step=step, tensors=[])
-            case Save(step=step, weight_version=version, history=history):
-                world.do(f"save {step}")
-                world.saved = Checkpoint(
-                    path=Path("/saved"), step=step, weight_version=version, history=history
-                )
-                return world.saved.path
+            case Capture():
+                return None
             case Restore():
                 world.do("restore")
                 return world.saved
+        return await super().receive(message)
+
+
+class FakeWriter(Actor):
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def receive(self, message: Any) -> Any:
+        match message:
+            case Write(step=step, weight_version=version, history=history):
+                await self._world.disk.wait()
+                self._world.do(f"save {step}")
+                self._world.saved = Checkpoint(
+                    path=Path("/saved"), step=step, weight_version=version, history=history
+                )
+                return self._world.saved.path
+            case Flush():
+                return None
         return await super().receive(message)
 
 
@@ -143,12 +160,15 @@ class Run:
     world: World
     record: TrainingRecord
     training: ActorRef
+    writer: ActorRef
 
     async def advance(self, times: int = 1) -> list[str]:
-        """What was done, in order."""
+        """What was done, in order, down to the disk if it answers."""
         self.world.events.clear()
         for _ in range(times):
             await self.training.ask(Advance(), timeout_s=5)
+            if self.world.disk.is_set():
+                await self.writer.ask(Flush(), timeout_s=5)
         return list(self.world.events)
 
 
@@ -156,22 +176,26 @@ class Run:
 async def run() -> AsyncIterator[Run]:
     """Three steps, a checkpoint every second one."""
     world = World()
+    world.disk.set()
     actors = ActorSystem("test")
     record = TrainingRecord(max_steps=3, metrics_file="")
     learner = await actors.spawn(lambda: FakeLearner(world), name="learner")
+    writer = await actors.spawn(lambda: FakeWriter(world), name="checkpoints")
     source: Any = FakeSource(world)
     publisher: Any = lambda floor: FakePublisher(world, floor)  # noqa: E731
     training = await actors.spawn(
         lambda: Training(
             TrainerConfig(max_steps=3, checkpoint_every_steps=2),
             learner=learner,
+            writer=writer,
             source=source,
             record=record,
             make_publisher=publisher,
         ),
         name="training",
     )
-    yield Run(world=world, record=record, training=training)
+    yield Run(world=world, record=record, training=training, writer=writer)
+    world.disk.set()
     await actors.stop()
 
 
@@ -282,11 +306,48 @@ async def test_an_etcd_outage_only_delays_publication(run: Run) -> None:
 
 
 async def test_a_full_disk_does_not_stop_training(run: Run) -> None:
-    """The checkpoint is tried again with the next step."""
+    """Each step tries again; one line says that it failed, one that it did not any more."""
     await run.advance(2)
-    run.world.faults["save"] = ResourceExhausted("disk full")
-    assert (await run.advance())[-1] == "save 2 fails"
-    assert (await run.advance())[-1] == "save 3"
+    with structlog.testing.capture_logs() as logged:
+        for step in (2, 3):
+            run.world.faults["save"] = ResourceExhausted("disk full")
+            assert (await run.advance())[-1] == f"save {step} fails"
+        assert run.record.checkpoint_step == 0
+        assert (await run.advance())[0] == "save 3"
+    told = [line for line in logged if line["event"].startswith("checkpoint_")]
+    assert [(line["event"], line["step"]) for line in told] == [
+        ("checkpoint_failed", 2),
+        ("checkpoint_saved", 3),
+    ]
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written(run: Run) -> None:
+    """Only what is durable counts, and what is to be durable at the end is waited for."""
+    await run.advance(2)
+    run.world.disk.clear()
+    assert "commit 2" in await run.advance()
+    assert "commit 3" in await run.advance()
+    assert run.record.checkpoint_step == 0
+    asked = asyncio.ensure_future(run.training.ask(SaveCheckpoint(), timeout_s=5))
+    await asyncio.sleep(0)
+    assert not asked.done()
+    run.world.disk.set()
+    assert await asked == (3, "/saved")
+    assert run.world.events[-2:] == ["save 2", "save 3"] and run.record.checkpoint_step == 3
+
+
+async def test_a_resume_waits_for_the_checkpoint_that_is_being_written(run: Run) -> None:
+    """Otherwise one of a lineage given up would appear on disk later."""
+    await run.advance(2)
+    run.world.disk.clear()
+    await run.advance()
+    run.world.faults["commit"] = NotFound("taken back")
+    await run.advance()
+    resumed = asyncio.ensure_future(run.training.ask(Advance(), timeout_s=5))
+    await asyncio.sleep(0)
+    run.world.disk.set()
+    await resumed
+    assert run.world.events[-4:] == ["save 2", "restore", "rewind 2", "publish 2"]
 
 
 async def test_a_checkpoint_is_only_taken_of_what_is_consistent(run: Run) -> None:

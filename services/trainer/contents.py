@@ -1,0 +1,84 @@
+"""What a checkpoint holds: weights, the learner's state, and what makes it a model directory.
+
+Owns the files and their formats. That they are whole or not there is the business of
+`services.trainer.checkpoints`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_MODEL = "model.safetensors"
+_LEARNER = "learner.pt"
+UNREADABLE = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    KeyError,
+    SafetensorError,
+    pickle.UnpicklingError,
+)
+"""What reading a damaged file raises, depending on where the damage is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """A moment of training in host memory, which nothing changes any more."""
+
+    weights: Mapping[str, Tensor]
+    learner: Mapping[str, Any]
+    model_path: Path
+    """Configuration and tokenizer are copied from there."""
+
+    @classmethod
+    def captured(
+        cls, weights: Mapping[str, Tensor], learner: Mapping[str, Any], model_path: Path
+    ) -> Contents:
+        """Copies: training may go on the moment this returns."""
+        return cls(
+            weights=host_copy(dict(weights)),
+            learner=host_copy(dict(learner)),
+            model_path=model_path,
+        )
+
+    def write(self, directory: Path) -> None:
+        """Raises `OSError`, a full disk's among them."""
+        try:
+            save_file(dict(self.weights), directory / _MODEL, metadata={"format": "pt"})
+            torch.save(dict(self.learner), directory / _LEARNER)
+        except (SafetensorError, RuntimeError) as error:
+            # Both libraries have their own word for a write that failed.
+            raise OSError(0, str(error).splitlines()[0]) from error
+        for pattern in ("*.json", "*.jinja", "*.txt", "*.model"):
+            for file in self.model_path.glob(pattern):
+                shutil.copyfile(file, directory / file.name)
+
+
+def read(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and the learner's state. Raises one of `UNREADABLE` when they are damaged."""
+    return load_file(directory / _MODEL), torch.load(directory / _LEARNER, weights_only=True)
+
+
+def host_copy(value: Any) -> Any:
+    """The same nest of dicts, lists and tuples, with every tensor copied to host memory."""
+    match value:
+        case Tensor():
+            return value.detach().to("cpu", copy=True)
+        case dict():
+            return {key: host_copy(part) for key, part in value.items()}
+        case list():
+            return [host_copy(part) for part in value]
+        case tuple():
+            return tuple(host_copy(part) for part in value)
+    return value
