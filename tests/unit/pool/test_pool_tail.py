@@ -1,0 +1,184 @@
+"""What a tail sends, where it resumes, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from forge.core.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
+from forge.v1 import pool_pb2
+from services.pool import tail
+from services.pool.readers import Readers
+from services.pool.tail import Tails
+from tests.support.pool_records import make_reward, make_turn
+from tests.support.pool_store import append, reward, seal
+
+CLOSED = pool_pb2.TRAJECTORY_CHANGE_CLOSED
+REWARDED = pool_pb2.TRAJECTORY_CHANGE_REWARDED
+
+
+class Reader:
+    """Takes what a tail sends."""
+
+    def __init__(self) -> None:
+        self.taken: list[pool_pb2.TailTrajectoriesResponse] = []
+        self.takes = asyncio.Event()
+        self.takes.set()
+        self._news = asyncio.Event()
+
+    async def send(self, response: pool_pb2.TailTrajectoriesResponse) -> None:
+        await self.takes.wait()
+        self.taken.append(response)
+        self._news.set()
+
+    async def reach(self, count: int) -> list[pool_pb2.TailTrajectoriesResponse]:
+        while len(self.taken) < count:
+            self._news.clear()
+            await self._news.wait()
+        return self.taken
+
+    @property
+    def seen(self) -> list[tuple[int, str]]:
+        return [(one.change, one.summary.trajectory_id) for one in self.taken if one.change]
+
+
+@pytest.fixture
+async def tails(store):
+    readers = Readers(2)
+    made = Tails(store, readers, stall_s=0.05)
+    yield made
+    await readers.close()
+
+
+def close(store, *tasks: str) -> None:
+    for task in tasks:
+        append(store, make_turn(f"{task}:0:0"))
+        seal(store, f"{task}:0:0")
+
+
+async def follow(tails: Tails, reader: Reader, **request) -> asyncio.Task[None]:
+    """A tail that has begun."""
+    wanted = pool_pb2.TailTrajectoriesRequest(**request)
+    task = asyncio.create_task(tails.follow(wanted, reader.send))
+    await reader.reach(1)
+    return task
+
+
+async def test_a_tail_begins_now_and_tells_what_follows(store, tails):
+    """What was closed before stays out; what is closed and rewarded comes in that order, each with
+    its trajectory as it is."""
+    close(store, "before")
+    reader = Reader()
+    task = await follow(tails, reader)
+    close(store, "a", "b")
+    reward(store, make_reward("late", 0.5), trajectory_id="before:0:0")
+    reward(store, make_reward("early"), trajectory_id="open:0:0")
+    tails.announce()
+    await reader.reach(4)
+    assert reader.seen == [(CLOSED, "a:0:0"), (CLOSED, "b:0:0"), (REWARDED, "before:0:0")]
+    assert [event.value for event in reader.taken[-1].summary.rewards] == [0.5]
+    task.cancel()
+
+
+async def test_a_cursor_resumes_behind_what_it_came_with(store, tails):
+    """From any response's cursor the rest follows, and nothing twice."""
+    close(store, *"abcd")
+    first = Reader()
+    task = await follow(tails, first, from_start=True)
+    await first.reach(5)
+    task.cancel()
+    for at, response in enumerate(first.taken):
+        again = Reader()
+        task = await follow(tails, again, cursor=response.cursor)
+        await again.reach(5 - at)
+        assert first.seen[:at] + again.seen == first.seen
+        task.cancel()
+
+
+async def test_a_later_reward_replaces_an_earlier_one(store, tails):
+    """A trajectory rewarded many times is told once more, with all of its rewards."""
+    close(store, "a", "b")
+    for number in range(5):
+        reward(store, make_reward(f"late{number}"), trajectory_id="a:0:0")
+    reader = Reader()
+    task = await follow(tails, reader, from_start=True)
+    await reader.reach(4)
+    assert reader.seen == [(CLOSED, "a:0:0"), (CLOSED, "b:0:0"), (REWARDED, "a:0:0")]
+    assert len(reader.taken[-1].summary.rewards) == 5
+    task.cancel()
+
+
+async def test_a_narrow_filter_still_moves_the_cursor(store, tails, monkeypatch):
+    """A reader whom nothing fits is told now and then how far it has come."""
+    monkeypatch.setattr(tail, "PAGE_ENTRIES", 4)
+    close(store, *(f"t{number}" for number in range(9)))
+    reader = Reader()
+    wanted = pool_pb2.TrajectoryFilter(domain="math")
+    task = await follow(tails, reader, from_start=True, filter=wanted)
+    await reader.reach(3)
+    assert [response.cursor for response in reader.taken] == ["s0/0", "s0/4", "s0/8"]
+    assert reader.seen == []
+    task.cancel()
+
+
+async def test_a_reader_that_takes_nothing_is_told_where_to_go_on(store, tails):
+    """Its call ends with RESOURCE_EXHAUSTED naming the cursor, from which nothing is missing; the
+    writer has not waited for it."""
+    reader = Reader()
+    task = await follow(tails, reader)
+    reader.takes.clear()
+    close(store, "a", "b")
+    tails.announce()
+    with pytest.raises(ResourceExhausted, match=r"not taken for 0.05 s: .* cursor s0/0$"):
+        await task
+    reader.takes.set()
+    again = Reader()
+    task = await follow(tails, again, cursor="s0/0")
+    await again.reach(3)
+    assert again.seen == [(CLOSED, "a:0:0"), (CLOSED, "b:0:0")]
+    task.cancel()
+
+
+async def test_draining_ends_every_tail_with_its_cursor(store, tails):
+    """UNAVAILABLE, and where to go on at the next instance."""
+    reader = Reader()
+    task = await follow(tails, reader)
+    close(store, "a")
+    tails.announce()
+    await reader.reach(2)
+    tails.drain()
+    with pytest.raises(Unavailable, match="draining: go on with cursor s0/1"):
+        await task
+
+
+@pytest.mark.parametrize(
+    ("cursor", "error", "complaint"),
+    [
+        ("x", InvalidArgument, "cursor 'x' is none that a pool gave"),
+        ("s0/-1", InvalidArgument, "none that a pool gave"),
+        ("s1/0", InvalidArgument, "not of pool shard 's0'"),
+        ("s0/7", FailedPrecondition, "behind the newest change 1 of the shard"),
+    ],
+)
+async def test_a_cursor_that_is_not_of_this_shard_is_refused(
+    store, tails, cursor, error, complaint
+):
+    """Made up, of another shard, or of a future that a restored copy does not have."""
+    close(store, "a")
+    request = pool_pb2.TailTrajectoriesRequest(cursor=cursor)
+    with pytest.raises(error, match=complaint):
+        await tails.follow(request, Reader().send)
+
+
+async def test_tails_are_bounded(tails, monkeypatch):
+    """One too many is refused with a hint when to come back, and let in once another has gone."""
+    monkeypatch.setattr(tail, "MAX_TAILS", 1)
+    task = await follow(tails, Reader())
+    with pytest.raises(ResourceExhausted, match="1 tails are open already"):
+        await tails.follow(pool_pb2.TailTrajectoriesRequest(), Reader().send)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    task = await follow(tails, Reader())
+    task.cancel()
