@@ -95,6 +95,11 @@ class CheckpointStore:
         self._prune()
         return path
 
+    def oldest_step(self) -> int:
+        """Of those kept, damaged or not: nothing earlier can be gone back to. 0 without any."""
+        paths = self._directory.glob(f"{_PREFIX}*[0-9]")
+        return min((int(path.name.removeprefix(_PREFIX)) for path in paths), default=0)
+
     def newest_first(self) -> Iterator[Checkpoint]:
         """Every valid checkpoint; one that is damaged is told about and passed over."""
         for path in sorted(self._directory.glob(f"{_PREFIX}*[0-9]"), reverse=True):

@@ -25,6 +25,8 @@ class TrainingRecord:
         self.phase = pb.TRAINER_PHASE_LOADING
         self.weight_version = 0
         self.checkpoint_step = 0
+        self.oldest_checkpoint_step = 0
+        """0 while training is being resumed: then any checkpoint may turn out to be the one."""
         self._max_steps = max_steps
         self._steps: list[pb.StepMetrics] = []
         self._rewinds: list[int] = []
@@ -74,6 +76,7 @@ class TrainingRecord:
             max_steps=self._max_steps,
             weight_version=self.weight_version,
             checkpoint_step=self.checkpoint_step,
+            oldest_checkpoint_step=self.oldest_checkpoint_step,
             latest=self._steps[-1] if self._steps else None,
         )
 

@@ -27,7 +27,8 @@ class Write:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flush:
-    """Answered once everything asked for before is written, or has failed."""
+    """Once everything asked for before is written, or has failed, answered by the oldest step
+    that there is a checkpoint of."""
 
 
 class CheckpointWriter(ThreadActor):
@@ -36,7 +37,7 @@ class CheckpointWriter(ThreadActor):
     def __init__(self, store: CheckpointStore) -> None:
         self._store = store
 
-    def receive(self, message: Any) -> Path | None:
+    def receive(self, message: Any) -> Path | int:
         match message:
             case Write():
                 return self._store.save(
@@ -46,5 +47,5 @@ class CheckpointWriter(ThreadActor):
                     history=message.history,
                 )
             case Flush():
-                return None
+                return self._store.oldest_step()
         raise NotImplementedError(f"CheckpointWriter handles no {type(message).__name__}")

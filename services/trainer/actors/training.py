@@ -104,8 +104,9 @@ class Training(Actor):
 
     async def _resume(self) -> None:
         self._record.phase = pb.TRAINER_PHASE_LOADING
+        self._record.oldest_checkpoint_step = 0
         # One that is still being written is of a step that was committed: it counts.
-        await self._writer.ask(Flush(), timeout_s=UNBOUNDED_S)
+        await self._flush()
         checkpoint: Checkpoint | None = await self._ask(Restore())
         self._record.rewind(checkpoint.history if checkpoint else [])
         self._record.checkpoint_step = checkpoint.step if checkpoint else 0
@@ -113,6 +114,7 @@ class Training(Actor):
         if self._publisher is None:
             self._publisher = self._make_publisher(checkpoint.weight_version if checkpoint else 0)
         await self._publish(self._record.step)
+        self._record.oldest_checkpoint_step = await self._flush()
         self._consistent = True
         self._idle_since_s = self._now_s()
 
@@ -228,7 +230,7 @@ class Training(Actor):
         """A checkpoint of the newest step, durable on return."""
         if not self._consistent:
             raise Unavailable("training is being resumed: there is nothing consistent to save yet")
-        await self._writer.ask(Flush(), timeout_s=UNBOUNDED_S)
+        await self._flush()
         step = self._record.step
         return step, str(await (await self._begin_save(step)))
 
@@ -265,10 +267,15 @@ class Training(Actor):
             raise
         self._failing = False
         self._record.checkpoint_step = write.step
+        self._record.oldest_checkpoint_step = await self._flush()
         write_s = self._now_s() - began_s
         metrics.show_checkpoint(write.step, write_s)
         log.info("checkpoint_saved", step=write.step, path=str(path), write_s=round(write_s, 3))
         return path
+
+    async def _flush(self) -> int:
+        oldest_step: int = await self._writer.ask(Flush(), timeout_s=UNBOUNDED_S)
+        return oldest_step
 
     async def _finish(self) -> None:
         if self._record.phase == pb.TRAINER_PHASE_FINISHED:

@@ -53,6 +53,7 @@ def test_two_are_kept(tmp_path: Path) -> None:
         save(store, step)
     assert names(tmp_path) == ["latest", "step-00000009", "step-00000010"]
     assert (tmp_path / "latest").resolve() == tmp_path / "step-00000010"
+    assert store.oldest_step() == 9
 
 
 def test_the_same_step_is_saved_once(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ class FakeWriter(Actor):
                 )
                 return self._world.saved.path
             case Flush():
-                return None
+                return self._world.saved.step if self._world.saved else 0
         return await super().receive(message)
 
 
@@ -213,6 +213,7 @@ async def test_a_step_is_committed_before_it_is_told_and_saved(run: Run) -> None
     assert run.world.events[-2:] == ["save 3", "release"]
     assert run.record.phase == pb.TRAINER_PHASE_FINISHED
     assert (run.record.step, run.record.checkpoint_step, run.record.weight_version) == (3, 3, 4)
+    assert run.record.status().oldest_checkpoint_step == 3
     assert await run.advance() == []
 
 
