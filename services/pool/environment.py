@@ -23,6 +23,8 @@ from forge.runtime.telemetry import log
 from services.pool.migrations import SCHEMA_VERSION, migrate
 from services.pool.records import Records, Table
 
+TOOL_READERS = 4
+"""Other processes that may read at a time, such as one that makes a backup."""
 DISK_RETRY_S = 2.0
 """When to try again after the disk was full."""
 
@@ -47,7 +49,7 @@ class Environment:
         self.directory = directory
         self._map_max_bytes = map_max_bytes
         self._gate = _Gate()
-        self._lock: int | None = _lock_directory(directory)
+        self._lock: int | None = lock_directory(directory)
         try:
             self._lmdb = self._open(map_bytes, max_readers)
         except BaseException:
@@ -72,7 +74,7 @@ class Environment:
                 # A shard that has grown beyond the setting opens at the size it has.
                 map_size=max(map_bytes, _file_bytes(self.directory / "data.mdb")),
                 max_dbs=len(Table),
-                max_readers=max_readers,
+                max_readers=max_readers + TOOL_READERS,
                 max_spare_txns=max_readers,
             )
         except (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError) as error:
@@ -119,6 +121,8 @@ class Environment:
                 f"the pool shard is full: its map has reached map_max_bytes {self._map_max_bytes}",
                 retry_after_s=DISK_RETRY_S,
             )
+        # Pages that a dead process seemed to read are free again.
+        self._lmdb.reader_check()
         # The map moves, so nobody may look into it meanwhile.
         with self._gate.exclusive():
             self._lmdb.set_mapsize(min(2 * size, self._map_max_bytes))
@@ -222,12 +226,12 @@ def _no_room(error: lmdb.Error) -> ResourceExhausted:
     )
 
 
-def _lock_directory(directory: Path) -> int:
+def lock_directory(directory: Path) -> int:
     """An open descriptor of `directory`, locked until it is closed or the process ends."""
     try:
         if not directory.exists():
             directory.mkdir(parents=True)
-            _sync_directory(directory.parent)
+            sync_directory(directory.parent)
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise ConfigError(f"data_dir {directory} cannot be used: {error.strerror}") from None
@@ -239,7 +243,7 @@ def _lock_directory(directory: Path) -> int:
     return descriptor
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -59,6 +59,11 @@ def turn_key(trajectory: bytes, turn_index: int) -> bytes:
     return trajectory + _TURN.pack(turn_index)
 
 
+def trajectory_of_turn_key(key: bytes) -> bytes:
+    """Key of the trajectory that a turn is of."""
+    return key[: -_TURN.size]
+
+
 def index_of_turn_key(key: bytes) -> int:
     index: int = _TURN.unpack(key[-_TURN.size :])[0]
     return index

@@ -1,0 +1,113 @@
+"""`python -m services.pool.tools`: what is done to a shard's files; `forge pool` starts it.
+
+Owns arguments, progress and exit codes: 0 for success, 1 for damage, 2 for what cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from forge.core.errors import ForgeError
+from services.pool import copies
+from services.pool.check import Damage
+
+DAMAGED, REFUSED = 1, 2
+SHOWN_DAMAGE = 1000
+"""Lines of it; more are counted."""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m services.pool.tools", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    for name, run, names in (
+        ("check", _check, ["directory"]),
+        ("backup", _backup, ["directory", "target"]),
+        ("restore", _restore, ["backup", "directory"]),
+        ("compact", _compact, ["directory"]),
+    ):
+        command = commands.add_parser(name)
+        for argument in names:
+            command.add_argument(argument, type=Path)
+        command.set_defaults(run=run)
+    options = parser.parse_args(argv)
+    try:
+        code: int = options.run(options)
+    except ForgeError as error:
+        sys.stderr.write(f"forge: {error}\n")
+        return REFUSED
+    return code
+
+
+def _check(options: argparse.Namespace) -> int:
+    with _bar("checking") as progress:
+        return _tell(copies.check(options.directory, progress), f"{options.directory} is whole")
+
+
+def _backup(options: argparse.Namespace) -> int:
+    with _bar("copying") as progress:
+        size_bytes = copies.backup(options.directory, options.target, progress)
+    _say(f"{options.target}: {decimal(size_bytes)}; verify it with `forge pool check`")
+    return 0
+
+
+def _restore(options: argparse.Namespace) -> int:
+    with _bar("restoring") as progress:
+        damage = copies.restore(options.backup, options.directory, progress)
+    code = _tell(iter(damage), f"{options.directory} is restored and whole")
+    if code:
+        sys.stderr.write(f"forge: {options.backup} is damaged: nothing was restored\n")
+    return code
+
+
+def _compact(options: argparse.Namespace) -> int:
+    with _bar("compacting") as progress:
+        before, after = copies.compact(options.directory, progress)
+    _say(f"{options.directory}: {decimal(before)} before, {decimal(after)} after")
+    return 0
+
+
+def _tell(damage: Iterator[Damage], whole: str) -> int:
+    """Damage on stdout, a line each, so that it can be piped; what it comes to on stderr."""
+    count = 0
+    for count, one in enumerate(damage, start=1):
+        if count <= SHOWN_DAMAGE:
+            sys.stdout.write(f"{one}\n")
+    if count == 0:
+        _say(whole)
+        return 0
+    hidden = f", of which {SHOWN_DAMAGE} are shown" if count > SHOWN_DAMAGE else ""
+    sys.stderr.write(f"forge: {count} records are damaged{hidden}\n")
+    return DAMAGED
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+@contextmanager
+def _bar(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr where that is a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(doing)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
