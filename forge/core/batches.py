@@ -126,8 +126,7 @@ class Batches:
         """Its groups are stored as TRAINED by `step`; `prepare_commit` came first."""
         batch = self._open.pop(batch_id)
         self._committed[batch_id] = step
-        for group in self._groups(batch):
-            self._books.train(group, batch_id=batch_id, step=step)
+        self._books.train(self._groups(batch), step=step)
 
     def restore(self, batch_id: str, *, step: int) -> None:
         """An earlier term stored a commit."""
@@ -141,12 +140,14 @@ class Batches:
     def release(self, batch_id: str, *, reason: str = "") -> None:
         """Give a batch back, or tombstone its groups when there is a reason. Idempotent."""
         batch = self._open.pop(batch_id, None)
-        for group in self._groups(batch) if batch else ():
+        groups = self._groups(batch) if batch else []
+        for group in groups:
             group.batch_id = ""
-            if reason:
+        if reason:
+            for group in groups:
                 self._books.tombstone(group, reason)
-            else:
-                self._books.move(group, Phase.COMPLETE)
+        else:
+            self._books.move_batch(groups, Phase.BATCHED, Phase.COMPLETE)
 
     def prepare_rewind(self, step: int) -> tuple[TaskId, ...]:
         """Take every batch back for good, also those that an earlier term granted or that were
@@ -179,7 +180,7 @@ class Batches:
     ) -> Batch:
         for group in groups:
             group.batch_id = batch_id
-            self._books.move(group, Phase.BATCHED)
+        self._books.move_batch(groups, Phase.COMPLETE, Phase.BATCHED)
         batch = Batch(
             batch_id=batch_id,
             trainer_id=trainer_id,

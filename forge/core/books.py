@@ -9,6 +9,7 @@ phase is for `forge.core.rollouts` (sampling) and `forge.core.batches` (training
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forge.core.dispatch import Dispatch
@@ -49,6 +50,7 @@ class Books:
         self._groups: dict[TaskId, Group] = {}
         self._counts: Counter[tuple[bool, Phase]] = Counter()
         """By (evaluation, phase)."""
+        self._running_groups = 0
         self._running: Counter[str] = Counter()
         """Per pool shard, of both purposes."""
         self._trained: defaultdict[int, list[Group]] = defaultdict(list)
@@ -88,9 +90,20 @@ class Books:
         spec = group.spec
         self._counts[spec.evaluation, before] -= 1
         self._counts[spec.evaluation, phase] += 1
-        self._running[spec.shard] += (phase is Phase.RUNNING) - (before is Phase.RUNNING)
+        change = (phase is Phase.RUNNING) - (before is Phase.RUNNING)
+        if change:
+            self._running[spec.shard] += change
+            self._running_groups += change
         if not spec.evaluation:
             self.window.moved(group, before)
+
+    def move_batch(self, groups: Sequence[Group], before: Phase, phase: Phase) -> None:
+        """Training groups that are not open go from one phase to another together."""
+        for group in groups:
+            group.phase = phase
+        self._counts[False, before] -= len(groups)
+        self._counts[False, phase] += len(groups)
+        self.window.moved_together(groups, before)
 
     def close_if_sealed(self, group: Group) -> bool:
         """Once all its rollouts are sealed, a group is complete, or evaluated."""
@@ -110,10 +123,12 @@ class Books:
         self.move(group, Phase.TOMBSTONED)
         self._settled.append(group)
 
-    def train(self, group: Group, *, batch_id: str, step: int) -> None:
-        group.batch_id, group.step = batch_id, step
-        self._trained[step].append(group)
-        self.move(group, Phase.TRAINED)
+    def train(self, groups: Sequence[Group], *, step: int) -> None:
+        """The groups of a batch were trained on."""
+        for group in groups:
+            group.step = step
+        self._trained[step] += groups
+        self.move_batch(groups, Phase.BATCHED, Phase.TRAINED)
 
     def trained_after(self, step: int) -> list[Group]:
         return [g for known, groups in self._trained.items() if known > step for g in groups]
@@ -141,6 +156,8 @@ class Books:
         return self._counts[False, Phase.COMPLETE]
 
     def running(self, *, away: frozenset[str] = frozenset()) -> int:
+        if not away:
+            return self._running_groups
         return sum(count for shard, count in self._running.items() if shard not in away)
 
     def running_training(self) -> int:

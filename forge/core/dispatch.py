@@ -36,7 +36,8 @@ class _Lane:
     """What waits to be handed out, of one purpose on one pool shard."""
 
     fresh: list[tuple[int, Group]] = field(default_factory=list)
-    ready: list[Slot] = field(default_factory=list)
+    ready: list[tuple[int, int, Slot]] = field(default_factory=list)
+    """By queue index and rollout index."""
 
     def first_fresh(self) -> Group | None:
         while self.fresh and self.fresh[0][1].phase is not Phase.QUEUED:
@@ -44,9 +45,9 @@ class _Lane:
         return self.fresh[0][1] if self.fresh else None
 
     def first_ready(self) -> Slot | None:
-        while self.ready and not _due(self.ready[0]):
-            heappop(self.ready).rollout.listed = False
-        return self.ready[0] if self.ready else None
+        while self.ready and not _due(self.ready[0][2]):
+            heappop(self.ready)[2].rollout.listed = False
+        return self.ready[0][2] if self.ready else None
 
 
 def _due(slot: Slot) -> bool:
@@ -69,22 +70,28 @@ class Dispatch:
         spec = slot.group.spec
         if not slot.rollout.listed:
             slot.rollout.listed = True
-            heappush(self._lanes[spec.evaluation, spec.shard].ready, slot)
+            entry = (slot.queue_index, slot.rollout_index, slot)
+            heappush(self._lanes[spec.evaluation, spec.shard].ready, entry)
 
     def first_group(self, *, evaluation: bool, away: frozenset[str]) -> Group | None:
         """The oldest group that waits to be started."""
-        found = (lane.first_fresh() for lane in self._present(evaluation, away))
-        return min((g for g in found if g), key=lambda group: group.spec.index, default=None)
+        first: Group | None = None
+        for (purpose, shard), lane in self._lanes.items():
+            if purpose is evaluation and shard not in away:
+                group = lane.first_fresh()
+                if group and (first is None or group.spec.index < first.spec.index):
+                    first = group
+        return first
 
     def first_rollout(self, *, evaluation: bool, away: frozenset[str]) -> Slot | None:
         """The rollout to hand out next among those of running groups."""
-        found = (lane.first_ready() for lane in self._present(evaluation, away))
-        return min((slot for slot in found if slot), default=None)
-
-    def _present(self, evaluation: bool, away: frozenset[str]) -> Iterator[_Lane]:
+        first: Slot | None = None
         for (purpose, shard), lane in self._lanes.items():
             if purpose is evaluation and shard not in away:
-                yield lane
+                slot = lane.first_ready()
+                if slot and (first is None or slot < first):
+                    first = slot
+        return first
 
 
 class Claims:

@@ -39,19 +39,14 @@ class Phase(enum.Enum):
     EVALUATED = "evaluated"
     """An evaluation group whose rollouts are all sealed."""
 
-    @property
-    def open(self) -> bool:
+    # Looked at several times for each group: an attribute, and a hash that is no Python call.
+    __hash__ = object.__hash__
+
+    def __init__(self, value: str) -> None:
+        self.open = value in ("queued", "running")
         """Whether rollouts of it may still be sampled."""
-        return self in _OPEN
-
-    @property
-    def consumed(self) -> bool:
+        self.consumed = value in ("trained", "tombstoned", "evaluated")
         """Whether the head of the window may pass it."""
-        return self in _CONSUMED
-
-
-_OPEN = frozenset({Phase.QUEUED, Phase.RUNNING})
-_CONSUMED = frozenset({Phase.TRAINED, Phase.TOMBSTONED, Phase.EVALUATED})
 
 
 class RolloutPhase(enum.Enum):

@@ -6,41 +6,59 @@ Owns the head, the far edge, and the choice of a batch. The rules (MiniMax Forge
 - The head H is the lowest index whose group is not consumed. Consumed means TRAINED (its batch is
   committed) or TOMBSTONED. A batch that is handed out but not committed is *not* consumed: H rests
   on what is durable, so a lost batch never moves it back; only a rewind does.
-- Only a COMPLETE group with index < H+W is ever handed out, and any of them at once.
+- Only a COMPLETE group below the edge is ever handed out, and any of them at once. The edge is
+  H+W, or where `announce` has put it; it never comes back but by a rewind.
 
 How groups become complete, and time, are `forge.core.generation`'s business.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from heapq import heappop, heappush
+from collections.abc import Sequence
+from operator import attrgetter
 
 from forge.core.groups import Group, Phase
 from forge.core.shares import DomainShares
 
+UNBOUNDED = 2**53
+"""W of a trainer that sees every group."""
 _EVERY_OTHER = ""
 """Lane of all domains without a share of their own."""
+_OPEN = (Phase.QUEUED, Phase.RUNNING)
+_PLACE = attrgetter("spec.domain", "spec.shard")
+_PHASE_AND_PLACE = attrgetter("phase", "spec.domain", "spec.shard")
+_INDEX = attrgetter("spec.index")
 
 
 class Window:
-    """The view over one training queue. Call `moved` after each change of a group's phase."""
+    """The view over one training queue. Call `moved` after each change of phase."""
 
-    def __init__(self, *, size: int, shares: DomainShares) -> None:
+    def __init__(
+        self, *, size: int, shares: DomainShares, at_least: int = 0, strict: bool = False
+    ) -> None:
+        """`at_least`: so many groups that are neither consumed nor in a batch are inside, whatever
+        `size` is, while the queue has them. `strict`: nothing overtakes, so that a batch is the
+        next groups of the queue, and shares do not count."""
         self.size = size
         self.head = 0
+        self.edge = 0
+        """One above the highest index inside; at most `next_index`."""
         self.next_index = 0
         """One above the highest index known."""
+        self._at_least = at_least
+        self._strict = strict
         self._shares = shares
         self._groups: dict[int, Group] = {}
-        self._end = size
-        """Groups below it have been counted in."""
         self._counts: Counter[tuple[Phase, str, str]] = Counter()
-        """Groups inside that are not consumed, by (phase, lane, pool shard)."""
+        """Groups inside that are not consumed, by (phase, domain, pool shard)."""
+        self._waiting = 0
+        """Those of them that are in no batch."""
         self._complete: defaultdict[str, list[int]] = defaultdict(list)
-        """Heap of complete indices per lane; an entry whose group moved on is dropped lazily."""
-        self._listed: set[int] = set()
+        """Sorted complete indices inside, by lane; one whose group moved on is dropped lazily."""
+        self._hidden: list[int] = []
+        """The same, outside."""
 
     def add(self, group: Group) -> None:
         """A group joined the queue, usually at its end."""
@@ -49,28 +67,86 @@ class Window:
         self.next_index = max(self.next_index, index + 1)
         if index < self.head:
             self.rebuild(index)
-        elif index < self._end:
-            self._count_in(group)
+        elif index < self.edge:
+            self._count_in((group,))
+        elif group.phase is Phase.COMPLETE:
+            _insert(self._hidden, index)
         self._advance()
 
     def moved(self, group: Group, before: Phase) -> None:
-        """The phase of `group` changed, not by a rewind."""
-        if group.spec.index < self._end:
-            self._counts[before, self._lane(group), group.spec.shard] -= 1
-            self._count_in(group)
+        """The phase of a group changed, not by a rewind."""
+        spec = group.spec
+        if spec.index < self.edge:
+            self._counts[before, spec.domain, spec.shard] -= 1
+            if before is not Phase.BATCHED:
+                self._waiting -= 1
+            if not group.phase.consumed:
+                self._counts[group.phase, spec.domain, spec.shard] += 1
+                if group.phase is not Phase.BATCHED:
+                    self._waiting += 1
+            if group.phase is Phase.COMPLETE:
+                _insert(self._complete[self._lane(spec.domain)], spec.index)
+        elif group.phase is Phase.COMPLETE:
+            _insert(self._hidden, spec.index)
+        if group.phase.consumed or self._waiting < self._at_least:
             self._advance()
+
+    def moved_together(self, groups: Sequence[Group], before: Phase) -> None:
+        """`moved` for many that went from one phase to another."""
+        inside = [group for group in groups if group.spec.index < self.edge]
+        counts = self._counts
+        for (domain, shard), count in Counter(map(_PLACE, inside)).items():
+            counts[before, domain, shard] -= count
+        if before is not Phase.BATCHED:
+            self._waiting -= len(inside)
+        self._count_in(inside)
+        if len(inside) < len(groups):
+            for group in groups:
+                if group.phase is Phase.COMPLETE and group.spec.index >= self.edge:
+                    _insert(self._hidden, group.spec.index)
+        self._advance()
 
     def rebuild(self, head: int) -> None:
         """Move the head back: consumed groups from `head` on became visible again."""
-        self.head = min(self.head, head)
-        self._end = self.head
+        self.head = self.edge = min(self.head, head)
         self._counts.clear()
+        self._waiting = 0
         self._complete.clear()
-        self._listed.clear()
+        self._hidden = sorted(
+            index
+            for index in range(self.head, self.next_index)
+            if index in self._groups and self._groups[index].phase is Phase.COMPLETE
+        )
         self._advance()
 
+    def announce(self, edge: int) -> None:
+        """From now on everything below `edge` is inside."""
+        if edge <= self.edge:
+            return
+        fresh = range(self.edge, edge)
+        self.edge = edge
+        groups = [self._groups[index] for index in fresh if index in self._groups]
+        self._count_in([group for group in groups if not group.phase.consumed])
+        del self._hidden[: bisect_left(self._hidden, edge)]
+
+    def hidden(self, limit: int) -> list[Group]:
+        """The oldest complete groups outside."""
+        found: list[Group] = []
+        for index in self._hidden:
+            if len(found) == limit:
+                break
+            if self._groups[index].phase is Phase.COMPLETE:
+                found.append(self._groups[index])
+        return found
+
+    def visible(self) -> list[Group]:
+        """The complete groups inside, by lane."""
+        indices = (index for lane in self._complete.values() for index in lane)
+        groups = (self._groups[index] for index in indices)
+        return [group for group in groups if group.phase is Phase.COMPLETE]
+
     def inside(self, phase: Phase, *, away: frozenset[str] = frozenset()) -> int:
-        """Groups of a phase in [H, H+W), without those on pool shards that are away."""
+        """Groups of a phase in the window, without those on pool shards that are away."""
         return sum(
             count
             for (counted, _, shard), count in self._counts.items()
@@ -79,8 +155,13 @@ class Window:
 
     @property
     def full(self) -> bool:
-        """Whether the queue reaches to the far edge."""
-        return self.next_index >= self.head + self.size
+        """Whether a longer queue would bring nothing more into the window."""
+        return self.next_index >= self.head + self.size and self._waiting >= self._at_least
+
+    @property
+    def width(self) -> int:
+        """W as it is now; 0 when there is no bound."""
+        return 0 if self.size == UNBOUNDED else max(self.size, self.edge - self.head)
 
     def take(
         self, size: int, *, away: frozenset[str], sampling: bool, more_coming: bool
@@ -92,7 +173,9 @@ class Window:
         when the window can give no more. `sampling` says whether open groups can make progress,
         `more_coming` whether the head may move, or the queue grow, by somebody else's doing.
         """
-        complete, still_open = self._by_lane(away, Phase.COMPLETE), self._by_lane(away, *_OPEN)
+        if self._strict:
+            return self._take_next(size, away, waiting=more_coming or sampling)
+        complete, still_open = self._by_lane(away, (Phase.COMPLETE,)), self._by_lane(away, _OPEN)
         quotas = self._shares.quotas(size)
         short = [lane for lane, quota in quotas.items() if complete[lane] < quota]
         if sampling and any(still_open[lane] for lane in short):
@@ -104,78 +187,94 @@ class Window:
             self._shares.settle(size, quotas)
         return picked
 
+    def _take_next(self, size: int, away: frozenset[str], *, waiting: bool) -> list[Group]:
+        picked: list[Group] = []
+        for index in range(self.head, self.edge):
+            group = self._groups.get(index)
+            if group is None or group.phase.consumed or group.phase is Phase.BATCHED:
+                continue
+            if len(picked) == size or group.phase.open or group.spec.shard in away:
+                break
+            picked.append(group)
+        else:
+            waiting = waiting and not self.full
+        return picked if len(picked) == size or not waiting else []
+
     def _pick(self, size: int, quotas: dict[str, int], away: frozenset[str]) -> list[Group]:
-        passed_over: list[Group] = []
         picked: list[Group] = []
         for lane, quota in quotas.items():
-            picked += self._pop(lane, quota, away, passed_over)
+            picked += self._pop(lane, quota, away)
         missing = size - len(picked)
         if missing:
             spare: list[Group] = []
             for lane in tuple(self._complete):
-                spare += self._pop(lane, missing, away, passed_over)
-            spare.sort(key=_queue_order)
+                spare += self._pop(lane, missing, away)
+            spare.sort(key=_INDEX)
             picked += spare[:missing]
-            passed_over += spare[missing:]
-        for group in passed_over:
-            self._list(group)
-        return sorted(picked, key=_queue_order)
+            for group in spare[missing:]:
+                _insert(self._complete[self._lane(group.spec.domain)], group.spec.index)
+        picked.sort(key=_INDEX)
+        return picked
 
-    def _pop(
-        self, lane: str, limit: int, away: frozenset[str], passed_over: list[Group]
-    ) -> Iterator[Group]:
-        """Up to `limit` complete groups of a lane in queue order, taken off its heap."""
-        heap = self._complete[lane]
-        while limit and heap:
-            index = heappop(heap)
-            self._listed.discard(index)
-            group = self._groups[index]
-            if group.phase is not Phase.COMPLETE:
-                continue
-            if group.spec.shard in away:
-                passed_over.append(group)
-                continue
-            limit -= 1
-            yield group
+    def _pop(self, lane: str, limit: int, away: frozenset[str]) -> list[Group]:
+        """Up to `limit` complete groups of a lane in queue order, taken off its list."""
+        order, groups = self._complete[lane], self._groups
+        popped: list[Group] = []
+        passed_over: list[int] = []
+        looked_at = 0
+        while len(popped) < limit and looked_at < len(order):
+            part = order[looked_at : looked_at + limit - len(popped)]
+            looked_at += len(part)
+            for index in part:
+                group = groups[index]
+                if group.phase is not Phase.COMPLETE:
+                    continue
+                if group.spec.shard in away:
+                    passed_over.append(index)
+                else:
+                    popped.append(group)
+        order[:looked_at] = passed_over
+        return popped
 
-    def _by_lane(self, away: frozenset[str], *phases: Phase) -> Counter[str]:
+    def _by_lane(self, away: frozenset[str], phases: Sequence[Phase]) -> Counter[str]:
         found: Counter[str] = Counter()
-        for (phase, lane, shard), count in self._counts.items():
+        for (phase, domain, shard), count in self._counts.items():
             if phase in phases and shard not in away:
-                found[lane] += count
+                found[self._lane(domain)] += count
         return found
 
     def _advance(self) -> None:
-        while self.head < self.next_index and self._passable(self.head):
-            self.head += 1
-        for index in range(self._end, self.head + self.size):
-            if index in self._groups:
-                self._count_in(self._groups[index])
-        self._end = max(self._end, self.head + self.size)
+        head, groups = self.head, self._groups
+        while head < self.next_index:
+            group = groups.get(head)
+            # An index nobody holds belonged to a submission that failed: nothing to wait for.
+            if group is not None and not group.phase.consumed:
+                break
+            head += 1
+        self.head = head
+        self.announce(min(max(head, head + self.size), self.next_index))
+        while self._waiting < self._at_least and self.edge < self.next_index:
+            missing = self._at_least - self._waiting
+            self.announce(min(self.edge + missing, self.next_index))
 
-    def _passable(self, index: int) -> bool:
-        # An index nobody holds belonged to a submission that failed: nothing to wait for.
-        return index not in self._groups or self._groups[index].phase.consumed
+    def _count_in(self, groups: Sequence[Group]) -> None:
+        """Groups inside, all of them as they are now."""
+        for key, count in Counter(map(_PHASE_AND_PLACE, groups)).items():
+            phase = key[0]
+            if not phase.consumed:
+                self._counts[key] += count
+                if phase is not Phase.BATCHED:
+                    self._waiting += count
+        for group in groups:
+            if group.phase is Phase.COMPLETE:
+                _insert(self._complete[self._lane(group.spec.domain)], group.spec.index)
 
-    def _count_in(self, group: Group) -> None:
-        if group.phase.consumed:
-            return
-        self._counts[group.phase, self._lane(group), group.spec.shard] += 1
-        if group.phase is Phase.COMPLETE:
-            self._list(group)
-
-    def _list(self, group: Group) -> None:
-        index = group.spec.index
-        if index not in self._listed:
-            self._listed.add(index)
-            heappush(self._complete[self._lane(group)], index)
-
-    def _lane(self, group: Group) -> str:
-        return group.spec.domain if group.spec.domain in self._shares.shares else _EVERY_OTHER
-
-
-def _queue_order(group: Group) -> int:
-    return group.spec.index
+    def _lane(self, domain: str) -> str:
+        return domain if domain in self._shares.shares else _EVERY_OTHER
 
 
-_OPEN = (Phase.QUEUED, Phase.RUNNING)
+def _insert(order: list[int], index: int) -> None:
+    """Into its place, once."""
+    at = bisect_left(order, index)
+    if at == len(order) or order[at] != index:
+        order.insert(at, index)

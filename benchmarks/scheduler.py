@@ -1,0 +1,166 @@
+"""What a decision of the scheduler's core costs, however long the queue.
+
+    python -m benchmarks.scheduler [--quick] [--json FILE]
+
+The real core (`forge.core.generation`) in one process on one core, in steady state: runners lease
+and complete in random order, a trainer takes batches of 512 from a window of 0.3 N and commits
+them, with N = 8192 and a million groups queued behind (`--quick`: a tenth of it, and a tenth of
+the batches). Each operation is timed by itself, in CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.support.cpu import rss_bytes
+from forge.core.admission import QueueSettings
+from forge.core.generation import GenerationQueue
+from forge.core.groups import Group, GroupSpec
+from forge.core.trajectory import TaskId
+
+CONCURRENCY = 8192
+BATCH_GROUPS = 512
+LEASE_ROLLOUTS = 8
+DOMAINS = ("code", "qa", "general", "reasoning")
+COMPLETE_ROLLOUTS = 32
+"""Between two looks for a batch."""
+OPERATIONS = ("lease", "complete", "look", "take", "commit")
+LATE_S = 1e6
+"""Long after the last group was added."""
+TARGET_MS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much to measure."""
+
+    queued: int
+    batches: int
+
+
+QUICK = Size(queued=100_000, batches=20)
+FULL = Size(queued=1_000_000, batches=200)
+
+
+class Load:
+    """One queue under a full load, with the time of each of its operations."""
+
+    def __init__(self, size: Size) -> None:
+        settings = QueueSettings(
+            concurrency=CONCURRENCY,
+            batch_lease_s=1e9,
+            rollout_lease_s=1e9,
+            domain_shares=dict.fromkeys(DOMAINS, 1.0),
+        )
+        self.queue = GenerationQueue(settings)
+        self.times_s: defaultdict[str, list[float]] = defaultdict(list)
+        self._random = Random(0)
+        self._running: list[str] = []
+        for index in range(size.queued):
+            self.queue.add(_group(index), now_s=0.0)
+
+    def run(self, batches: int) -> None:
+        """So many steps: sample until there is a batch, take it, commit it."""
+        for step in range(1, batches + 1):
+            while (batch_id := self._look()) is None:
+                self._sample()
+            started_s = time.thread_time()
+            self.queue.batches.prepare_commit(batch_id, step=step, task_ids=(), now_s=LATE_S)
+            self.queue.batches.commit(batch_id, step=step)
+            self._note("commit", started_s)
+
+    def _look(self) -> str | None:
+        started_s = time.thread_time()
+        batch = self.queue.take(trainer_id="t", max_groups=BATCH_GROUPS, now_s=LATE_S)
+        # When all that is left in the window is complete, a batch goes out short.
+        full = batch is not None and len(batch.task_ids) == BATCH_GROUPS
+        self._note("take" if full else "look", started_s)
+        return batch.batch_id if batch else None
+
+    def _sample(self) -> None:
+        """Fill the places that are free, then complete some of what runs."""
+        rollouts = self.queue.rollouts
+        while True:
+            started_s = time.thread_time()
+            claims = rollouts.lease(runner_id="r", max_rollouts=LEASE_ROLLOUTS, now_s=LATE_S)
+            if not claims:
+                break
+            self._note("lease", started_s)
+            self._running += [claim.trajectory_id for claim in claims]
+        for _ in range(min(COMPLETE_ROLLOUTS, len(self._running))):
+            at = self._random.randrange(len(self._running))
+            self._running[at], self._running[-1] = self._running[-1], self._running[at]
+            done = self._running.pop()
+            started_s = time.thread_time()
+            assert rollouts.complete(done)
+            self._note("complete", started_s)
+
+    def _note(self, operation: str, started_s: float) -> None:
+        self.times_s[operation].append(time.thread_time() - started_s)
+
+
+def measure(size: Size) -> dict[str, float]:
+    numbers: dict[str, float] = {"queued": size.queued}
+    # As the service does: what lives as long as the term, the collector need not walk each time.
+    before_bytes = rss_bytes(os.getpid())
+    load = Load(size)
+    numbers["bytes_per_queued_group"] = (rss_bytes(os.getpid()) - before_bytes) / size.queued
+    gc.collect()
+    gc.freeze()
+    load.run(size.batches)
+    for operation, times_s in load.times_s.items():
+        cuts = statistics.quantiles(times_s, n=100)
+        numbers[f"{operation}_p50_ms"] = 1000 * cuts[49]
+        numbers[f"{operation}_p99_ms"] = 1000 * cuts[98]
+    gc.unfreeze()
+    return numbers
+
+
+def _group(index: int) -> Group:
+    spec = GroupSpec(
+        task_id=TaskId(f"task-{index}"),
+        index=index,
+        domain=DOMAINS[index % len(DOMAINS)],
+        shard="s0",
+        size=1,
+    )
+    return Group(spec)
+
+
+def show(numbers: dict[str, float]) -> None:
+    table = Table(title=f"Scheduler core, {numbers['queued']:,.0f} groups queued")
+    for name in ("operation", "p50 ms", "p99 ms", f"target {TARGET_MS} ms"):
+        table.add_column(name, justify="left" if name == "operation" else "right")
+    for operation in OPERATIONS:
+        p50, p99 = (numbers[f"{operation}_p{share}_ms"] for share in (50, 99))
+        table.add_row(operation, f"{p50:.3f}", f"{p99:.3f}", "met" if p99 < TARGET_MS else "missed")
+    console = Console()
+    console.print(table)
+    console.print(f"{numbers['bytes_per_queued_group']:,.0f} bytes per queued group")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tenth of it")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    options = parser.parse_args()
+    numbers = measure(QUICK if options.quick else FULL)
+    show(numbers)
+    if options.json:
+        options.json.write_text(json.dumps(numbers, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
