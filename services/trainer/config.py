@@ -15,6 +15,7 @@ from forge.rl.losses import DEFAULT_RATIO_CAP, Objective, ObjectiveConfig
 from forge.rl.losses.algorithms import preset
 from forge.rl.losses.correction import Correction
 from forge.runtime.config import ServiceConfig, setting
+from services.trainer.lora import LoraSettings
 from services.trainer.samples import CreditRules
 
 
@@ -63,6 +64,16 @@ class TrainerConfig(ServiceConfig):
     )
     weight_decay: float = setting(0.0, help="decoupled weight decay", minimum=0)
     grad_clip: float = setting(1.0, help="largest gradient norm", minimum=1e-9)
+    lora_rank: int = setting(
+        0, help="train adapters of this rank on frozen weights (LoRA); 0: all weights", minimum=0
+    )
+    lora_alpha: float = setting(
+        32.0, help="what adapters add is scaled by lora_alpha / lora_rank", minimum=0
+    )
+    lora_dropout: float = setting(0.0, help="dropout before the adapters", minimum=0, maximum=0.99)
+    lora_targets: tuple[str, ...] = setting(
+        ("all-linear",), help="linear layers with adapters, by the end of their names; all-linear"
+    )
     passes_per_batch: int = setting(
         1, help="optimizer updates on each batch", minimum=1, maximum=64
     )
@@ -193,6 +204,17 @@ class TrainerConfig(ServiceConfig):
             passes=self.passes_per_batch,
             token_budget=self.token_budget,
             token_budget_floor=self.token_budget_floor,
+        )
+
+    def lora(self) -> LoraSettings | None:
+        """The adapters; None when all weights are trained."""
+        if not self.lora_rank:
+            return None
+        return LoraSettings(
+            rank=self.lora_rank,
+            alpha=self.lora_alpha,
+            dropout=self.lora_dropout,
+            targets=self.lora_targets,
         )
 
     def objective(self) -> ObjectiveConfig:

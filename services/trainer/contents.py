@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-_MODEL = "model.safetensors"
 _LEARNER = "learner.pt"
 UNREADABLE = (
     OSError,
@@ -38,24 +37,35 @@ class Contents:
 
     weights: Mapping[str, Tensor]
     learner: Mapping[str, Any]
+    weights_file: str
+    sidecars: Mapping[str, str]
+    """Text files, by name."""
     model_path: Path
     """Configuration and tokenizer are copied from there."""
 
     @classmethod
     def captured(
-        cls, weights: Mapping[str, Tensor], learner: Mapping[str, Any], model_path: Path
+        cls,
+        weights: Mapping[str, Tensor],
+        learner: Mapping[str, Any],
+        *,
+        weights_file: str,
+        sidecars: Mapping[str, str],
+        model_path: Path,
     ) -> Contents:
         """Copies: training may go on the moment this returns."""
         return cls(
             weights=host_copy(dict(weights)),
             learner=host_copy(dict(learner)),
+            weights_file=weights_file,
+            sidecars=sidecars,
             model_path=model_path,
         )
 
     def write(self, directory: Path) -> None:
         """Raises `OSError`, a full disk's among them."""
         try:
-            save_file(dict(self.weights), directory / _MODEL, metadata={"format": "pt"})
+            save_file(dict(self.weights), directory / self.weights_file, metadata={"format": "pt"})
             torch.save(dict(self.learner), directory / _LEARNER)
         except (SafetensorError, RuntimeError) as error:
             # Both libraries have their own word for a write that failed.
@@ -63,11 +73,13 @@ class Contents:
         for pattern in ("*.json", "*.jinja", "*.txt", "*.model"):
             for file in self.model_path.glob(pattern):
                 shutil.copyfile(file, directory / file.name)
+        for name, text in self.sidecars.items():
+            (directory / name).write_text(text, encoding="utf-8")
 
 
-def read(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(directory: Path, weights_file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights and the learner's state. Raises one of `UNREADABLE` when they are damaged."""
-    return load_file(directory / _MODEL), torch.load(directory / _LEARNER, weights_only=True)
+    return load_file(directory / weights_file), torch.load(directory / _LEARNER, weights_only=True)
 
 
 def host_copy(value: Any) -> Any:

@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound
 from forge.rl.batch_plan import BatchPlan
 from forge.rl.learner import Learner, StepResult
 from forge.rl.policy import TreePolicy
@@ -24,7 +21,12 @@ from forge.runtime.telemetry import log
 from services.trainer.checkpoints import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.contents import UNREADABLE, Contents, read
+from services.trainer.lora import LoraTrainee
+from services.trainer.trainee import Trainee, load_model
 from services.trainer.weights import NamedTensor, Snapshot
+
+_BASE = "base"
+"""In the learner's file: the fingerprint of what the checkpoint needs besides itself."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -74,9 +76,7 @@ class LearnerActor(ThreadActor):
             case TakeSnapshot(step=step):
                 return self._snapshot(step)
             case Capture():
-                return Contents.captured(
-                    own_tensors(self._model), self._learner.state_dict(), self._model_path
-                )
+                return self._capture()
             case Restore():
                 return self._restore()
         return super().receive(message)
@@ -85,13 +85,17 @@ class LearnerActor(ThreadActor):
         """The starting weights, and an optimizer that has seen nothing."""
         torch.manual_seed(self._config.seed)
         autocast = torch.bfloat16 if self._config.autocast == "bfloat16" else None
-        self._model = load_model(self._model_path)
+        model = load_model(self._model_path)
+        lora = self._config.lora()
+        self._trainee = (
+            LoraTrainee(model, lora, model_path=self._model_path) if lora else Trainee(model)
+        )
         reference = None
         if self._config.kl_coef:
             frozen = load_model(Path(self._config.reference_path or self._model_path))
             reference = TreePolicy(frozen.requires_grad_(False).eval(), autocast=autocast)
         self._learner = Learner(
-            TreePolicy(self._model, autocast=autocast), self._config.learner(), reference=reference
+            TreePolicy(model, autocast=autocast), self._config.learner(), reference=reference
         )
 
     def _step(self, plan: BatchPlan, weight_version: int) -> StepResult:
@@ -100,7 +104,7 @@ class LearnerActor(ThreadActor):
     def _snapshot(self, step: int) -> Snapshot:
         dtype = _DTYPES[self._config.publish_dtype]
         tensors = []
-        for name, tensor in own_tensors(self._model).items():
+        for name, tensor in self._trainee.published():
             copy = tensor.to(dtype, copy=True).contiguous()
             data: Any = copy.reshape(-1).view(torch.uint8).numpy()
             tensors.append(
@@ -113,10 +117,20 @@ class LearnerActor(ThreadActor):
             )
         return Snapshot(step=step, tensors=tensors)
 
+    def _capture(self) -> Contents:
+        trainee = self._trainee
+        return Contents.captured(
+            trainee.saved(),
+            {**self._learner.state_dict(), _BASE: trainee.base},
+            weights_file=trainee.weights_file,
+            sidecars=trainee.sidecars(),
+            model_path=self._model_path,
+        )
+
     def _restore(self) -> Checkpoint | None:
         for checkpoint in self._checkpoints.newest_first():
             try:
-                weights, state = read(checkpoint.path)
+                weights, state = read(checkpoint.path, self._trainee.weights_file)
             except UNREADABLE as error:
                 log.error("checkpoint_damaged", path=str(checkpoint.path), error=repr(error))
                 self._checkpoints.set_aside(checkpoint)
@@ -130,40 +144,6 @@ class LearnerActor(ThreadActor):
     def _adopt(
         self, checkpoint: Checkpoint, weights: dict[str, Tensor], state: dict[str, Any]
     ) -> None:
-        own = own_tensors(self._model)
-        shapes = {name: tensor.shape for name, tensor in own.items()}
-        if shapes != {name: tensor.shape for name, tensor in weights.items()}:
-            raise FailedPrecondition(
-                f"checkpoint {checkpoint.path} is of another model than {self._model_path}: "
-                "give this run a checkpoint_dir of its own"
-            )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(weights[name])
+        self._trainee.load(weights, base=state.pop(_BASE, ""), source=checkpoint.path)
         self._learner.load_state_dict(state)
         log.info("checkpoint_restored", path=str(checkpoint.path), step=checkpoint.step)
-
-
-def load_model(path: Path) -> Any:
-    """The causal language model in a model directory, in float32, ready to train.
-
-    Raises `NotFound` when there is none, `InvalidArgument` when transformers cannot read it.
-    """
-    if not (path / "config.json").is_file():
-        raise NotFound(f"model_path = {str(path)!r}: no model directory (config.json is missing)")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise InvalidArgument(f"model_path = {str(path)!r}: {error}") from error
-    return model.train()
-
-
-def own_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Weights by name, each once: a tied one goes by its first name."""
-    named: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            named[name] = tensor
-    return named

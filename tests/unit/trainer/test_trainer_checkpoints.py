@@ -139,7 +139,7 @@ def test_every_writer_of_a_file_fails_alike(tmp_path: Path, large: str) -> None:
     """safetensors and torch have errors of their own for a write that the system refuses."""
     parts = {"weights": {"w": torch.zeros(8)}, "learner": {"state": {"w": torch.zeros(8)}}}
     parts[large] = {"w": torch.zeros(1 << 16)}
-    contents = Contents(**parts, model_path=tmp_path)
+    contents = Contents(**parts, weights_file="w", sidecars={}, model_path=tmp_path)
     store, limits = CheckpointStore(tmp_path / "out"), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
@@ -153,11 +153,18 @@ def test_every_writer_of_a_file_fails_alike(tmp_path: Path, large: str) -> None:
 def test_what_was_captured_is_what_is_read_again(tmp_path: Path) -> None:
     """A copy: what training does meanwhile is not in it."""
     weight, state = torch.ones(3), torch.arange(3)
-    contents = Contents.captured({"w": weight}, {"state": [{"m": state}], "steps": 4}, tmp_path)
+    contents = Contents.captured(
+        {"w": weight},
+        {"state": [{"m": state}], "steps": 4},
+        weights_file="w.safetensors",
+        sidecars={"about.json": "{}"},
+        model_path=tmp_path,
+    )
     weight.zero_()
     state.zero_()
     contents.write(tmp_path)
-    weights, learner = read(tmp_path)
+    weights, learner = read(tmp_path, "w.safetensors")
+    assert (tmp_path / "about.json").read_text() == "{}"
     assert torch.equal(weights["w"], torch.ones(3)) and learner["steps"] == 4
     assert torch.equal(learner["state"][0]["m"], torch.arange(3))
 

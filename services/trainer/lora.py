@@ -1,0 +1,128 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model, through PEFT.
+
+Owns putting them in, the merged weights that inference gets, and PEFT's layout of what is saved:
+`PeftModel.from_pretrained(model_path, checkpoint)` reads a checkpoint. PEFT is an optional
+package, imported only here and only when adapters are asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from forge.core.errors import ConfigError
+from services.trainer.trainee import Trainee, own_tensors
+
+_ADAPTER = "default"
+_PEFT_PREFIX = "base_model.model."
+_SAMPLED_ELEMENTS = 4096
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Which adapters."""
+
+    rank: int
+    alpha: float
+    """What they add is scaled by alpha / rank."""
+    dropout: float
+    targets: tuple[str, ...]
+    """Names, or ends of names, of linear layers; `all-linear` for all but the head."""
+
+
+class LoraTrainee(Trainee):
+    """A frozen model with trained adapters."""
+
+    weights_file: ClassVar[str] = "adapter_model.safetensors"
+
+    def __init__(self, model: Any, settings: LoraSettings, *, model_path: Path) -> None:
+        """Raises `ConfigError` without PEFT, and for targets that cannot be."""
+        own = own_tensors(model)
+        self._names = list(own)
+        self.base = _fingerprint(own)
+        self._config = _inject(model, settings, model_path)
+        super().__init__(model)
+        self._layers: dict[str, Any] = {
+            f"{name}.weight": layer
+            for name, layer in model.named_modules()
+            if _ADAPTER in getattr(layer, "lora_A", {})
+        }
+
+    @torch.no_grad()
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """W + alpha/rank B A, in the float32 of the master weights: what merging for good gives."""
+        plain = {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in own_tensors(self.model).items()
+        }
+        for name in self._names:
+            layer = self._layers.get(name)
+            if layer is None:
+                yield name, plain[name]
+            else:
+                yield name, plain[name] + layer.get_delta_weight(_ADAPTER)
+
+    def saved(self) -> dict[str, Tensor]:
+        """The adapters, under PEFT's names."""
+        return {
+            _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): parameter
+            for name, parameter in self.model.named_parameters()
+            if f".{_ADAPTER}." in name
+        }
+
+    def sidecars(self) -> Mapping[str, str]:
+        return {"adapter_config.json": self._config}
+
+
+def _inject(model: Any, settings: LoraSettings, model_path: Path) -> str:
+    """Adapters into the model, in place; PEFT's description of them."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(
+            f"lora_rank = {settings.rank} needs the package peft: pip install 'forge-rl[lora]'"
+        ) from error
+    targets = list(settings.targets)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        base_model_name_or_path=str(model_path),
+        task_type="CAUSAL_LM",
+    )
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise ConfigError(f"lora_targets = {targets}: {error}") from error
+    if (model.get_output_embeddings(), model.get_input_embeddings()) != (head, embedding):
+        raise ConfigError(
+            f"lora_targets = {targets} is not allowed: embedding and head are trained without "
+            "adapters or not at all"
+        )
+    described = {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in config.to_dict().items()
+    }
+    return json.dumps(described, indent=2, default=str)
+
+
+def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """Of names, shapes and a sample of each tensor: enough to tell one training of a model from
+    another, and quick with many gigabytes."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)].float().cpu().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,80 @@
+"""The model being trained: which of its tensors are trained, sent to inference and saved.
+
+Owns loading it and naming its tensors; a model with adapters is `services.trainer.lora`. How it
+is stepped is `forge.rl.learner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound
+
+
+class Trainee:
+    """A model all of whose weights are trained."""
+
+    weights_file: ClassVar[str] = "model.safetensors"
+    base: str = ""
+    """Fingerprint of what a checkpoint does not hold and needs; "" when it needs nothing."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """What inference gets, one tensor at a time: names and shapes of the model directory."""
+        yield from own_tensors(self.model).items()
+
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: the tensors themselves, not copies."""
+        return own_tensors(self.model)
+
+    def sidecars(self) -> Mapping[str, str]:
+        """Further text files of a checkpoint, by name."""
+        return {}
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor], *, base: str, source: Path) -> None:
+        """Go back to what was saved. Raises `FailedPrecondition` when it is of another model."""
+        own = self.saved()
+        shapes = {name: tensor.shape for name, tensor in own.items()}
+        fits = shapes == {name: tensor.shape for name, tensor in weights.items()}
+        if not fits or base != self.base:
+            raise FailedPrecondition(
+                f"checkpoint {source} is of another model, or of other LoRA settings, than this "
+                "run: give the run a checkpoint_dir of its own"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(weights[name])
+
+
+def load_model(path: Path) -> Any:
+    """The causal language model in a model directory, in float32, ready to train.
+
+    Raises `NotFound` when there is none, `InvalidArgument` when transformers cannot read it.
+    """
+    if not (path / "config.json").is_file():
+        raise NotFound(f"model_path = {str(path)!r}: no model directory (config.json is missing)")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise InvalidArgument(f"model_path = {str(path)!r}: {error}") from error
+    return model.train()
+
+
+def own_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Weights by name, each once: a tied one goes by its first name."""
+    named: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            named[name] = tensor
+    return named

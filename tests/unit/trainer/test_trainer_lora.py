@@ -1,0 +1,141 @@
+"""Adapters: what is trained, what inference gets, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from forge.core.errors import ConfigError, FailedPrecondition
+from forge.rl.batch_plan import plan_batch
+from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
+from services.trainer.checkpoints import CheckpointStore
+from services.trainer.config import TrainerConfig
+from services.trainer.weights import Snapshot
+from tests.support.rl_models import make_sample, tiny_model
+
+SETTINGS = {"lora_rank": 4, "lora_alpha": 8.0, "lora_targets": ("q_proj", "down_proj")}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base")
+    tiny_model("qwen3", torch.float32).save_pretrained(path)
+    return path
+
+
+def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActor:
+    config = TrainerConfig(
+        model_path=str(model_path), learning_rate=1e-2, torch_threads=1, **{**SETTINGS, **settings}
+    )
+    actor = LearnerActor(config, CheckpointStore(checkpoints))
+    actor.started()
+    return actor
+
+
+@pytest.fixture(scope="module")
+def trained(
+    model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LearnerActor, Path]]:
+    """Three steps, and the checkpoint after them."""
+    checkpoints = tmp_path_factory.mktemp("checkpoints")
+    actor = learner(model_path, checkpoints)
+    for _ in range(3):
+        assert step(actor).skipped == ""
+    contents = actor.receive(Capture())
+    path = CheckpointStore(checkpoints).save(
+        contents.write, step=3, weight_version=4, history=[{"step": 3}]
+    )
+    yield actor, path
+
+
+def step(actor: LearnerActor) -> Any:
+    rng = Random(3)
+    samples = [make_sample([1, 2, 3, n, n + 1], (3, 5), rng=rng) for n in range(4)]
+    plan = plan_batch(samples, token_budget=64, channels=32)
+    return actor.receive(Step(plan=plan, weight_version=1))
+
+
+def sent(actor: LearnerActor) -> dict[str, torch.Tensor]:
+    snapshot: Snapshot = actor.receive(TakeSnapshot(step=3))
+    return {
+        one.name: torch.frombuffer(bytearray(one.data), dtype=torch.float32).reshape(one.shape)
+        for one in snapshot.tensors
+    }
+
+
+def test_what_inference_gets_is_the_merged_model(
+    trained: tuple[LearnerActor, Path], model_path: Path
+) -> None:
+    """Bit for bit what PEFT's own merge of the checkpoint gives, under the base model's names."""
+    actor, checkpoint = trained
+    base = AutoModelForCausalLM.from_pretrained(model_path)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    merged = PeftModel.from_pretrained(base, checkpoint).merge_and_unload().state_dict()
+    tensors = sent(actor)
+    assert list(tensors) == list(before)
+    assert all(torch.equal(tensors[name], merged[name]) for name in tensors)
+    changed = {name for name in tensors if not torch.equal(tensors[name], before[name])}
+    assert changed == {name for name in tensors if "q_proj" in name or "down_proj" in name}
+
+
+def test_a_checkpoint_holds_adapters_and_names_its_base(
+    trained: tuple[LearnerActor, Path], model_path: Path
+) -> None:
+    """And the optimizer has state for the adapters alone."""
+    _, checkpoint = trained
+    names = {path.name for path in checkpoint.iterdir()}
+    assert "adapter_model.safetensors" in names and "model.safetensors" not in names
+    config = json.loads((checkpoint / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(model_path) and config["r"] == 4
+    assert (checkpoint / "adapter_model.safetensors").stat().st_size < 40_000
+
+
+def test_a_restored_run_takes_the_same_step(
+    trained: tuple[LearnerActor, Path], model_path: Path
+) -> None:
+    """Adapters and optimizer are where they were."""
+    _, checkpoint = trained
+    again = [learner(model_path, checkpoint.parent) for _ in range(2)]
+    for actor in again:
+        assert actor.receive(Restore()).step == 3
+        step(actor)
+    one, other = (sent(actor) for actor in again)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not torch.equal(one["model.layers.0.mlp.down_proj.weight"], sent(trained[0])[
+        "model.layers.0.mlp.down_proj.weight"
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("other", ["base", "rank"])
+def test_a_checkpoint_of_something_else_is_refused(
+    trained: tuple[LearnerActor, Path], model_path: Path, tmp_path: Path, other: str
+) -> None:
+    """Adapters on weights they were not trained on would be noise."""
+    if other == "base":
+        model = copy.deepcopy(AutoModelForCausalLM.from_pretrained(model_path))
+        with torch.no_grad():
+            model.lm_head.weight.add_(1e-3)
+        model.save_pretrained(tmp_path)
+        actor = learner(tmp_path, trained[1].parent)
+    else:
+        actor = learner(model_path, trained[1].parent, lora_rank=2)
+    with pytest.raises(FailedPrecondition, match="of another model, or of other LoRA settings"):
+        actor.receive(Restore())
+
+
+@pytest.mark.parametrize("target", ["nowhere", "lm_head"])
+def test_targets_that_cannot_be_are_one_clear_line(
+    model_path: Path, tmp_path: Path, target: str
+) -> None:
+    """The setting and its value are named."""
+    with pytest.raises(ConfigError, match=f"lora_targets = \\['{target}'\\]"):
+        learner(model_path, tmp_path, lora_targets=(target,))
