@@ -10,6 +10,12 @@ share that prefix's states. A plan lays every distinct prefix out once, in depth
              a b x y      nodes     [a) [b) [c d) [x y) [e)
              a e          a token's ancestors are its prefix; a node's descendants are contiguous
 
+A tree beyond the budget is cut in one of two ways, whichever computes less (`_partition`):
+
+    recompute  its samples go into several trees, and what they share is computed in each
+    relay      one tree in several passes over consecutive parts of the layout, in which later
+               parts attend the keys and values of earlier ones: computed once, forward twice
+
 Ids are int32 little-endian bytes throughout, as they travel: sorting and comparing are memcmp,
 and nothing is done per token in Python. Cost is O(total bytes) plus O(log) per sample.
 """
@@ -19,7 +25,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import inf
 from operator import sub
 from typing import NamedTuple
 
@@ -28,6 +35,11 @@ from forge.core.trajectory import TOKEN_BYTES
 
 Span = tuple[int, int]
 """A half-open range of token indices."""
+
+STEP_COST = 3.0
+"""Forward and backward, in forwards."""
+RELAY_COST = 1.0
+"""What a relayed token costs beyond that: its forward is run again on the way back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +98,10 @@ class Sample:
             )
 
 
+_Cost = tuple[float, int]
+"""Work in forwards of one token, then the number of trees."""
+
+
 class Node(NamedTuple):
     """A chain of tokens without a branch, in the depth-first layout."""
 
@@ -101,7 +117,7 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreePlan:
-    """The merged layout of some of a batch's samples; one forward pass."""
+    """The merged layout of some of a batch's samples; one forward pass, or several if relayed."""
 
     ids: bytes
     """int32: the distinct tokens, depth first."""
@@ -111,6 +127,10 @@ class TreePlan:
     """Which samples of the batch are in this tree, by index."""
     trained: tuple[tuple[Span, ...], ...]
     """Per sample, where its trained tokens lie in the layout, in the order of the sequence."""
+    lasts: tuple[int, ...]
+    """Per sample, the place of its last token in the layout."""
+    parts: tuple[Span, ...]
+    """Layout ranges of at most the budget each, one pass per part; they tile the layout."""
 
     @property
     def tokens(self) -> int:
@@ -118,12 +138,14 @@ class TreePlan:
         return len(self.ids) // TOKEN_BYTES
 
 
-def plan_trees(samples: Sequence[Sample], *, token_budget: int) -> list[TreePlan]:
-    """Merge samples into the fewest tokens, in trees of at most `token_budget` tokens each.
+def plan_trees(
+    samples: Sequence[Sample], *, token_budget: int, pair_cost: float = 0.0
+) -> list[TreePlan]:
+    """Merge samples into trees at the least cost, in passes of at most `token_budget` tokens.
 
     Every sample is in exactly one tree, so losses and gradients add up over trees without any
-    correction; a prefix shared across two trees is computed in both. Cuts between trees fall
-    where the least is shared. A sample longer than the budget gets a tree of its own.
+    correction; a prefix shared across two trees is computed in both. `pair_cost` is what one
+    query-key pair costs in a model, relative to all that a token costs without attention.
     """
     order = sorted(range(len(samples)), key=lambda index: samples[index].ids)
     shared = [0] * len(order)
@@ -131,8 +153,8 @@ def plan_trees(samples: Sequence[Sample], *, token_budget: int) -> list[TreePlan
         shared[rank] = common_prefix_tokens(samples[order[rank - 1]].ids, samples[order[rank]].ids)
     lengths = [samples[index].tokens for index in order]
     return [
-        _merge(samples, order[start:end], shared[start:end])
-        for start, end in _partition(lengths, shared, token_budget)
+        _merge(samples, order[start:end], shared[start:end], token_budget)
+        for start, end in _partition(lengths, shared, token_budget, pair_cost)
     ]
 
 
@@ -152,29 +174,50 @@ def common_prefix_tokens(left: bytes, right: bytes) -> int:
     return low
 
 
-def _partition(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[Span]:
-    """Cut sorted samples into consecutive runs within the budget, at the least total tokens.
+def _partition(
+    lengths: Sequence[int], shared: Sequence[int], budget: int, pair_cost: float
+) -> list[Span]:
+    """Cut sorted samples into consecutive runs, each one tree, at the least total cost.
 
     Dynamic program over the last cut. With `new[n]` the tokens that the first n samples add to
-    one endless tree, the run [start, end) holds `new[end] - new[start] + shared[start]` tokens:
-    a minimum over a sliding window of starts, so O(samples).
+    one endless tree, the run [start, end) holds `new[end] - new[start] + shared[start]` tokens;
+    its work is the same difference over tokens weighed by what they attend. A run within the
+    budget costs three times its work. Beyond, where it is relayed, it costs four times less the
+    last part, whose forward is not run again. Starts within the budget are a window that slides
+    with the end and those before it only grow in number: two running minima, so O(samples).
     """
+    work = [length + pair_cost * length * (length + 1) / 2 for length in lengths]
+    again = [common + pair_cost * common * (common + 1) / 2 for common in shared]
     new = list(accumulate(map(sub, lengths, shared), initial=0))
-    cost = [(0, 0)]  # (tokens, trees) of the first n samples
+    spent = list(accumulate(map(sub, work, again), initial=0.0))
+    best: list[_Cost] = [(0.0, 0)]
     cuts = [0]
-    window: deque[tuple[tuple[int, int], int]] = deque()  # starts by rising cost less new[end]
+
+    def entered(start: int, rate: float) -> tuple[_Cost, int]:
+        cost, trees = best[start]
+        return (cost - rate * (spent[start] - again[start]), trees + 1), start
+
+    window: deque[tuple[_Cost, int]] = deque()  # starts within the budget, by rising cost
+    beyond: tuple[_Cost, int] = ((inf, 0), 0)  # the cheapest start of a relayed run
+    first = 0
+    relay = STEP_COST + RELAY_COST
     for end in range(1, len(new)):
-        start = end - 1
-        tokens, trees = cost[start]
-        key = (tokens - new[start] + shared[start], trees)
-        while window and window[-1][0] >= key:
+        newest = entered(end - 1, STEP_COST)
+        while window and window[-1] >= newest:
             window.pop()
-        window.append((key, start))
-        while len(window) > 1 and new[end] - new[window[0][1]] + shared[window[0][1]] > budget:
+        window.append(newest)
+        while first < end and new[end] - new[first] + shared[first] > budget:
+            beyond = min(beyond, entered(first, relay))
+            first += 1
+        while window and window[0][1] < first:
             window.popleft()
-        (tokens, trees), start = window[0]
-        cost.append((tokens + new[end], trees + 1))
-        cuts.append(start)
+        (cost, trees), cut = beyond
+        choice = (cost + relay * spent[end] - RELAY_COST * budget, trees), cut
+        if window:
+            (cost, trees), cut = window[0]
+            choice = min(choice, ((cost + STEP_COST * spent[end], trees), cut))
+        best.append(choice[0])
+        cuts.append(choice[1])
     runs: list[Span] = []
     end = len(lengths)
     while end:
@@ -183,15 +226,31 @@ def _partition(lengths: Sequence[int], shared: Sequence[int], budget: int) -> li
     return runs[::-1]
 
 
-def _merge(samples: Sequence[Sample], order: Sequence[int], shared: Sequence[int]) -> TreePlan:
+def _merge(
+    samples: Sequence[Sample], order: Sequence[int], shared: Sequence[int], budget: int
+) -> TreePlan:
     trie = _Trie()
-    trained = []
+    trained: list[tuple[Span, ...]] = []
+    lasts: list[int] = []
     for rank, index in enumerate(order):
-        trie.insert(samples[index].ids, shared[rank] if rank else 0)
-        trained.append(tuple(trie.locate(samples[index].trained)))
+        one = samples[index]
+        trie.insert(one.ids, shared[rank] if rank else 0)
+        trained.append(tuple(trie.locate(one.trained)))
+        lasts.extend(start for start, _ in trie.locate([(one.tokens - 1, one.tokens)]))
     return TreePlan(
-        ids=b"".join(trie.pieces), nodes=trie.nodes(), samples=tuple(order), trained=tuple(trained)
+        ids=b"".join(trie.pieces),
+        nodes=trie.nodes(),
+        samples=tuple(order),
+        trained=tuple(trained),
+        lasts=tuple(lasts),
+        parts=tuple(_parts(sum(map(len, trie.pieces)) // TOKEN_BYTES, budget)),
     )
+
+
+def _parts(tokens: int, budget: int) -> Iterator[Span]:
+    """Ranges of at most the budget; the last one, whose forward is run once, is full."""
+    cuts = range(tokens % budget or min(budget, tokens), tokens + 1, budget)
+    yield from pairwise([0, *cuts])
 
 
 class _Trie:

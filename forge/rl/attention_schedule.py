@@ -7,19 +7,28 @@ Every call has a fixed cost, worth some thousands of query-key pairs on a CPU, w
 answers have hundreds of nodes of a few tokens. So a run of small neighbouring subtrees becomes one
 block with a dense mask wherever the masked pairs cost less than the calls they replace; long
 chains stay causal calls and full slabs, which compute no masked pair at all.
+
+A layout may begin with a *prefix*: ancestors that are attended and do not attend, because another
+pass or another rank computes them. It is the path to the first token after it, so a chain.
+
+Shapes: K tokens of the layout, prefix included: the keys, and after the prefix also the queries.
 """
+# ruff: noqa: N815 -- shape suffixes are names here
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from forge.core.packing import Node
+from forge.core.packing import Node, Span
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 CALL_FLOPS = 6e6
 """Fixed cost of one call, forward and backward, in what a CPU core computes meanwhile."""
@@ -47,48 +56,141 @@ class Slab(NamedTuple):
     subtree_end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSchedule:
-    """The calls of one tree. The blocks tile the layout."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """One dense kernel call."""
 
-    tokens: int
-    depth: int
-    """Tokens of the longest root-to-leaf path."""
-    blocks: tuple[Block, ...]
-    slabs: tuple[Slab, ...]
-    ancestry: dict[Block, Tensor]
-    """Boolean [n, n] of each block that is not causal: may query i see key j?"""
-    _masks: dict[tuple[Block, torch.dtype], Tensor] = field(default_factory=dict)
+    queries: slice
+    """Counted without the prefix."""
+    keys: slice | Tensor
+    """A layout range, or layout indices."""
+    causal: bool = False
+    visible: Tensor | None = None
+    """Boolean [queries, keys]; None: all, or what is causal."""
+    merges: bool = False
+    """Its keys are further ones of queries that another call came to before."""
+    _masks: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
-    def mask(self, block: Block, like: Tensor) -> Tensor | None:
-        """Additive mask of a block in the type of `like`; None for a causal one."""
-        if block.causal:
+    def mask(self, like: Tensor) -> Tensor | None:
+        """`visible` as an additive mask, in the type and on the device of `like`."""
+        if self.visible is None:
             return None
-        key = (block, like.dtype)
+        key = (like.dtype, like.device)
         if key not in self._masks:
-            visible = self.ancestry[block]
-            hidden = torch.zeros(visible.shape, dtype=like.dtype).masked_fill(
-                ~visible, float("-inf")
-            )
-            self._masks[key] = hidden[None, None]
+            mask = torch.zeros(self.visible.shape, dtype=like.dtype)
+            mask.masked_fill_(~self.visible, float("-inf"))
+            self._masks[key] = mask[None, None].to(like.device)
         return self._masks[key]
 
 
-def schedule_attention(nodes: Sequence[Node], *, channels: int) -> AttentionSchedule:
-    """Cut the attention over `nodes` (a plan's, in layout order) into calls.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionSchedule:
+    """The calls of one tree. The blocks tile the layout after the prefix."""
+
+    tokens: int
+    """K."""
+    prefix: int
+    """Tokens that are only attended."""
+    depth: int
+    """Tokens of the longest root-to-leaf path."""
+    nodes: tuple[Node, ...]
+    blocks: tuple[Block, ...]
+    slabs: tuple[Slab, ...]
+    ends_K: Tensor
+    """Where the subtree of each token ends: query q attends key k if k <= q < ends_K[k]."""
+    positions_K: Tensor
+    block_masks: dict[tuple[int, torch.device], BlockMask] = field(default_factory=dict)
+    """Kept by `forge.rl.flex_attention`, by window."""
+    _calls: dict[int, tuple[Call, ...]] = field(default_factory=dict)
+
+    def calls(self, window: int | None = None) -> tuple[Call, ...]:
+        """Those of full attention, or of one that sees `window` tokens, the query's included."""
+        size = 0 if window is None or window >= self.depth else window
+        if size not in self._calls:
+            made = self._windowed(size) if size else self._full()
+            self._calls[size] = tuple(made)
+        return self._calls[size]
+
+    def _full(self) -> Iterator[Call]:
+        for block in self.blocks:
+            span = slice(block.start, block.end)
+            visible = None
+            if not block.causal:
+                places = torch.arange(block.start, block.end)
+                visible = self.visible(places, places)
+            yield Call(queries=self._queries(span), keys=span, causal=block.causal, visible=visible)
+        for start, end, subtree_end in self.slabs:
+            queries = slice(max(end, self.prefix), subtree_end)
+            yield Call(queries=self._queries(queries), keys=slice(start, end), merges=True)
+
+    def _windowed(self, window: int) -> Iterator[Call]:
+        """One call per block: its ancestors in reach, gathered, and itself, under a mask."""
+        for block in self.blocks:
+            reach = int(self.positions_K[block.start : block.end].min()) - window + 1
+            spans = [*self._path(block.start, reach), (block.start, block.end)]
+            keys = torch.cat([torch.arange(*span) for span in spans])
+            queries = torch.arange(block.start, block.end)
+            visible = self.visible(queries, keys)
+            visible &= self.positions_K[queries, None] - self.positions_K[keys] < window
+            yield Call(
+                queries=self._queries(slice(block.start, block.end)), keys=keys, visible=visible
+            )
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Boolean [queries, keys]: which keys are the query or an ancestor of it."""
+        return (keys <= queries[:, None]) & (queries[:, None] < self.ends_K[keys])
+
+    def _path(self, place: int, reach: int) -> list[Span]:
+        """Layout ranges of the ancestors of `place` at positions from `reach` on, root first."""
+        spans: list[Span] = []
+        node = self._holder(place)
+        last = place - 1 if place > node.start else node.parent
+        while last >= 0 and self.positions_K[last] >= reach:
+            node = self._holder(last)
+            spans.append((max(node.start, node.start + reach - node.depth), last + 1))
+            last = node.parent
+        return spans[::-1]
+
+    def _holder(self, place: int) -> Node:
+        return self.nodes[bisect_right(self.nodes, (place, self.tokens + 1)) - 1]
+
+    def _queries(self, span: slice) -> slice:
+        return slice(span.start - self.prefix, span.stop - self.prefix)
+
+
+def schedule_attention(
+    nodes: Sequence[Node], *, channels: int, prefix: int = 0
+) -> AttentionSchedule:
+    """Cut the attention over `nodes` (of a layout, in its order) into calls.
 
     `channels` is query heads times head size: the wider the attention, the more a masked pair
-    costs against a call.
+    costs against a call. The first `prefix` tokens are attended only.
     """
-    scheduler = _Scheduler(nodes, call_pairs=CALL_FLOPS / (PAIR_FLOPS * channels))
+    first = bisect_left(nodes, (prefix,))
+    scheduler = _Scheduler(nodes[first:], call_pairs=CALL_FLOPS / (PAIR_FLOPS * channels))
     blocks = scheduler.blocks()
+    lengths = torch.tensor([node.end - node.start for node in nodes])
+    starts = torch.tensor([node.depth - node.start for node in nodes])
+    tokens = nodes[-1].end
     return AttentionSchedule(
-        tokens=nodes[-1].end,
+        tokens=tokens,
+        prefix=prefix,
         depth=max(node.depth + node.end - node.start for node in nodes),
+        nodes=tuple(nodes),
         blocks=tuple(blocks),
-        slabs=tuple(scheduler.slabs),
-        ancestry={block: _ancestry(nodes, block) for block in blocks if not block.causal},
+        slabs=(*_prefix_slabs(nodes[:first]), *scheduler.slabs),
+        ends_K=torch.tensor([node.subtree_end for node in nodes]).repeat_interleave(lengths),
+        positions_K=starts.repeat_interleave(lengths) + torch.arange(tokens),
     )
+
+
+def _prefix_slabs(nodes: Sequence[Node]) -> Iterator[Slab]:
+    """The chain of the prefix, cut where its subtrees end."""
+    for index, node in enumerate(nodes):
+        following = nodes[index + 1] if index + 1 < len(nodes) else None
+        if following is None or following.subtree_end != node.subtree_end:
+            begun = [other.start for other in nodes if other.subtree_end == node.subtree_end]
+            yield Slab(begun[0], node.end, node.subtree_end)
 
 
 class _Scheduler:
@@ -104,10 +206,8 @@ class _Scheduler:
         self.slabs: list[Slab] = []
         by_last_token = {node.end - 1: index for index, node in enumerate(nodes)}
         for index, node in enumerate(nodes):
-            siblings = (
-                self._roots if node.parent < 0 else self._children[by_last_token[node.parent]]
-            )
-            siblings.append(index)
+            parent = by_last_token.get(node.parent)
+            (self._roots if parent is None else self._children[parent]).append(index)
         for index in reversed(range(len(nodes))):
             self._choose(index)
 
@@ -169,16 +269,3 @@ class _Scheduler:
             return self._cost[run[0]]
         tokens = self._nodes[run[-1]].subtree_end - self._nodes[run[0]].start
         return self._call_pairs + float(tokens * tokens)
-
-
-def _ancestry(nodes: Sequence[Node], block: Block) -> Tensor:
-    size = block.end - block.start
-    visible = torch.ones(size, size, dtype=torch.bool).tril_()
-    # Within a chain everything earlier is an ancestor; after a subtree nothing of it is.
-    first = bisect_left(nodes, (block.start,))
-    for node in nodes[first:]:
-        if node.start >= block.end:
-            break
-        start, end, subtree_end = (place - block.start for place in node[:3])
-        visible[subtree_end:, start:end] = False
-    return visible

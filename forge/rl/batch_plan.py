@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from forge.core.packing import Sample, plan_trees
 from forge.rl.losses import BatchSize
+from forge.rl.model_support import pair_cost
 from forge.rl.tree_batch import TreeBatch, build_tree_batch
 
 
@@ -28,7 +29,7 @@ class BatchPlan:
     @property
     def largest_tree(self) -> int:
         """Tokens of the largest pass: what memory is needed for."""
-        return max((tree.tokens for tree in self.trees), default=0)
+        return max((tree.pass_tokens for tree in self.trees), default=0)
 
     @property
     def trained_tokens(self) -> int:
@@ -63,7 +64,7 @@ def plan_batch(samples: Sequence[Sample], *, token_budget: int, channels: int) -
     for sample in samples:
         sample.validate()
     trainable = [sample for sample in samples if sample.trained]
-    plans = plan_trees(trainable, token_budget=token_budget)
+    plans = plan_trees(trainable, token_budget=token_budget, pair_cost=pair_cost(channels))
     trees = tuple(build_tree_batch(plan, trainable, channels=channels) for plan in plans)
     return BatchPlan(
         trees=trees,

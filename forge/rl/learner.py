@@ -30,6 +30,7 @@ from forge.rl.losses import (
     policy_stats,
 )
 from forge.rl.memory import memory_shortage, smaller_budgets
+from forge.rl.optimizers import OptimizerConfig, Optimizers
 from forge.rl.policy import TreePolicy
 from forge.rl.tree_batch import TreeBatch
 
@@ -50,8 +51,7 @@ class LearnerConfig:
     """How it goes on from there, to `FINAL_RATE_SHARE` of it at `total_updates`."""
     total_updates: int = 0
     """At which the schedule ends; a constant one needs none."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     grad_clip: float = 1.0
     """Largest gradient norm; a larger one is scaled down to it."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -142,14 +142,7 @@ class Learner:
         """Optimizer steps taken so far."""
         self.token_budget = config.token_budget
         """In force: lowered when memory did not suffice, until the process ends."""
-        self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=config.learning_rate,
-            betas=config.adam_betas,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self._optimizer = Optimizers(policy.model, config.optimizer)
 
     def plan(self, samples: Sequence[Sample]) -> BatchPlan:
         """`plan_batch` for this policy."""
@@ -168,7 +161,7 @@ class Learner:
         if not skipped:
             grad_norm, skipped = self._update(first.loss)
         cut_short = "" if skipped else self._later_passes(plan, frozen, weight_version)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         return StepResult(
             loss=first.loss,
             grad_norm=grad_norm,
@@ -221,7 +214,7 @@ class Learner:
 
     def _smaller(self, plan: BatchPlan) -> BatchPlan | None:
         """The batch within the largest lower budget that changes anything; None: there is none."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         torch.cuda.empty_cache()
         before = self.token_budget
         largest = min(before, plan.largest_tree)
@@ -259,12 +252,13 @@ class Learner:
 
         `frozen` is filled by the first pass over a batch and used by the later ones.
         """
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         frozen = [] if frozen is None else frozen
         size = plan.size
         loss = 0.0
         stats = []
-        for index, tree in enumerate(plan.trees):
+        self.policy.begin(plan.trees)
+        for index, tree in enumerate(one.to(self.policy.device) for one in plan.trees):
             logprobs_T, entropy_T = self.policy.logprobs(tree)
             if index == len(frozen):
                 frozen.append(self._freeze(tree, logprobs_T.detach()))
@@ -292,6 +286,7 @@ class Learner:
                     reference_kl=share.reference_kl,
                 )
             )
+        self.policy.reduce_gradients()
         return loss, stats
 
     def _freeze(self, tree: TreeBatch, logprobs_T: Tensor) -> _Frozen:
@@ -319,11 +314,10 @@ class Learner:
 
     def _update(self, loss: float) -> tuple[float, str]:
         """Gradient norm, and why there was no update."""
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip))
+        parameters = self._optimizer.parameters
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip))
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return grad_norm, f"loss {loss}, gradient norm {grad_norm}"
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.config.rate(self.steps)
-        self._optimizer.step()
+        self._optimizer.step(self.config.rate(self.steps))
         self.steps += 1
         return grad_norm, ""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge.rl.tree_batch import HeadRows
+from forge.rl.tree_parts import HeadRows
 
 CHUNK_ELEMENTS = 1 << 26
 """Most logits held at once: 256 MiB in fp32."""
@@ -87,9 +87,18 @@ def edge_logprobs(
     return logprobs_E, entropy_R
 
 
+def logits_logprobs(logits_RV: Tensor, head: HeadRows) -> tuple[Tensor, Tensor]:
+    """The same from logits that the model itself computed for the rows."""
+    wide = torch.promote_types(logits_RV.dtype, torch.float32)
+    all_RV = (logits_RV.to(wide) / head.temperatures_R[:, None]).log_softmax(-1)
+    entropy_R = -(all_RV.detach().exp() * all_RV.detach()).sum(-1)
+    return all_RV[head.rows_E, head.targets_E], entropy_R
+
+
 def _chunks(head: HeadRows, rows: int, chunk_rows: int) -> Iterator[tuple[slice, slice]]:
     """Row ranges with the range of edges that leave from each."""
-    starts = torch.arange(0, rows + chunk_rows, chunk_rows).clamp_(max=rows)
+    starts = torch.arange(0, rows + chunk_rows, chunk_rows, device=head.rows_E.device)
+    starts.clamp_(max=rows)
     bounds = torch.searchsorted(head.rows_E, starts).tolist()
     for index in range(len(bounds) - 1):
         start = index * chunk_rows

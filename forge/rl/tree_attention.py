@@ -12,14 +12,17 @@ descendants is attended in full by all of them,
 
 Partial results over disjoint keys merge by their log-sum-exp, as in ring attention. The backward
 of each call reuses the merged output and log-sum-exp, which makes its probabilities the final
-ones: partial gradients then simply add up.
+ones: partial gradients then simply add up. In a sliding-window layer a block's ancestors in reach
+are few: they are gathered, and one call does it.
 
-Shapes: B is always 1 (one tree), H query heads, K key/value heads, L layout tokens, D head size.
+Shapes: B is always 1 (one tree), H query heads, K key/value heads, L tokens of the pass, M tokens
+of its layout (more than L by the prefix), D head size.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,13 +30,28 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from forge.core.errors import InvalidArgument
-from forge.rl.attention_schedule import AttentionSchedule
+from forge.rl.attention_kernels import Kernel, Shape, kernel_for
+from forge.rl.attention_schedule import AttentionSchedule, Call
+from forge.rl.flex_attention import flex_runs, flex_tree_attention
 
 TREE_ATTENTION = "forge_tree"
 """Name of the attention implementation, for `model.set_attn_implementation`."""
 
-_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+class Prefix(Protocol):
+    """Where the keys and values of a pass's prefix come from."""
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, K, M, D]: the prefix before those given, differentiable."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeInput:
+    """What attention needs to know of a pass; travels through the model as the keyword `tree`."""
+
+    schedule: AttentionSchedule
+    prefix: Prefix | None = None
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -41,49 +59,57 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, schedule: AttentionSchedule, scale: float
+        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, calls: tuple[Call, ...], scale: float
     ) -> Tensor:
+        kernel = kernel_for(q.device)
         _, heads, tokens, size = q.shape
         # [B, L, H, D] in memory: what the kernel writes and what the projection after it reads.
         out = q.new_empty((1, tokens, heads, size)).transpose(1, 2)
         lse = q.new_empty((1, tokens, heads)).transpose(1, 2)
-        for block in schedule.blocks:
-            span = slice(block.start, block.end)
-            out[:, :, span], lse[:, :, span] = _attend(
-                q[:, :, span], k[:, :, span], v[:, :, span], 0.0, block.causal,
-                attn_mask=schedule.mask(block, q), scale=scale,
-            )  # fmt: skip
-        for start, end, subtree_end in schedule.slabs:
-            keys, queries = slice(start, end), slice(end, subtree_end)
-            part, part_lse = _attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], scale=scale)
-            _merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
+        for call in calls:
+            rows, shape = call.queries, _shape(call, q, scale)
+            part, part_lse = kernel.forward(
+                q[:, :, rows], _take(k, call.keys), _take(v, call.keys), shape
+            )
+            if call.merges:
+                _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+            else:
+                out[:, :, rows], lse[:, :, rows] = part, part_lse
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.schedule, ctx.scale = schedule, scale  # type: ignore[attr-defined]
+        ctx.calls, ctx.scale, ctx.kernel = calls, scale, kernel  # type: ignore[attr-defined]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        schedule, scale = ctx.schedule, ctx.scale
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        for block in schedule.blocks:
-            span = slice(block.start, block.end)
-            dq[:, :, span], dk[:, :, span], dv[:, :, span] = _attend_backward(
-                grad[:, :, span], q[:, :, span], k[:, :, span], v[:, :, span],
-                out[:, :, span], lse[:, :, span], 0.0, block.causal,
-                attn_mask=schedule.mask(block, q), scale=scale,
+        kernel: Kernel = ctx.kernel
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        for call in ctx.calls:
+            rows, shape = call.queries, _shape(call, q, ctx.scale)
+            part_q, part_k, part_v = kernel.backward(
+                grad[:, :, rows], q[:, :, rows], _take(k, call.keys), _take(v, call.keys),
+                out[:, :, rows], lse[:, :, rows], shape,
             )  # fmt: skip
-        for start, end, subtree_end in schedule.slabs:
-            keys, queries = slice(start, end), slice(end, subtree_end)
-            part_q, part_k, part_v = _attend_backward(
-                grad[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys],
-                out[:, :, queries], lse[:, :, queries], 0.0, False, scale=scale,
-            )  # fmt: skip
-            dq[:, :, queries] += part_q
-            dk[:, :, keys] += part_k
-            dv[:, :, keys] += part_v
+            dq[:, :, rows] += part_q
+            _add(dk, call.keys, part_k)
+            _add(dv, call.keys, part_v)
         return dq, dk, dv, None, None
+
+
+def _shape(call: Call, q: Tensor, scale: float) -> Shape:
+    return Shape(causal=call.causal, mask=call.mask(q), scale=scale)
+
+
+def _take(x: Tensor, keys: slice | Tensor) -> Tensor:
+    return x[:, :, keys] if isinstance(keys, slice) else x.index_select(2, keys.to(x.device))
+
+
+def _add(total: Tensor, keys: slice | Tensor, part: Tensor) -> None:
+    if isinstance(keys, slice):
+        total[:, :, keys] += part
+    else:
+        total.index_add_(2, keys.to(total.device), part)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -93,26 +119,36 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def tree_attention(
-    q: Tensor, k: Tensor, v: Tensor, schedule: AttentionSchedule, *, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: AttentionSchedule,
+    *,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
-    """Attention output [1, H, L, D] for q [1, H, L, D] and k, v [1, K, L, D], differentiable.
+    """Attention output [1, H, L, D] for q [1, H, L, D] and k, v [1, K, M, D], differentiable.
 
-    Computed in fp32 or wider, returned in v's type: on a CPU the backward of small bf16 calls is
-    six times slower than fp32, and merging wants the precision anyway. Raises `InvalidArgument`
-    for what it cannot do.
+    `window` is how many tokens a query sees, itself included; None: all. Computed by FlexAttention
+    where it runs, else in dense calls in fp32 or wider, returned in v's type: on a CPU the backward
+    of small bf16 calls is six times slower than fp32, and merging wants the precision anyway.
+    Raises `InvalidArgument` for what it cannot do.
     """
     if q.shape[0] != 1 or k.shape != v.shape or k.shape[-1] != q.shape[-1]:
         raise InvalidArgument(
             f"tree attention takes one tree and equal head sizes; got q {tuple(q.shape)}, "
             f"k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
-    if q.shape[2] != schedule.tokens or k.shape[2] != schedule.tokens:
-        raise InvalidArgument(f"{q.shape[2]} tokens for a tree of {schedule.tokens}")
-    if q.device.type != "cpu":
-        raise InvalidArgument(f"tree attention runs on cpu; got tensors on {q.device}")
+    if q.shape[2] != schedule.tokens - schedule.prefix or k.shape[2] != schedule.tokens:
+        raise InvalidArgument(
+            f"{q.shape[2]} queries and {k.shape[2]} keys for a tree of {schedule.tokens} tokens "
+            f"with a prefix of {schedule.prefix}"
+        )
+    if flex_runs(q):
+        return flex_tree_attention(q, k, v, schedule, scale=scale, window=window)
     wide = torch.promote_types(v.dtype, torch.float32)
     result: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
-        q.to(wide), k.to(wide), v.to(wide), schedule, scale
+        q.to(wide), k.to(wide), v.to(wide), schedule.calls(window), scale
     )
     return result.to(v.dtype)
 
@@ -126,7 +162,7 @@ def _attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    tree: AttentionSchedule | None = None,
+    tree: TreeInput | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The signature transformers calls; `tree` arrives as a keyword of the model's forward."""
@@ -134,16 +170,15 @@ def _attention_forward(
         raise InvalidArgument(f"{TREE_ATTENTION} needs the forward keyword `tree`")
     if attention_mask is not None or dropout:
         raise InvalidArgument(f"{TREE_ATTENTION} takes no attention mask and no dropout")
-    if sliding_window is not None and sliding_window < tree.depth:
-        raise InvalidArgument(
-            f"a sliding window of {sliding_window} tokens is shorter than the tree's longest "
-            f"sequence, {tree.depth}: {TREE_ATTENTION} attends all ancestors"
-        )
     for feature in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(feature) is not None:
             raise InvalidArgument(f"{TREE_ATTENTION} does not do `{feature}`")
+    if tree.prefix is not None:
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        key, value = tree.prefix.extend(layer, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return tree_attention(query, key, value, tree, scale=scale).transpose(1, 2), None
+    out = tree_attention(query, key, value, tree.schedule, scale=scale, window=sliding_window)
+    return out.transpose(1, 2), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

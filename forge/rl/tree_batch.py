@@ -1,49 +1,34 @@
 """A tree plan as tensors: what goes into the model and where its samples' tokens come out.
 
 Owns the index arithmetic between samples and the merged layout. Planning is
-`forge.core.packing`; what is computed on these tensors is `forge.rl.policy`.
+`forge.core.packing`; the passes of a tree are `forge.rl.tree_parts`, what is computed in them is
+`forge.rl.policy`.
 
 Shapes: L layout tokens, T trained tokens of all samples in the tree, E distinct edges (a trained
-token at one place of the layout), R logit rows (a token some edge leaves from).
+token at one place of the layout), R logit rows (a token some edge leaves from), S samples.
 """
 # ruff: noqa: N815 -- shape suffixes are names here
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forge.core.packing import Node, Sample, TreePlan
-from forge.rl.attention_schedule import AttentionSchedule, schedule_attention
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadRows:
-    """Which log-probs to compute: one logit row per distinct context, one entry per edge."""
-
-    places_R: Tensor
-    """Layout index of the token each row is computed at."""
-    temperatures_R: Tensor
-    """Float32; of the distribution the row is to match."""
-    rows_E: Tensor
-    """Row of each edge, ascending."""
-    targets_E: Tensor
-    """Token id each edge leads to."""
+from forge.rl.tree_parts import HeadRows, TreeLayout, TreePart, cut_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeBatch:
-    """One tree, ready for a forward pass, with its samples' columns."""
+    """One tree, ready for its passes, with its samples' columns."""
 
-    ids_L: Tensor
-    positions_L: Tensor
-    """Depth of each token: its position in every sample that contains it."""
-    schedule: AttentionSchedule
-    head: HeadRows
+    layout: TreeLayout
+    parts: tuple[TreePart, ...]
+    """One pass each; more than one where the tree exceeds the budget."""
     edges_T: Tensor
     """Edge of each trained token: two samples through the same edge share its log-prob."""
     behavior_T: Tensor
@@ -58,12 +43,24 @@ class TreeBatch:
     @property
     def tokens(self) -> int:
         """L."""
-        return self.ids_L.shape[0]
+        return self.layout.ids_L.shape[0]
+
+    @property
+    def pass_tokens(self) -> int:
+        """Of the largest pass: what memory is needed for."""
+        return max(part.tokens for part in self.parts)
 
     @property
     def trained_tokens(self) -> int:
         """T."""
         return self.edges_T.shape[0]
+
+    def to(self, device: torch.device) -> TreeBatch:
+        """With the columns there; passes move what they need themselves."""
+        if self.edges_T.device == device:
+            return self
+        columns = ("edges_T", "behavior_T", "advantages_T", "versions_T", "lengths_S")
+        return replace(self, **{name: getattr(self, name).to(device) for name in columns})
 
 
 def build_tree_batch(plan: TreePlan, samples: Sequence[Sample], *, channels: int) -> TreeBatch:
@@ -79,11 +76,17 @@ def build_tree_batch(plan: TreePlan, samples: Sequence[Sample], *, channels: int
     head, edges_T = _head_rows(
         ids_L, _parents(plan.nodes, places_T), places_T, kinds_T, temperatures.astype(np.float32)
     )
-    return TreeBatch(
+    layout = TreeLayout(
+        nodes=plan.nodes,
         ids_L=torch.from_numpy(ids_L.astype(np.int64)),
         positions_L=torch.from_numpy(_positions(plan.nodes)),
-        schedule=schedule_attention(plan.nodes, channels=channels),
+        weights_L=torch.from_numpy(_multiplicities(plan)),
         head=head,
+        channels=channels,
+    )
+    return TreeBatch(
+        layout=layout,
+        parts=tuple(cut_part(layout, span) for span in plan.parts),
         edges_T=torch.from_numpy(edges_T),
         behavior_T=_column(chosen, "behavior_logprobs", np.float32),
         advantages_T=_column(chosen, "advantages", np.float32),
@@ -91,6 +94,16 @@ def build_tree_batch(plan: TreePlan, samples: Sequence[Sample], *, channels: int
         lengths_S=torch.tensor([one.trained_tokens for one in chosen]),
         sample_tokens=sum(one.tokens for one in chosen),
     )
+
+
+def _multiplicities(plan: TreePlan) -> np.ndarray:
+    """How many samples contain each token: those that end in its subtree, itself included."""
+    lasts_L = np.bincount(np.asarray(plan.lasts, np.int64), minlength=plan.tokens)
+    ended = np.concatenate([[0], np.cumsum(lasts_L)])
+    bounds = np.asarray([(node.start, node.end, node.subtree_end) for node in plan.nodes])
+    ends_L = np.repeat(bounds[:, 2], bounds[:, 1] - bounds[:, 0])
+    counts: np.ndarray = (ended[ends_L] - ended[: plan.tokens]).astype(np.float64)
+    return counts
 
 
 def _head_rows(

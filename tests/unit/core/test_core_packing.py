@@ -111,29 +111,55 @@ def test_no_node_has_a_single_child(samples: list[Sample]) -> None:
         assert len(children) != 1
 
 
-@given(samples_lists(), st.integers(1, 40))
-def test_the_partition_is_the_cheapest_within_the_budget(
-    samples: list[Sample], budget: int
+@given(samples_lists(), st.integers(1, 40), st.sampled_from([0.0, 0.25]))
+def test_no_other_cut_of_the_sorted_samples_costs_less(
+    samples: list[Sample], budget: int, pair_cost: float
 ) -> None:
-    """No other way to cut the sorted samples within the budget computes fewer tokens."""
-    plans = plan_trees(samples, token_budget=budget)
-    for plan in plans:
-        assert plan.tokens <= budget or len(plan.samples) == 1
+    """Each run is one tree, relayed or not; recomputing and relaying are weighed against
+    each other."""
+    plans = plan_trees(samples, token_budget=budget, pair_cost=pair_cost)
     ordered = sorted(samples, key=lambda one: one.ids)
 
-    def tokens(run: list[Sample]) -> int:
-        return len({one.ids[: 4 * n] for one in run for n in range(1, one.tokens + 1)})
+    def cost(run: list[Sample]) -> float:
+        prefixes = {one.ids[: 4 * n] for one in run for n in range(1, one.tokens + 1)}
+        work = sum(1 + pair_cost * len(prefix) / 4 for prefix in prefixes)
+        return 3 * work + (max(0.0, work - budget) if len(prefixes) > budget else 0.0)
 
-    best = [0]
+    best = [0.0]
     for end in range(1, len(ordered) + 1):
-        best.append(
-            min(
-                best[start] + tokens(ordered[start:end])
-                for start in range(end)
-                if start == end - 1 or tokens(ordered[start:end]) <= budget
-            )
-        )
-    assert sum(plan.tokens for plan in plans) == best[-1]
+        best.append(min(best[start] + cost(ordered[start:end]) for start in range(end)))
+    chosen = sum(cost([samples[index] for index in plan.samples]) for plan in plans)
+    assert chosen == pytest.approx(best[-1])
+
+
+def test_a_shared_prefix_is_recomputed_while_that_is_cheaper() -> None:
+    """Two answers on a short prompt make two trees; on a long one, a single relayed one."""
+
+    def plans(prompt: int) -> list[int]:
+        pair = [sample([1] * prompt + [end] * 20, (prompt, prompt + 20)) for end in (2, 3)]
+        return [len(plan.parts) for plan in plan_trees(pair, token_budget=prompt + 20)]
+
+    assert plans(4) == [1, 1]
+    assert plans(40) == [2]
+
+
+@given(samples_lists(), st.integers(1, 40))
+def test_parts_tile_a_tree_within_the_budget(samples: list[Sample], budget: int) -> None:
+    """No pass is larger than the budget, and the last one of a relayed tree is full."""
+    for plan in plan_trees(samples, token_budget=budget):
+        assert plan.parts[0][0] == 0 and plan.parts[-1][1] == plan.tokens
+        assert all(left[1] == right[0] for left, right in pairwise(plan.parts))
+        sizes = [end - start for start, end in plan.parts]
+        assert all(0 < size <= budget for size in sizes)
+        assert sizes[1:] == [budget] * (len(sizes) - 1)
+
+
+@given(samples_lists())
+def test_every_sample_ends_at_its_last_token(samples: list[Sample]) -> None:
+    """The path to a sample's last place is the whole sample."""
+    (plan,) = plan_trees(samples, token_budget=UNBOUNDED)
+    for index, last in zip(plan.samples, plan.lasts, strict=True):
+        assert path_to(plan, last) == list(array("i", samples[index].ids))
 
 
 @given(sequences, sequences)

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.packing import Node, TreePlan, plan_trees
+from forge.core.packing import Node, Sample, TreePlan, plan_trees
 from forge.rl import attention_schedule
 from forge.rl.attention_schedule import AttentionSchedule, schedule_attention
+from forge.rl.tree_batch import build_tree_batch
+from forge.rl.tree_parts import cut_part
 from tests.support.rl_models import make_sample
 
 
@@ -29,23 +31,28 @@ def ancestry(plan: TreePlan) -> torch.Tensor:
     return seen
 
 
-def coverage(schedule: AttentionSchedule) -> torch.Tensor:
-    """[L, L]: how often the calls compute each pair."""
-    seen = torch.zeros(schedule.tokens, schedule.tokens, dtype=torch.int)
-    for block in schedule.blocks:
-        span = slice(block.start, block.end)
-        size = block.end - block.start
-        causal = torch.ones(size, size, dtype=torch.bool).tril()
-        seen[span, span] += causal if block.causal else schedule.ancestry[block]
-    for start, end, subtree_end in schedule.slabs:
-        seen[end:subtree_end, start:end] += 1
+def coverage(schedule: AttentionSchedule, window: int | None = None) -> torch.Tensor:
+    """[queries, keys]: how often the calls compute each pair."""
+    own = schedule.tokens - schedule.prefix
+    seen = torch.zeros(own, schedule.tokens, dtype=torch.int)
+    for call in schedule.calls(window):
+        keys = torch.arange(schedule.tokens)[call.keys]
+        part = torch.ones(call.queries.stop - call.queries.start, len(keys), dtype=torch.bool)
+        if call.visible is not None:
+            part = call.visible
+        if call.causal:
+            part = part.tril()
+        seen[call.queries.start : call.queries.stop, keys] += part
     return seen
 
 
-def plan_of(sequences: list[list[int]]) -> TreePlan:
+def samples_of(sequences: list[list[int]]) -> list[Sample]:
     rng = Random(0)
-    samples = [make_sample(ids, (1, len(ids)), rng=rng) for ids in sequences]
-    (plan,) = plan_trees(samples, token_budget=1 << 30)
+    return [make_sample(ids, (1, len(ids)), rng=rng) for ids in sequences]
+
+
+def plan_of(sequences: list[list[int]]) -> TreePlan:
+    (plan,) = plan_trees(samples_of(sequences), token_budget=1 << 30)
     return plan
 
 
@@ -53,22 +60,50 @@ def plan_of(sequences: list[list[int]]) -> TreePlan:
     st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=12),
     st.sampled_from([1, 30, 1000, 1 << 30]),
     st.sampled_from([2, 192]),
+    st.integers(1, 9),
 )
 def test_every_pair_is_computed_exactly_once(
-    sequences: list[list[int]], channels: int, chain_tokens: int
+    sequences: list[list[int]], channels: int, chain_tokens: int, window: int
 ) -> None:
-    """Whatever a call costs against a pair, the calls cover the ancestry and only that."""
+    """Whatever a call costs against a pair, the calls cover the ancestry and only that, and with a
+    sliding window what of it is in reach."""
     plan = plan_of(sequences)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_schedule, "CALL_FLOPS", 6e4)
         patch.setattr(attention_schedule, "CHAIN_TOKENS", chain_tokens)
         schedule = schedule_attention(plan.nodes, channels=channels)
     assert torch.equal(coverage(schedule), ancestry(plan))
+    near = (schedule.positions_K[:, None] - schedule.positions_K) < window
+    assert torch.equal(coverage(schedule, window), ancestry(plan) * near)
     assert [block.start for block in schedule.blocks] == [
         0,
         *(block.end for block in schedule.blocks[:-1]),
     ]
     assert schedule.depth == max(map(len, sequences))
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=12),
+    st.integers(1, 12),
+    st.sampled_from([1, 30, 1 << 30]),
+    st.integers(1, 9),
+)
+def test_parts_with_their_prefix_attend_what_the_whole_tree_does(
+    sequences: list[list[int]], budget: int, channels: int, window: int
+) -> None:
+    """Each part's calls are the rows of the whole ancestry, over its prefix and itself."""
+    plan = plan_of(sequences)
+    whole = ancestry(plan)
+    batch = build_tree_batch(plan, samples_of(sequences), channels=channels)
+    for start in range(0, plan.tokens, budget):
+        part = cut_part(batch.layout, (start, min(start + budget, plan.tokens)))
+        rows = torch.arange(start, start + part.tokens)
+        keys = torch.cat([part.prefix_P, rows])
+        assert torch.equal(coverage(part.schedule), whole[rows][:, keys])
+        assert whole[rows].sum() == coverage(part.schedule).sum()
+        places = batch.layout.positions_L
+        near = places[rows][:, None] - places[keys] < window
+        assert torch.equal(coverage(part.schedule, window), whole[rows][:, keys] * near)
 
 
 def test_a_bush_of_short_answers_is_one_call() -> None:

@@ -1,0 +1,118 @@
+"""The dense attention calls that trees are made of, with their log-sum-exp and their backward.
+
+Owns one pair of functions per way to compute them. Which calls a tree takes is
+`forge.rl.attention_schedule`; how their results become one is `forge.rl.tree_attention`.
+
+Shapes: H query heads, K key/value heads (H is a multiple), N queries, M keys, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+CHUNK_SCORES = 1 << 26
+"""Most scores that the portable kernel holds at once, over all heads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a call computes beside its tensors."""
+
+    causal: bool
+    mask: Tensor | None
+    """Additive, [1, 1, N, M]."""
+    scale: float
+
+
+class Kernel(Protocol):
+    """Attention [1, H, N, D] of q over k and v, its log-sum-exp [1, H, N], and the gradients."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp."""
+        ...
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v; `out` and `lse` may be over more keys than these."""
+        ...
+
+
+class CpuFlash:
+    """torch's own kernel for CPUs: tiled, fp32 and fp64, grouped heads."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        """One kernel call."""
+        out, lse = _flash(q, k, v, 0.0, shape.causal, attn_mask=shape.mask, scale=shape.scale)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One kernel call."""
+        dq, dk, dv = _flash_backward(
+            grad, q, k, v, out, lse, 0.0, shape.causal, attn_mask=shape.mask, scale=shape.scale
+        )
+        return dq, dk, dv
+
+
+class Portable:
+    """Matrix products alone: any device, any type, a chunk of queries at a time."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        """Chunked, so that memory is bounded whatever the call."""
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
+        for rows in _rows(q, k):
+            scores = _scores(q[:, :, rows], k, shape, rows)
+            lse[:, :, rows] = scores.logsumexp(-1).flatten(1, 2)
+            probs = (scores - lse[:, :, rows].view(scores.shape[:-1])[..., None]).exp_()
+            out[:, :, rows] = (probs @ v.unsqueeze(2)).flatten(1, 2)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same chunks again, from the log-sum-exp."""
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        for rows in _rows(q, k):
+            scores = _scores(q[:, :, rows], k, shape, rows)
+            heads = scores.shape[:-1]
+            probs = (scores - lse[:, :, rows].reshape(heads)[..., None]).exp_()
+            dout = grad[:, :, rows].reshape(*heads, -1)
+            delta = (dout * out[:, :, rows].reshape(*heads, -1)).sum(-1, keepdim=True)
+            dv += (probs.transpose(-1, -2) @ dout).sum(2)
+            dscores = probs * (dout @ v.unsqueeze(2).transpose(-1, -2) - delta) * shape.scale
+            dq[:, :, rows] = (dscores @ k.unsqueeze(2)).flatten(1, 2)
+            dk += (dscores.transpose(-1, -2) @ q[:, :, rows].reshape(*heads, -1)).sum(2)
+        return dq, dk, dv
+
+
+def kernel_for(device: torch.device) -> Kernel:
+    """The fastest that runs there."""
+    return CpuFlash() if device.type == "cpu" else Portable()
+
+
+def _rows(q: Tensor, k: Tensor) -> list[slice]:
+    step = max(1, CHUNK_SCORES // (q.shape[1] * k.shape[2]))
+    return [slice(start, min(start + step, q.shape[2])) for start in range(0, q.shape[2], step)]
+
+
+def _scores(q: Tensor, k: Tensor, shape: Shape, rows: slice) -> Tensor:
+    """[1, K, H/K, n, M], masked."""
+    grouped = q.reshape(1, k.shape[1], -1, *q.shape[2:])
+    scores = (grouped * shape.scale) @ k.unsqueeze(2).transpose(-1, -2)
+    if shape.mask is not None:
+        scores = scores + shape.mask[:, :, None, rows]
+    if shape.causal:
+        later = torch.arange(k.shape[2], device=q.device) > torch.arange(
+            rows.start, rows.stop, device=q.device
+        ).unsqueeze(-1)
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores

@@ -1,0 +1,85 @@
+"""The load-balance loss of mixture-of-experts models, over all tokens of a batch's samples.
+
+Owns the loss of Switch Transformers (arXiv 2101.03961, equations 4 to 6) as transformers computes
+it, pooled over layers:
+
+    coef * X * sum_x (counts_x / rows) * (mass_x / rows)
+
+with counts how often expert x was chosen and mass the sum of its probabilities. It is over the
+samples of a batch, not over the tree: a token counts as often as there are samples that contain it.
+A product of two means does not add up over passes, so counts are taken for the whole batch before
+any pass is differentiated; they have no gradient themselves.
+
+Shapes: L tokens of a pass, X experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class RouterBalance:
+    """What the routers of one model did with a batch."""
+
+    def __init__(self, config: Any, *, coef: float) -> None:
+        self.coef = coef
+        self._top_k: int = config.num_experts_per_tok
+        self.sealed = False
+        """Counts are those of a whole batch: passes add nothing to them."""
+        self.value = 0.0
+        """Of the loss, as far as its passes have been differentiated."""
+        self._counts_X: Tensor | None = None
+        self._rows = 0.0
+
+    def reset(self) -> None:
+        """Begin a batch."""
+        self.sealed = False
+        self.value = 0.0
+        self._counts_X, self._rows = None, 0.0
+
+    def mass(self, router_logits: Sequence[Tensor], weights_L: Tensor) -> Tensor:
+        """[X], differentiable; counts on the way what a pass that is run forward chose."""
+        total_X = router_logits[0].new_zeros(router_logits[0].shape[-1], dtype=torch.float64)
+        for logits in router_logits:
+            probs_LX = logits.flatten(0, -2).softmax(-1, dtype=wide(logits))
+            total_X = total_X + weights_L.to(probs_LX) @ probs_LX
+        return total_X
+
+    def count(self, router_logits: Sequence[Tensor], weights_L: Tensor) -> None:
+        """Add the choices of a pass."""
+        if self.sealed:
+            return
+        for logits in router_logits:
+            chosen_LK = logits.detach().flatten(0, -2).softmax(-1).topk(self._top_k).indices
+            weights_LK = weights_L[:, None].expand_as(chosen_LK).to(logits.device).double()
+            counts_X = weights_LK.new_zeros(logits.shape[-1])
+            counts_X.index_add_(0, chosen_LK.flatten(), weights_LK.flatten())
+            self._counts_X = counts_X if self._counts_X is None else self._counts_X + counts_X
+            self._rows += float(weights_L.sum())
+
+    def totals(self) -> Tensor:
+        """Counts and rows in one vector, to be added up over ranks."""
+        assert self._counts_X is not None
+        rows = self._counts_X.new_tensor([self._rows])
+        return torch.cat([self._counts_X, rows])
+
+    def replace_totals(self, totals: Tensor) -> None:
+        """Those of all ranks."""
+        self._counts_X, self._rows = totals[:-1], float(totals[-1])
+
+    def loss(self, mass_X: Tensor) -> Tensor:
+        """The share of a pass, once everything is counted."""
+        assert self._counts_X is not None
+        scale = self.coef * len(mass_X) / self._rows**2
+        share = scale * (self._counts_X.to(mass_X) * mass_X).sum()
+        self.value += float(share.detach())
+        return share
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """Its type, fp32 at the least."""
+    return torch.promote_types(tensor.dtype, torch.float32)

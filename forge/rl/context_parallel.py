@@ -1,0 +1,155 @@
+"""One tree over several ranks: each computes a range of the layout, exactly.
+
+Owns the exchange between the ranks of a group that hold the same weights and the same batch. Ranges
+follow the depth-first order and hold equal work. A rank's queries attend the path to its first
+token on other ranks: those keys and values are gathered layer by layer, attended in slabs, and
+merged with the rank's own by log-sum-exp. Keys travel rather than queries, because they are few:
+one path per rank, shared by all that hangs on it. Backward, gradients of gathered keys are summed
+over ranks and return to who computed them.
+
+Log-probs are gathered too, so every rank sees the whole tree's and computes the same loss, whatever
+the objective; each differentiates its own part, and parameter gradients are summed at the end.
+
+Shapes: N tokens that are attended by other ranks, E distinct edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from forge.rl.relay import Slots, shared_slots, shared_tokens
+from forge.rl.tree_parts import TreeLayout, TreePart, balanced_spans, cut_part, path_to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPart:
+    """What one rank computes of a tree."""
+
+    part: TreePart
+    slots: Slots
+    size: int
+    """N."""
+    edges: int
+    """E."""
+
+
+def rank_part(layout: TreeLayout, *, rank: int, ranks: int, pair_cost: float) -> RankPart:
+    """The range of a rank; the same cut on all of them."""
+    spans = balanced_spans(layout, ranks, pair_cost=pair_cost)
+    nothing = torch.zeros(0, dtype=torch.long)
+    paths = [path_to(layout, start) if start < end else nothing for start, end in spans]
+    start, end = spans[rank]
+    return RankPart(
+        part=cut_part(layout, (start, end)) if start < end else _idle(layout),
+        slots=shared_slots(spans, paths)[rank],
+        size=len(shared_tokens(paths)),
+        edges=len(layout.head.rows_E),
+    )
+
+
+def _idle(layout: TreeLayout) -> TreePart:
+    """One token that nothing comes of: a rank without work takes part in every exchange."""
+    part = cut_part(layout, (0, 1))
+    head, none = part.head, part.edges_E[:0]
+    return replace(
+        part,
+        weights_L=torch.zeros_like(part.weights_L),
+        edges_E=none,
+        head=replace(
+            head,
+            places_R=none,
+            temperatures_R=head.temperatures_R[:0],
+            rows_E=none,
+            targets_E=none,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredPrefix:
+    """One rank's prefix, from whoever computes it."""
+
+    group: dist.ProcessGroup
+    slots: Slots
+    size: int
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Every rank calls this, in the order of the layers."""
+        if not self.size:
+            return key, value
+        keys, values = _Exchanged.apply(key, value, self)  # type: ignore[no-untyped-call]
+        return keys, values
+
+
+class _Exchanged(torch.autograd.Function):
+    """Each of the N tokens has one owner, so a sum over ranks is a gather."""
+
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, value: Tensor, prefix: GatheredPrefix) -> tuple[Tensor, ...]:
+        ctx.prefix, slots = prefix, prefix.slots.to(key.device)
+        own = torch.cat([key, value])
+        shared = own.new_zeros((*own.shape[:2], prefix.size, own.shape[3]))
+        shared[:, :, slots.own_slots] = own[:, :, slots.own]
+        dist.all_reduce(shared, group=prefix.group)
+        whole = torch.cat([shared[:, :, slots.prefix_slots], own], dim=2)
+        return whole[:1], whole[1:]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        prefix: GatheredPrefix = ctx.prefix
+        slots, count = prefix.slots.to(grads[0].device), len(prefix.slots.prefix_slots)
+        whole = torch.cat(list(grads))
+        wide = torch.promote_types(whole.dtype, torch.float32)
+        owed = whole.new_zeros((*whole.shape[:2], prefix.size, whole.shape[3]), dtype=wide)
+        owed[:, :, slots.prefix_slots] = whole[:, :, :count].to(wide)
+        dist.all_reduce(owed, group=prefix.group)
+        own = whole[:, :, count:].clone()
+        own[:, :, slots.own] += owed[:, :, slots.own_slots].to(own.dtype)
+        return own[:1], own[1:], None
+
+
+def gather_edges(values_e: Tensor, part: RankPart, group: dist.ProcessGroup) -> Tensor:
+    """[E] from each rank's part, differentiable by each rank in its own part.
+
+    Correct where every rank goes on to compute the same from it, as with a loss of all log-probs.
+    """
+    out: Tensor = _Edges.apply(values_e, part, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Edges(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_e: Tensor, part: RankPart, group: dist.ProcessGroup) -> Tensor:
+        ctx.edges = part.part.edges_E.to(values_e.device)
+        all_E = values_e.new_zeros(part.edges)
+        all_E[ctx.edges] = values_e
+        dist.all_reduce(all_E, group=group)
+        return all_E
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_E: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_E[ctx.edges], None, None
+
+
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Of all ranks' parts. A parameter that no rank has a gradient for is left without one."""
+    trained = [one for one in parameters if one.requires_grad]
+    if not trained:
+        return
+    present = torch.tensor([one.grad is not None for one in trained], dtype=torch.int32)
+    present = present.to(trained[0].device)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
+    for parameter, somewhere in zip(trained, present.tolist(), strict=True):
+        if somewhere:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)

@@ -1,0 +1,120 @@
+"""Tree attention as one FlexAttention call, for devices that have its kernel.
+
+Owns the translation of a schedule into a block mask. The same slices that make dense calls on a
+CPU say which blocks of 128 tokens are attended, fully or under the mask: in depth-first order a
+key is seen by the contiguous range from itself to the end of its subtree, so blocks are compared by
+their bounds alone and the mask of all pairs is never computed.
+
+Shapes: Q query blocks, K key blocks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from forge.rl.attention_schedule import AttentionSchedule
+
+BLOCK_TOKENS = 128
+_FAR = 1 << 30
+"""Beyond any position: a window that hides nothing."""
+
+
+def flex_runs(q: Tensor) -> bool:
+    """Whether FlexAttention has a forward and a backward for tensors like this one."""
+    return q.device.type == "cuda" and q.dtype != torch.float64 and q.shape[-1] >= 16
+
+
+def flex_tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: AttentionSchedule,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """What `tree_attention` computes, in the type of q."""
+    size = _FAR if window is None or window >= schedule.depth else window
+    key = (size, q.device)
+    if key not in schedule.block_masks:
+        schedule.block_masks[key] = tree_block_mask(schedule, window=size, device=q.device)
+    attend = _compiled() if q.device.type == "cuda" else flex_attention
+    out: Tensor = attend(
+        q,
+        k.to(q.dtype),
+        v.to(q.dtype),
+        block_mask=schedule.block_masks[key],
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.to(v.dtype)
+
+
+def tree_block_mask(
+    schedule: AttentionSchedule, *, window: int = _FAR, device: torch.device | str = "cpu"
+) -> BlockMask:
+    """Which blocks are seen, which of them in full, and the mask for the others."""
+    prefix, tokens = schedule.prefix, schedule.tokens
+    ends, places = schedule.ends_K, schedule.positions_K
+    key_starts, key_stops = _bounds(tokens)
+    query_starts, query_stops = (bounds + prefix for bounds in _bounds(tokens - prefix))
+    # A block of keys is seen from its first token to the end of its longest subtree, and by all of
+    # a block of queries if those come after it and before the end of its shortest one.
+    first_end, last_end = _extremes(ends)
+    low, high = _extremes(places)
+    query_low, query_high = _extremes(places[prefix:])
+    seen = (query_starts[:, None] < last_end) & (query_stops[:, None] > key_starts)
+    seen &= query_low[:, None] - high < window
+    full = (query_starts[:, None] >= key_stops - 1) & (query_stops[:, None] <= first_end)
+    full &= query_high[:, None] - low < window
+    # The kernel's own bounds checks belong to blocks under the mask.
+    full &= (key_stops - key_starts == BLOCK_TOKENS) & (
+        query_stops - query_starts == BLOCK_TOKENS
+    ).unsqueeze(1)
+    ends_on, places_on = ends.to(device), places.to(device)
+
+    def visible(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        place = query + prefix
+        near = places_on[place] - places_on[key] < window
+        return (key <= place) & (place < ends_on[key]) & near
+
+    counts, indices = _ordered(seen & ~full, device)
+    full_counts, full_indices = _ordered(full & seen, device)
+    return BlockMask.from_kv_blocks(
+        counts,
+        indices,
+        full_counts,
+        full_indices,
+        BLOCK_SIZE=BLOCK_TOKENS,
+        mask_mod=visible,
+        seq_lengths=(tokens - prefix, tokens),
+    )
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _bounds(tokens: int) -> tuple[Tensor, Tensor]:
+    starts = torch.arange(0, tokens, BLOCK_TOKENS)
+    return starts, (starts + BLOCK_TOKENS).clamp(max=tokens)
+
+
+def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest of each block."""
+    short = -len(values) % BLOCK_TOKENS
+    blocks = torch.cat([values, values[-1:].expand(short)]).view(-1, BLOCK_TOKENS)
+    return blocks.amin(1), blocks.amax(1)
+
+
+def _ordered(blocks_QK: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """How many key blocks each query block has, and their indices, those first."""
+    counts = blocks_QK.sum(1, dtype=torch.int32)
+    indices = blocks_QK.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    return counts[None, None].to(device), indices.to(torch.int32)[None, None].to(device)

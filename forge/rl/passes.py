@@ -1,0 +1,108 @@
+"""Several forward passes as one differentiable computation.
+
+Owns running passes one after the other with bounded memory: what a pass needs to be
+differentiated is held for the last ones alone, the others are run again on the way back, in
+reverse order, with the gradient of their own results. The losses in between see all log-probs of
+a tree at once, so any objective is exact, however many passes there are.
+"""
+# ruff: noqa: N815 -- shape suffixes are names here
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassOutput:
+    """What a pass computes for the edges of its part."""
+
+    logprobs_E: Tensor
+    """Differentiable."""
+    entropy_E: Tensor
+    mass_X: Tensor | None = None
+    """Probability mass per expert, differentiable; None where nothing is balanced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """How to run them."""
+
+    run: Callable[[int], PassOutput]
+    """Computes one pass; called again with the same index on the way back."""
+    edges: Sequence[Tensor]
+    """Which edges of the tree each pass computes: disjoint, and all of them together."""
+    kept: int
+    """How many of the last ones are held rather than run again."""
+    extra_loss: Callable[[PassOutput], Tensor | None]
+    """A loss of a pass beside that on its log-probs, once all have been run forward."""
+
+
+def run_passes(passes: Passes) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [E] of a whole tree; the gradient goes to the parameters only."""
+    anchor = torch.zeros((), requires_grad=True)
+    logprobs_E, entropy_E = _Passes.apply(  # type: ignore[no-untyped-call]
+        anchor, passes, torch.is_grad_enabled()
+    )
+    return logprobs_E, entropy_E
+
+
+class _Passes(torch.autograd.Function):
+    """Gradients of parameters are accumulated by the inner backward, as in checkpointing."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, passes: Passes, differentiable: bool) -> tuple[Tensor, ...]:
+        count = len(passes.edges)
+        first_kept = count - passes.kept if differentiable else count
+        outputs = []
+        for index in range(count):
+            with torch.set_grad_enabled(index >= first_kept):
+                outputs.append(passes.run(index))
+        ctx.passes, ctx.kept = passes, dict(enumerate(outputs[first_kept:], first_kept))
+        entropy_E = _gathered(passes, [one.entropy_E for one in outputs])
+        ctx.mark_non_differentiable(entropy_E)
+        return _gathered(passes, [one.logprobs_E.detach() for one in outputs]), entropy_E
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_E: Tensor, _: Tensor) -> tuple[None, ...]:
+        passes: Passes = ctx.passes
+        for index in reversed(range(len(passes.edges))):
+            with torch.enable_grad():
+                output = ctx.kept.pop(index, None) or passes.run(index)
+                extra = passes.extra_loss(output)
+            roots, grads = [output.logprobs_E], [grad_E[passes.edges[index].to(grad_E.device)]]
+            if extra is not None:
+                roots.append(extra)
+                grads.append(torch.ones_like(extra))
+            torch.autograd.backward(roots, grads)
+        return None, None, None
+
+
+def _gathered(passes: Passes, columns: Sequence[Tensor]) -> Tensor:
+    edges = torch.cat(list(passes.edges)).to(columns[0].device)
+    values = torch.cat(list(columns))
+    return torch.empty_like(values).index_copy_(0, edges, values)
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        ctx.ones = torch.ones_like(loss)
+        return values.view_as(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, ctx.ones
+
+
+def with_loss(values: Tensor, loss: Tensor) -> Tensor:
+    """`values`, whose backward also is that of `loss`."""
+    out: Tensor = _WithLoss.apply(values, loss)  # type: ignore[no-untyped-call]
+    return out

@@ -1,0 +1,131 @@
+"""Trees larger than a pass: keys and values are relayed from part to part, gradients back.
+
+Owns what parts of one tree exchange when one process runs them one after the other. How a tree is
+cut is `forge.rl.tree_parts`, the order of the passes `forge.rl.passes`.
+
+Forward, every part leaves the keys and values of those of its tokens that later parts attend.
+Backward, parts run in reverse order, so when a part is differentiated all gradients that later
+ones owe its keys and values have arrived, and join its own. Every ancestor is computed once, and
+nothing is approximated.
+
+Shapes: N tokens that are attended by other parts, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slots:
+    """Where a part's tokens are among the N."""
+
+    own: Tensor
+    """Those of the part that others attend, by their index in the part."""
+    own_slots: Tensor
+    prefix_slots: Tensor
+    """In the order of the prefix."""
+
+    def to(self, device: torch.device) -> Slots:
+        """The same there."""
+        return Slots(
+            own=self.own.to(device),
+            own_slots=self.own_slots.to(device),
+            prefix_slots=self.prefix_slots.to(device),
+        )
+
+
+def shared_tokens(prefixes: Sequence[Tensor]) -> Tensor:
+    """Layout indices [N] of all that is in some part's prefix, ascending."""
+    shared_N: Tensor = torch.unique(torch.cat(list(prefixes)))  # type: ignore[no-untyped-call]
+    return shared_N
+
+
+def shared_slots(spans: Sequence[tuple[int, int]], prefixes: Sequence[Tensor]) -> list[Slots]:
+    """Of each part, given by its range and the layout indices of its prefix."""
+    shared_N = shared_tokens(prefixes)
+    slots = []
+    for (start, end), prefix in zip(spans, prefixes, strict=True):
+        first, last = torch.searchsorted(shared_N, torch.tensor([start, end])).tolist()
+        slots.append(
+            Slots(
+                own=shared_N[first:last] - start,
+                own_slots=torch.arange(first, last),
+                prefix_slots=torch.searchsorted(shared_N, prefix),
+            )
+        )
+    return slots
+
+
+class Relay:
+    """The N tokens' keys and values of each layer, and the gradients that have arrived."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: dict[int, tuple[Tensor, Tensor]] = {}
+        self._grads: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def values(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """[1, K, N, D] each, of the type of `key` and `value`."""
+        if layer not in self._values:
+            self._values[layer] = (self._blank(key, key.dtype), self._blank(value, value.dtype))
+        return self._values[layer]
+
+    def grads(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for gradients, in fp32 or wider: many parts add to them."""
+        if layer not in self._grads:
+            wide = torch.promote_types(key.dtype, torch.float32)
+            self._grads[layer] = (self._blank(key, wide), self._blank(value, wide))
+        return self._grads[layer]
+
+    def _blank(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        shape = (*like.shape[:2], self._size, like.shape[3])
+        return torch.zeros(shape, dtype=dtype, device=like.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayPrefix:
+    """One part's end of a relay."""
+
+    relay: Relay
+    slots: Slots
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Leaves what later parts attend, and puts before it what earlier ones left."""
+        keys, values = _Relayed.apply(key, value, self, layer)  # type: ignore[no-untyped-call]
+        return keys, values
+
+
+class _Relayed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, key: Tensor, value: Tensor, prefix: RelayPrefix, layer: int
+    ) -> tuple[Tensor, ...]:
+        ctx.prefix, ctx.layer = prefix, layer
+        slots = prefix.slots.to(key.device)
+        whole = []
+        for left, own in zip(prefix.relay.values(layer, key, value), (key, value), strict=True):
+            left[:, :, slots.own_slots] = own[:, :, slots.own]
+            whole.append(torch.cat([left[:, :, slots.prefix_slots], own], dim=2))
+        return tuple(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        prefix: RelayPrefix = ctx.prefix
+        slots = prefix.slots.to(grads[0].device)
+        size = len(slots.prefix_slots)
+        owed = prefix.relay.grads(ctx.layer, *grads)
+        own = []
+        for arrived, grad in zip(owed, grads, strict=True):
+            arrived.index_add_(2, slots.prefix_slots, grad[:, :, :size].to(arrived.dtype))
+            mine = grad[:, :, size:].clone()
+            mine[:, :, slots.own] += arrived[:, :, slots.own_slots].to(mine.dtype)
+            own.append(mine)
+        return (*own, None, None)

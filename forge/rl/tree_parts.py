@@ -1,0 +1,215 @@
+"""Pieces of a merged layout, each the work of one forward pass.
+
+Owns the cutting of a layout into ranges with the path that leads to them, and into single
+sequences. Which ranges there are is `forge.core.packing`'s choice; who computes the path's keys
+and values is `forge.rl.relay` or `forge.rl.context_parallel`.
+
+In depth-first order every ancestor that a range has outside of itself is an ancestor of its first
+token. So what a range needs to know of the rest of the tree is one path, however bushy both are.
+
+Shapes: L layout tokens, P tokens of a part's prefix, R logit rows, E distinct edges.
+"""
+# ruff: noqa: N815 -- shape suffixes are names here
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forge.core.packing import Node, Span
+from forge.rl.attention_schedule import AttentionSchedule, schedule_attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRows:
+    """Which log-probs to compute: one logit row per distinct context, one entry per edge."""
+
+    places_R: Tensor
+    """Index of the token each row is computed at, ascending."""
+    temperatures_R: Tensor
+    """Float32; of the distribution the row is to match."""
+    rows_E: Tensor
+    """Row of each edge, ascending."""
+    targets_E: Tensor
+    """Token id each edge leads to."""
+
+    def to(self, device: torch.device) -> HeadRows:
+        """The same there."""
+        return HeadRows(
+            places_R=self.places_R.to(device),
+            temperatures_R=self.temperatures_R.to(device),
+            rows_E=self.rows_E.to(device),
+            targets_E=self.targets_E.to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeLayout:
+    """A whole tree, as tensors."""
+
+    nodes: tuple[Node, ...]
+    ids_L: Tensor
+    positions_L: Tensor
+    """Depth of each token: its position in every sample that contains it."""
+    weights_L: Tensor
+    """How many samples contain each token."""
+    head: HeadRows
+    channels: int
+    """Query heads times head size of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreePart:
+    """What one forward pass computes."""
+
+    ids_L: Tensor
+    positions_L: Tensor
+    weights_L: Tensor
+    """Float; how often each token counts in what is summed over tokens of samples."""
+    schedule: AttentionSchedule
+    head: HeadRows
+    """Its rows, by their place in the part."""
+    edges_E: Tensor
+    """Which edges of the tree these are."""
+    start: int
+    """Layout index of its first token."""
+    prefix_P: Tensor
+    """Layout indices of the tokens before it that its own tokens attend: a path from the root."""
+
+    @property
+    def tokens(self) -> int:
+        """Computed here."""
+        return self.ids_L.shape[0]
+
+
+def cut_part(layout: TreeLayout, span: Span) -> TreePart:
+    """The part of a layout that a range is."""
+    start, end = span
+    path = _path(layout.nodes, start)
+    prefix = sum(stop - begin for begin, stop in path)
+    nodes = (
+        *_path_nodes(layout.nodes, path, span, prefix),
+        *_own_nodes(layout.nodes, span, prefix),
+    )
+    places_R, rows_E = layout.head.places_R, layout.head.rows_E
+    first, last = torch.searchsorted(places_R, torch.tensor([start, end])).tolist()
+    begin, stop = torch.searchsorted(rows_E, torch.tensor([first, last])).tolist()
+    return TreePart(
+        ids_L=layout.ids_L[start:end],
+        positions_L=layout.positions_L[start:end],
+        weights_L=layout.weights_L[start:end],
+        schedule=schedule_attention(nodes, channels=layout.channels, prefix=prefix),
+        head=HeadRows(
+            places_R=places_R[first:last] - start,
+            temperatures_R=layout.head.temperatures_R[first:last],
+            rows_E=rows_E[begin:stop] - first,
+            targets_E=layout.head.targets_E[begin:stop],
+        ),
+        edges_E=torch.arange(begin, stop),
+        start=start,
+        prefix_P=_indices(path),
+    )
+
+
+def single_sequences(layout: TreeLayout) -> Iterator[TreePart]:
+    """The tree as plain sequences: root-to-leaf paths, of which each row and weight is in one."""
+    head = layout.head
+    seen_L = torch.zeros(len(layout.ids_L), dtype=torch.bool)
+    for node in layout.nodes:
+        if node.end != node.subtree_end:
+            continue
+        places_L = _indices([*_path(layout.nodes, node.end - 1), (node.end - 1, node.end)])
+        fresh_L = torch.zeros_like(seen_L)
+        fresh_L[places_L] = ~seen_L[places_L]
+        seen_L[places_L] = True
+        rows_R = fresh_L[head.places_R].nonzero()[:, 0]
+        edges_E = torch.isin(head.rows_E, rows_R).nonzero()[:, 0]
+        tokens = len(places_L)
+        chain = Node(0, tokens, tokens, 0, -1)
+        yield TreePart(
+            ids_L=layout.ids_L[places_L],
+            positions_L=layout.positions_L[places_L],
+            weights_L=layout.weights_L[places_L] * fresh_L[places_L],
+            schedule=schedule_attention([chain], channels=layout.channels),
+            head=HeadRows(
+                places_R=layout.positions_L[head.places_R[rows_R]],
+                temperatures_R=head.temperatures_R[rows_R],
+                rows_E=torch.searchsorted(rows_R, head.rows_E[edges_E]),
+                targets_E=head.targets_E[edges_E],
+            ),
+            edges_E=edges_E,
+            start=node.start,
+            prefix_P=torch.zeros(0, dtype=torch.long),
+        )
+
+
+def path_to(layout: TreeLayout, place: int) -> Tensor:
+    """Layout indices of the ancestors of a token, root first."""
+    return _indices(_path(layout.nodes, place))
+
+
+def balanced_spans(layout: TreeLayout, count: int, *, pair_cost: float) -> list[Span]:
+    """Ranges of equal work, tokens weighed by what they attend; some are empty in a tiny tree."""
+    work_L = 1 + pair_cost * (layout.positions_L + 1).double()
+    total = work_L.cumsum(0)
+    shares = total[-1] * torch.arange(1, count, dtype=torch.double) / count
+    cuts = [0, *torch.searchsorted(total, shares).tolist(), len(total)]
+    return [(cuts[index], cuts[index + 1]) for index in range(count)]
+
+
+def _path(nodes: Sequence[Node], place: int) -> list[Span]:
+    """Layout ranges of the ancestors of a token, root first."""
+    spans: list[Span] = []
+    node = _holder(nodes, place)
+    last = place - 1 if place > node.start else node.parent
+    while last >= 0:
+        node = _holder(nodes, last)
+        spans.append((node.start, last + 1))
+        last = node.parent
+    return spans[::-1]
+
+
+def _holder(nodes: Sequence[Node], place: int) -> Node:
+    return nodes[bisect_right(nodes, (place, nodes[-1].end + 1)) - 1]
+
+
+def _path_nodes(
+    nodes: Sequence[Node], path: Sequence[Span], span: Span, prefix: int
+) -> Iterator[Node]:
+    """The path as the first nodes of a layout of its own; subtrees end within the range."""
+    depth = 0
+    for begin, stop in path:
+        subtree_end = min(_holder(nodes, begin).subtree_end, span[1]) - span[0] + prefix
+        yield Node(depth, depth + stop - begin, subtree_end, depth, depth - 1)
+        depth += stop - begin
+
+
+def _own_nodes(nodes: Sequence[Node], span: Span, prefix: int) -> Iterator[Node]:
+    """The nodes of a range, cut at its ends, in a layout that begins with the path."""
+    start, end = span
+    shift = prefix - start
+    for index in range(bisect_right(nodes, (start, nodes[-1].end + 1)) - 1, len(nodes)):
+        node = nodes[index]
+        if node.start >= end:
+            return
+        begun = max(start - node.start, 0)
+        depth = node.depth + begun
+        # A parent before the range is on the path, where index and depth are the same.
+        inside = not begun and node.parent >= start
+        yield Node(
+            node.start + begun + shift,
+            min(node.end, end) + shift,
+            min(node.subtree_end, end) + shift,
+            depth,
+            node.parent + shift if inside else depth - 1,
+        )
+
+
+def _indices(spans: Sequence[Span]) -> Tensor:
+    if not spans:
+        return torch.zeros(0, dtype=torch.long)
+    return torch.cat([torch.arange(*span) for span in spans])
