@@ -14,6 +14,7 @@ from forge.rl.learner import LearnerConfig, Schedule
 from forge.rl.losses import DEFAULT_RATIO_CAP, Objective, ObjectiveConfig
 from forge.rl.losses.algorithms import preset
 from forge.rl.losses.correction import Correction
+from forge.rl.optimizers import NAMES, OptimizerConfig, OptimizerName
 from forge.runtime.config import ServiceConfig, setting
 from services.trainer.lora import LoraSettings
 from services.trainer.samples import CreditRules
@@ -52,7 +53,11 @@ class TrainerConfig(ServiceConfig):
     token_budget_floor: int = setting(
         256, help="when memory does not suffice the budget is halved, down to this", minimum=1
     )
-    learning_rate: float = setting(1e-5, help="of AdamW, after the warm-up", minimum=0)
+    optimizer: str = setting(
+        "adamw", help="muon: on matrices, AdamW on the rest; adamw_8bit: moments in 8 bits",
+        choices=NAMES,
+    )  # fmt: skip
+    learning_rate: float = setting(1e-5, help="after the warm-up", minimum=0)
     warmup_steps: int = setting(0, help="steps of linear learning-rate warm-up", minimum=0)
     learning_rate_schedule: str = setting(
         "constant", help="how the learning rate goes on after the warm-up, to a tenth at max_steps",
@@ -62,7 +67,10 @@ class TrainerConfig(ServiceConfig):
     adam_beta2: float = setting(
         0.95, help="decay of the gradient square", minimum=0, maximum=0.999999
     )
-    weight_decay: float = setting(0.0, help="decoupled weight decay", minimum=0)
+    muon_momentum: float = setting(0.95, help="of Muon", minimum=0, maximum=0.9999)
+    weight_decay: float = setting(
+        0.0, help="decoupled weight decay; not on norms and biases", minimum=0
+    )
     grad_clip: float = setting(1.0, help="largest gradient norm", minimum=1e-9)
     lora_rank: int = setting(
         0, help="train adapters of this rank on frozen weights (LoRA); 0: all weights", minimum=0
@@ -197,8 +205,12 @@ class TrainerConfig(ServiceConfig):
             warmup_steps=self.warmup_steps,
             schedule=cast(Schedule, self.learning_rate_schedule),
             total_updates=self.max_steps * self.passes_per_batch,
-            adam_betas=(self.adam_beta1, self.adam_beta2),
-            weight_decay=self.weight_decay,
+            optimizer=OptimizerConfig(
+                name=cast(OptimizerName, self.optimizer),
+                betas=(self.adam_beta1, self.adam_beta2),
+                weight_decay=self.weight_decay,
+                muon_momentum=self.muon_momentum,
+            ),
             grad_clip=self.grad_clip,
             objective=self.objective(),
             passes=self.passes_per_batch,

@@ -1,0 +1,122 @@
+"""Optimizers by name: which parameters each steps, and how.
+
+Owns the choice and the parameter groups; rates and when to step are `forge.rl.learner`'s.
+
+    adamw       AdamW in fp32, fused
+    adamw_8bit  the same with its two moments in 8 bits (bitsandbytes, an optional package)
+    muon        Muon on the matrices of the trunk, AdamW on all else
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from forge.core.errors import InvalidArgument
+
+OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
+NAMES: tuple[OptimizerName, ...] = ("adamw", "adamw_8bit", "muon")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """Which one, and its constants."""
+
+    name: OptimizerName = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's: decay of the gradient's mean and of its square."""
+    weight_decay: float = 0.0
+    """Decoupled, on weights of two or more dimensions: not on norms and biases."""
+    muon_momentum: float = 0.95
+
+
+class Optimizers:
+    """One or two torch optimizers over disjoint parameters, stepped as one."""
+
+    def __init__(self, model: Any, config: OptimizerConfig) -> None:
+        """Over the parameters of a transformers model that require a gradient.
+
+        Raises `InvalidArgument` when the optimizer's package is missing.
+        """
+        self.name = config.name
+        self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        matrices = _trunk_matrices(model) if config.name == "muon" else []
+        taken = {id(parameter) for parameter in matrices}
+        others = [p for p in self.parameters if id(p) not in taken]
+        self._parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            # Updates of AdamW's size, so that one learning rate serves both.
+            self._parts.append(
+                torch.optim.Muon(
+                    matrices,
+                    momentum=config.muon_momentum,
+                    weight_decay=config.weight_decay,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+        if others:
+            self._parts.append(_adamw(others, config))
+
+    def step(self, rate: float) -> None:
+        """Update every parameter, at that learning rate."""
+        for part in self._parts:
+            for group in part.param_groups:
+                group["lr"] = rate
+            part.step()
+
+    def zero_grad(self) -> None:
+        """Free all gradients."""
+        for part in self._parts:
+            part.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes."""
+        return {"name": self.name, "parts": [part.state_dict() for part in self._parts]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises `InvalidArgument` for the state of another optimizer."""
+        if state.get("name") != self.name or len(state["parts"]) != len(self._parts):
+            raise InvalidArgument(
+                f"optimizer = {self.name!r} cannot go on from a checkpoint of optimizer "
+                f"{state.get('name')!r}"
+            )
+        for part, own in zip(self._parts, state["parts"], strict=True):
+            part.load_state_dict(own)
+
+
+def _trunk_matrices(model: Any) -> list[Tensor]:
+    """What Muon is meant for: the maps between hidden states. Embedding and head are tables."""
+    tables = {
+        id(module.weight)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
+    }
+    return [
+        p for p in model.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in tables
+    ]
+
+
+def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+    both = list(parameters)
+    decayed = [parameter for parameter in both if parameter.ndim >= 2]
+    plain = [parameter for parameter in both if parameter.ndim < 2]
+    groups = [
+        {"params": params, "weight_decay": decay}
+        for params, decay in ((decayed, config.weight_decay), (plain, 0.0))
+        if params
+    ]
+    if config.name != "adamw_8bit":
+        return torch.optim.AdamW(groups, betas=config.betas, fused=True)
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise InvalidArgument(
+            "optimizer = 'adamw_8bit' needs the package bitsandbytes: "
+            "pip install 'forge-rl[adamw8bit]'"
+        ) from error
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, betas=config.betas)
+    return optimizer

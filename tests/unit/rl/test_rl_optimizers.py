@@ -1,0 +1,107 @@
+"""Optimizers by name: what each steps, and that each goes on where it was."""
+
+from __future__ import annotations
+
+import io
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from forge.core.errors import InvalidArgument
+from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.optimizers import NAMES, OptimizerConfig, OptimizerName, Optimizers
+from forge.rl.policy import TreePolicy
+from tests.support.rl_models import make_sample, tiny_model
+
+
+def learner(name: OptimizerName) -> Learner:
+    config = LearnerConfig(learning_rate=1e-2, optimizer=OptimizerConfig(name=name))
+    return Learner(TreePolicy(tiny_model("qwen3", torch.float32)), config)
+
+
+def step(one: Learner) -> None:
+    rng = Random(3)
+    samples = [make_sample([1, 2, 3, n, n + 1], (3, 5), rng=rng) for n in range(4)]
+    assert one.step(one.plan(samples), weight_version=1).skipped == ""
+
+
+def weights(one: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in one.policy.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_goes_on_from_its_state_bit_for_bit(name: OptimizerName) -> None:
+    """Through a file that is read without unpickling code."""
+    one, other = learner(name), learner(name)
+    before = weights(one)
+    for _ in range(2):
+        step(one)
+    changed = [key for key, tensor in weights(one).items() if not torch.equal(tensor, before[key])]
+    assert len(changed) == len(before)
+    other.policy.model.load_state_dict(weights(one))
+    file = io.BytesIO()
+    torch.save(one.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    step(one)
+    step(other)
+    mine, theirs = weights(one), weights(other)
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    """Both are named."""
+    with pytest.raises(InvalidArgument, match=r"'adamw' cannot go on.*'muon'"):
+        learner("adamw").load_state_dict(learner("muon").state_dict())
+
+
+def test_muon_turns_matrices_and_leaves_the_rest_to_adamw() -> None:
+    """A matrix' first update is orthogonal times 0.2 sqrt(larger side); a norm's is AdamW's."""
+    model = tiny_model("qwen3", torch.float32)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    Optimizers(model, OptimizerConfig(name="muon")).step(1e-2)
+    moved = {name: (p.detach() - before[name]) / 1e-2 for name, p in model.named_parameters()}
+    turned = moved["model.layers.0.mlp.up_proj.weight"]
+    spectrum = torch.linalg.svdvals(turned) / (0.2 * 24**0.5)
+    assert spectrum.min() > 0.6 and spectrum.max() < 1.3
+    for name in ("model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"):
+        assert moved[name].abs().sub(1).abs().max() < 1e-3
+
+
+def test_eight_bits_are_kept_for_large_weights() -> None:
+    """A quarter of the memory, and nearly AdamW's steps."""
+    updates: dict[str, torch.Tensor] = {}
+    for name in ("adamw", "adamw_8bit"):
+        torch.manual_seed(0)
+        model: Any = tiny_model("qwen3", torch.float32)
+        model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros(128, 128))
+        optimizers = Optimizers(model, OptimizerConfig(name=name))
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizers.step(1e-2)
+        updates[name] = model.model.layers[0].mlp.up_proj.weight.detach()
+        (large,) = [
+            values
+            for values in optimizers._parts[0].state.values()
+            if any(getattr(v, "shape", ()) == (128, 128) for v in values.values())
+        ]
+        kinds = {v.dtype for v in large.values() if getattr(v, "shape", ()) == (128, 128)}
+        assert kinds == {torch.uint8 if name == "adamw_8bit" else torch.float32}
+    error = (updates["adamw"] - updates["adamw_8bit"]).norm() / updates["adamw"].norm()
+    assert error < 0.05
+
+
+def test_norms_are_not_decayed() -> None:
+    """Weight decay pulls matrices alone towards zero."""
+    model = tiny_model("qwen3", torch.float32)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    Optimizers(model, OptimizerConfig(weight_decay=0.1)).step(0.5)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter, before[name] * (0.95 if parameter.ndim > 1 else 1.0))
