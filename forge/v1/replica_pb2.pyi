@@ -58,6 +58,7 @@ class FollowerState(_message.Message):
     LINEAGE_FIELD_NUMBER: _builtins.int
     AGREED_POSITION_FIELD_NUMBER: _builtins.int
     TOUCHED_FIELD_NUMBER: _builtins.int
+    SCHEMA_VERSION_FIELD_NUMBER: _builtins.int
     pool_shard: _builtins.str
     replica_id: _builtins.str
     """Of the data directory, for as long as it lives."""
@@ -65,6 +66,8 @@ class FollowerState(_message.Message):
     """Drawn when the shard was first replicated; empty for a follower that holds nothing."""
     agreed_position: _builtins.int
     """The last commit that it and a leader are known to have had in common; 0 asks for everything."""
+    schema_version: _builtins.int
+    """Of its store: the leader's must be the same."""
     @_builtins.property
     def touched(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordKey]:
         """Records that it has changed since then."""
@@ -77,10 +80,11 @@ class FollowerState(_message.Message):
         lineage: _builtins.str = ...,
         agreed_position: _builtins.int = ...,
         touched: _abc.Iterable[Global___RecordKey] | None = ...,
+        schema_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreed_position", b"agreed_position", "lineage", b"lineage", "pool_shard", b"pool_shard", "replica_id", b"replica_id", "touched", b"touched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreed_position", b"agreed_position", "lineage", b"lineage", "pool_shard", b"pool_shard", "replica_id", b"replica_id", "schema_version", b"schema_version", "touched", b"touched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

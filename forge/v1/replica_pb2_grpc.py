@@ -53,7 +53,7 @@ class PoolReplicaServiceServicer(object):
         did not keep up: find the leader in the directory and follow again. RESOURCE_EXHAUSTED while
         another instance follows: retry later. INVALID_ARGUMENT for another shard. FAILED_PRECONDITION
         when the follower's data is not of this shard's lineage: it would be overwritten, so an
-        operator must decide.
+        operator must decide; or when its program stores another schema.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,7 @@ class PoolReplicaServiceStub:
     did not keep up: find the leader in the directory and follow again. RESOURCE_EXHAUSTED while
     another instance follows: retry later. INVALID_ARGUMENT for another shard. FAILED_PRECONDITION
     when the follower's data is not of this shard's lineage: it would be overwritten, so an
-    operator must decide.
+    operator must decide; or when its program stores another schema.
     """
 
 @_typing.type_check_only
@@ -57,7 +57,7 @@ class PoolReplicaServiceAsyncStub(PoolReplicaServiceStub):
     did not keep up: find the leader in the directory and follow again. RESOURCE_EXHAUSTED while
     another instance follows: retry later. INVALID_ARGUMENT for another shard. FAILED_PRECONDITION
     when the follower's data is not of this shard's lineage: it would be overwritten, so an
-    operator must decide.
+    operator must decide; or when its program stores another schema.
     """
 
 class PoolReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -75,7 +75,7 @@ class PoolReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         did not keep up: find the leader in the directory and follow again. RESOURCE_EXHAUSTED while
         another instance follows: retry later. INVALID_ARGUMENT for another shard. FAILED_PRECONDITION
         when the follower's data is not of this shard's lineage: it would be overwritten, so an
-        operator must decide.
+        operator must decide; or when its program stores another schema.
         """
 
 def add_PoolReplicaServiceServicer_to_server(servicer: PoolReplicaServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from forge.core.errors import ForgeError
 from forge.runtime.actor import ThreadActor
@@ -25,6 +25,12 @@ _FAILURES = counter("forge_pool_commit_failures_total", "Commits refused whole."
 _USED_BYTES = gauge("forge_pool_used_bytes", "Of the shard's file.")
 _LIVE_BYTES = gauge("forge_pool_live_bytes", "Of the file, what records lie in.")
 _DISK_FREE_BYTES = gauge("forge_pool_disk_free_bytes", "On the disk of the shard.")
+
+
+class WriterRef(Protocol):
+    """The writer, or what stands before it."""
+
+    async def ask(self, message: Any, *, timeout_s: float) -> Any: ...
 
 
 class Writer(ThreadActor):

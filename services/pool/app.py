@@ -8,12 +8,24 @@ from pathlib import Path
 
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
-from forge.v1 import pool_pb2_grpc, trainer_pb2_grpc
-from services.pool.actors import Writer
+from forge.v1 import pool_pb2_grpc, replica_pb2_grpc, trainer_pb2_grpc
+from services.pool.actors import Writer, WriterRef
 from services.pool.config import PoolConfig
-from services.pool.readers import Readers
-from services.pool.retention import Asked, Retention, RetentionPolicy, TrainersCoverage
-from services.pool.service import FULL_NAME, SCOPES, PoolServicer
+from services.pool.readers import ReaderRef, Readers
+from services.pool.replica import (
+    LeadersReaders,
+    LeadersWriter,
+    Replica,
+    serve_alone,
+)
+from services.pool.retention import Retention, RetentionPolicy, TrainersCoverage
+from services.pool.service import (
+    FULL_NAME,
+    REPLICA_FULL_NAME,
+    SCOPES,
+    PoolReplicaServicer,
+    PoolServicer,
+)
 from services.pool.store import PoolStore
 
 
@@ -25,6 +37,7 @@ class PoolApp:
         self._opened = AsyncExitStack()
         self._servicer: PoolServicer | None = None
         self._retention: asyncio.Task[None] | None = None
+        self._replica: Replica | None = None
 
     async def start(self) -> None:
         config: PoolConfig = self._context.config
@@ -33,6 +46,35 @@ class PoolApp:
         readers = Readers(config.reader_threads)
         self._opened.push_async_callback(readers.close)
         writer = await self._context.actors.spawn(lambda: Writer(store), name="writer")
+        self._context.metadata["shard"] = store.shard
+        if config.durability == "replicated":
+            await self._start_replica(store, writer, readers)
+        else:
+            await serve_alone(self._context.coordinator, store)
+            self._serve(store, writer, readers)
+            self._retain(store, writer, readers)
+        log.info("shard_opened", shard=store.shard, data_dir=config.data_dir)
+
+    async def _start_replica(self, store: PoolStore, writer: WriterRef, readers: Readers) -> None:
+        replica = Replica(
+            self._context,
+            store,
+            writer,
+            readers,
+            on_lead=lambda: self._retain(store, leaders_writer, readers),
+        )
+        leaders_writer = LeadersWriter(replica, writer)
+        self._serve(store, leaders_writer, LeadersReaders(replica, readers))
+        self._context.server.add(
+            replica_pb2_grpc.add_PoolReplicaServiceServicer_to_server,
+            PoolReplicaServicer(replica),
+            full_name=REPLICA_FULL_NAME,
+        )
+        self._replica = replica
+        await replica.start()
+
+    def _serve(self, store: PoolStore, writer: WriterRef, readers: ReaderRef) -> None:
+        config: PoolConfig = self._context.config
         self._servicer = PoolServicer(store, writer, readers, max_turn_bytes=config.max_turn_bytes)
         self._context.server.add(
             pool_pb2_grpc.add_PoolServiceServicer_to_server,
@@ -40,30 +82,33 @@ class PoolApp:
             full_name=FULL_NAME,
             scopes=SCOPES,
         )
-        self._context.metadata["shard"] = store.shard
-        if config.retention != "keep":
-            self._retention = asyncio.create_task(self._retain(store, writer, readers).run())
-        log.info("shard_opened", shard=store.shard, data_dir=config.data_dir)
 
     async def drain(self) -> None:
         if self._servicer is not None:
             self._servicer.drain()
+        if self._replica is not None:
+            await self._replica.drain()
 
-    def _retain(self, store: PoolStore, writer: Asked, readers: Readers) -> Retention:
+    def _retain(self, store: PoolStore, writer: WriterRef, readers: Readers) -> None:
         config: PoolConfig = self._context.config
+        if config.retention == "keep":
+            return
         trainers = self._context.remote("trainer", trainer_pb2_grpc.TrainerServiceStub)
-        return Retention(
+        retention = Retention(
             store,
             writer,
             readers,
             policy=RetentionPolicy(keep_age_s=config.keep_age_s, keep_bytes=config.keep_bytes),
             coverage=TrainersCoverage(trainers),
         )
+        self._retention = asyncio.create_task(retention.run(), name="retention")
 
     async def stop(self) -> None:
         if self._retention is not None:
             self._retention.cancel()
             await asyncio.wait({self._retention})
+        if self._replica is not None:
+            await self._replica.stop()
         await self._opened.aclose()
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import grpc
 
 from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted, Unavailable
-from forge.runtime.actor import ActorRef
 from forge.runtime.rpc.chunks import Joiner
 from forge.v1 import pool_pb2
 from services.pool import validation
+from services.pool.actors import WriterRef
 from services.pool.commands import AppendTurns, NewTurn
 
 COMMIT_TIMEOUT_S = 30.0
@@ -39,7 +39,7 @@ class _Arrival:
 class AppendStream:
     """The state of one call."""
 
-    def __init__(self, writer: ActorRef, *, max_turn_bytes: int) -> None:
+    def __init__(self, writer: WriterRef, *, max_turn_bytes: int) -> None:
         self._writer = writer
         self._assembly = _Assembly(max_turn_bytes)
         self._changed = asyncio.Condition()

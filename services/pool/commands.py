@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from forge.core.trajectory import TrajectoryName
-from forge.v1 import common_pb2
+from forge.v1 import common_pb2, replica_pb2
 from services.pool.records import TurnHead
 
 
@@ -103,4 +103,23 @@ class FreeGroups:
         return 0
 
 
-Command = AppendTurns | AppendRewards | SealTrajectory | PutGroups | SetGroupStates | FreeGroups
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowLeader:
+    """What a leader sent, in order. Answered by the position reached, 0 while still copying."""
+
+    steps: tuple[replica_pb2.FollowStep, ...]
+
+    @property
+    def cost_bytes(self) -> int:
+        return sum(step.ByteSize() for step in self.steps)
+
+
+Command = (
+    AppendTurns
+    | AppendRewards
+    | SealTrajectory
+    | PutGroups
+    | SetGroupStates
+    | FreeGroups
+    | FollowLeader
+)

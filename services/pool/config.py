@@ -26,6 +26,21 @@ class PoolConfig(ServiceConfig):
         help="free space below which turns are refused, kept for seals and batch states",
         minimum=0,
     )
+    durability: str = setting(
+        "local",
+        help="local: acknowledged once on this disk; replicated: once on the other instance's of "
+        "the same shard, too",
+        choices=("local", "replicated"),
+    )
+    min_copies: int = setting(
+        2,
+        help="replicated: 2 acknowledges nothing while there is no follower, 1 goes on alone",
+        minimum=1,
+        maximum=2,
+    )
+    follower_timeout_s: float = setting(
+        5.0, help="replicated: how long a follower may confirm nothing", minimum=0.1
+    )
     retention: str = setting(
         "covered",
         help="keep: nothing is ever freed; covered: what a checkpoint covers, and what was given "

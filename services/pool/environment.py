@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,6 +91,19 @@ class Environment:
             log.info(
                 "shard_migrated", data_dir=str(self.directory), found=found, now=SCHEMA_VERSION
             )
+
+    def identity(self) -> str:
+        """Of this directory, drawn when first asked for; a copy of the data alone has another."""
+        path = self.directory / "replica"
+        if not path.exists():
+            unfinished = path.with_suffix(".unfinished")
+            with unfinished.open("w") as file:
+                file.write(uuid.uuid4().hex)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+            sync_directory(self.directory)
+        return path.read_text()
 
     def read(self, look: Callable[[Records], T]) -> T:
         """What `look` finds in one consistent snapshot.

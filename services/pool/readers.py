@@ -8,13 +8,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from forge.core.errors import ResourceExhausted
 
 T = TypeVar("T")
 
 MAX_PENDING_READS = 1024
+
+
+class ReaderRef(Protocol):
+    """The readers, or what stands before them."""
+
+    async def run(self, read: Callable[[], T]) -> T: ...
 
 
 class Readers:

@@ -48,6 +48,10 @@ class Table(Enum):
     """The order in which trajectories were closed and rewarded; see `changes`."""
     SETTLED = "settled"
     """Which groups can be freed, by when they were settled; see `freeing`."""
+    REPLICA = "replica"
+    """Where this replica stands; see `journal`."""
+    JOURNAL = "journal"
+    """The keys that each of the last commits changed; see `journal`."""
 
 
 class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -163,16 +167,37 @@ class Records:
     def __init__(self, transaction: Any, databases: dict[Table, Any]) -> None:
         self._transaction = transaction
         self._databases = databases
+        self.changed: dict[tuple[Table, bytes], bytes | None] = {}
+        """By `put` and `delete`, as it lies on disk now; None for what was deleted."""
 
     def get(self, table: Table, key: bytes) -> Payload | None:
         value = self._transaction.get(key, db=self._databases[table])
         return None if value is None else open_value(table, key, value)
 
     def put(self, table: Table, key: bytes, payload: bytes) -> None:
-        self._transaction.put(key, seal_value(key, payload), db=self._databases[table])
+        value = seal_value(key, payload)
+        self._transaction.put(key, value, db=self._databases[table])
+        self.changed[table, key] = value
 
     def delete(self, table: Table, key: bytes) -> None:
-        self._transaction.delete(key, db=self._databases[table])
+        if self._transaction.delete(key, db=self._databases[table]):
+            self.changed[table, key] = None
+
+    def get_sealed(self, table: Table, key: bytes) -> bytes | None:
+        """The record as it lies on disk, checksum and all."""
+        value = self._transaction.get(key, db=self._databases[table])
+        return None if value is None else bytes(value)
+
+    def put_sealed(self, table: Table, key: bytes, value: bytes | None) -> None:
+        """Store what lay so on another disk, None to delete it; not noted in `changed`."""
+        if value is None:
+            self._transaction.delete(key, db=self._databases[table])
+        else:
+            self._transaction.put(key, value, db=self._databases[table])
+
+    def clear(self, table: Table) -> None:
+        """Deletes all records of a table; not noted in `changed`."""
+        self._transaction.drop(self._databases[table], delete=False)
 
     def delete_prefix(self, table: Table, prefix: bytes, *, limit: int) -> tuple[int, int]:
         """Deletes up to `limit` records whose key starts with `prefix`; how many, and the bytes of
@@ -182,6 +207,7 @@ class Records:
             found = cursor.set_range(prefix)
             while found and deleted < limit and bytes(cursor.key()).startswith(prefix):
                 size_bytes += len(cursor.value())
+                self.changed[table, bytes(cursor.key())] = None
                 found = cursor.delete() and bool(cursor.key())
                 deleted += 1
         return deleted, size_bytes
@@ -190,6 +216,15 @@ class Records:
         self, table: Table, *, prefix: bytes = b"", after: bytes = b""
     ) -> Iterator[tuple[bytes, Payload]]:
         """Records whose key starts with `prefix` and is greater than `after`, in key order."""
+        for key, value in self._scan(table, prefix, after):
+            yield key, open_value(table, key, value)
+
+    def scan_sealed(self, table: Table, *, after: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """Records whose key is greater than `after`, as they lie on disk."""
+        for key, value in self._scan(table, b"", after):
+            yield key, bytes(value)
+
+    def _scan(self, table: Table, prefix: bytes, after: bytes) -> Iterator[tuple[bytes, Payload]]:
         with self._transaction.cursor(db=self._databases[table]) as cursor:
             found = cursor.set_range(max(prefix, after))
             while found:
@@ -197,7 +232,7 @@ class Records:
                 if not key.startswith(prefix):
                     return
                 if key != after:
-                    yield key, open_value(table, key, cursor.value())
+                    yield key, cursor.value()
                 found = cursor.next()
 
     def count(self, table: Table) -> int:

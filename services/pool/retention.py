@@ -19,13 +19,14 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from forge.core.errors import ForgeError
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import translated
 from forge.runtime.telemetry import counter, gauge, log
 from forge.v1 import trainer_pb2
+from services.pool.actors import WriterRef
 from services.pool.commands import FreeGroups
 from services.pool.freeing import Freed, SettledGroup
 from services.pool.readers import Readers
@@ -53,12 +54,6 @@ Coverage = Callable[[], Awaitable[int]]
 """The step up to which everything trained is in every checkpoint kept; 0 when nobody knows."""
 
 
-class Asked(Protocol):
-    """The writer, or what stands before it."""
-
-    async def ask(self, message: Any, *, timeout_s: float) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
     """How long and how much is kept."""
@@ -81,7 +76,7 @@ class Retention:
     def __init__(
         self,
         store: PoolStore,
-        writer: Asked,
+        writer: WriterRef,
         readers: Readers,
         *,
         policy: RetentionPolicy,

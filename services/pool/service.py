@@ -10,20 +10,23 @@ from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
+from forge.core.errors import InvalidArgument, Unavailable
 from forge.core.trajectory import TrajectoryName, parse_trajectory_id
-from forge.runtime.actor import ActorRef
 from forge.runtime.rpc.chunks import split
-from forge.v1 import pool_pb2, pool_pb2_grpc
+from forge.v1 import pool_pb2, pool_pb2_grpc, replica_pb2, replica_pb2_grpc
 from services.pool import validation
+from services.pool.actors import WriterRef
 from services.pool.append_stream import COMMIT_TIMEOUT_S, AppendStream
 from services.pool.commands import Command
 from services.pool.counts import Tally
 from services.pool.query import query
-from services.pool.readers import Readers
+from services.pool.readers import ReaderRef
+from services.pool.replica import Replica
 from services.pool.store import PoolStore
 from services.pool.tail import Tails
 
 FULL_NAME = "forge.v1.PoolService"
+REPLICA_FULL_NAME = "forge.v1.PoolReplicaService"
 SCOPES = {
     # Operators look; only the middleware writes.
     "ScanGroups": "operator",
@@ -39,7 +42,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     """One shard's side of every call; pool.proto says what each promises."""
 
     def __init__(
-        self, store: PoolStore, writer: ActorRef, readers: Readers, *, max_turn_bytes: int
+        self, store: PoolStore, writer: WriterRef, readers: ReaderRef, *, max_turn_bytes: int
     ) -> None:
         self._store = store
         self._writer = writer
@@ -161,3 +164,24 @@ def _pieces(
         pool_pb2.FetchTrajectoriesResponse(trajectory_id=name.trajectory_id, trajectory=chunk)
         for chunk in split(trajectory)
     )
+
+
+class PoolReplicaServicer(replica_pb2_grpc.PoolReplicaServiceServicer):
+    """The leader's side of a follower's call; replica.proto says what it promises."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    async def Follow(
+        self, request_iterator: AsyncIterator[replica_pb2.FollowRequest], context: Any
+    ) -> AsyncIterator[replica_pb2.FollowResponse]:
+        requests = aiter(request_iterator)
+        first = await anext(requests, None)
+        if first is None or first.WhichOneof("message") != "state":
+            raise InvalidArgument("a follower tells its state first")
+        link = self._replica.leader.accept(first.state)
+        try:
+            async for response in link.responses(requests):
+                yield response
+        finally:
+            link.end(Unavailable("the follower hung up"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,11 +22,20 @@ from services.pool import reads, writes
 from services.pool.commands import AppendTurns, Command
 from services.pool.environment import DISK_RETRY_S, Environment
 from services.pool.freeing import SettledGroup, settled_after
+from services.pool.journal import (
+    LOCAL,
+    Changes,
+    ReplicaState,
+    begin_replication,
+    log_commit,
+)
 from services.pool.records import Records, Table
 
 _SHARD_KEY = b"shard"
 
 T = TypeVar("T")
+OnCommit = Callable[[int, Changes], None]
+"""Told the position of a commit and what it changed, once it is on disk."""
 
 
 class PoolStore:
@@ -53,6 +63,9 @@ class PoolStore:
         self._disk_reserve_bytes = disk_reserve_bytes
         self._refused = False
         """The last commit found no room."""
+        self._on_commit: OnCommit | None = None
+        self.confirmed_position = 0
+        """Newest commit that a follower is known to have; kept with the next one."""
         try:
             self.shard = self._environment.write(lambda records: _settle_name(records, shard))
             """Name of this shard, drawn once and kept with the data."""
@@ -68,21 +81,44 @@ class PoolStore:
         """
         full = self._room_is_scarce()
 
-        def change(records: Records) -> list[Any]:
-            return [
+        def change(records: Records) -> tuple[list[Any], int, Changes]:
+            answers = [
                 full
                 if full and isinstance(command, AppendTurns)
                 else writes.apply(command, records)
                 for command in commands
             ]
+            changes = {key: value for key, value in records.changed.items() if key[0] not in LOCAL}
+            if self._on_commit is None or not changes:
+                return answers, 0, {}
+            confirmed = self.confirmed_position
+            return answers, log_commit(records, changes, confirmed_position=confirmed), changes
 
         try:
-            answers = self._environment.write(change)
+            answers, position, changes = self._environment.write(change)
         except ResourceExhausted:
             self._refused = True
             raise
         self._refused = False
+        if self._on_commit is not None and position:
+            self._on_commit(position, changes)
         return answers
+
+    def count_commits(self, on_commit: OnCommit) -> ReplicaState:
+        """From now on commits have positions, are entered in the journal and told to `on_commit`,
+        on the thread that commits; the state they begin from."""
+        state = self.identify()
+        self._on_commit = on_commit
+        return state
+
+    def identify(self) -> ReplicaState:
+        """Where this replica stands, under the identity of its directory."""
+        own_id = self._environment.identity()
+        return self.change(partial(begin_replication, replica_id=own_id))
+
+    def change(self, change: Callable[[Records], T]) -> T:
+        """Changes what is this replica's own; not while something commits."""
+        return self._environment.write(change)
 
     def _room_is_scarce(self) -> ResourceExhausted | None:
         if not self._disk_reserve_bytes:

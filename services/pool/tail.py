@@ -23,7 +23,7 @@ from forge.core.errors import (
 from forge.v1 import pool_pb2
 from services.pool.changes import changes_after, newest_change
 from services.pool.query import check_filter, summary_if_fits
-from services.pool.readers import Readers
+from services.pool.readers import ReaderRef
 from services.pool.records import Records
 from services.pool.store import PoolStore
 from services.pool.summaries import header_of
@@ -104,7 +104,7 @@ def first_number(records: Records, request: pool_pb2.TailTrajectoriesRequest, *,
 class Tails:
     """All open TailTrajectories calls of an instance."""
 
-    def __init__(self, store: PoolStore, readers: Readers, *, stall_s: float = STALL_S) -> None:
+    def __init__(self, store: PoolStore, readers: ReaderRef, *, stall_s: float = STALL_S) -> None:
         self._store = store
         self._readers = readers
         self._stall_s = stall_s

@@ -26,6 +26,7 @@ from services.pool.commands import (
     AppendRewards,
     AppendTurns,
     Command,
+    FollowLeader,
     FreeGroups,
     NewTurn,
     PutGroups,
@@ -33,6 +34,7 @@ from services.pool.commands import (
     SetGroupStates,
 )
 from services.pool.freeing import check_not_freed, free, put_state, state_of
+from services.pool.journal import follow
 from services.pool.keys import group_key, queue_key, reward_key, trajectory_key, turn_key
 from services.pool.records import (
     Records,
@@ -68,6 +70,8 @@ def apply(command: Command, records: Records) -> Any:
                 return _set_group_states(records, command)
             case FreeGroups():
                 return free(records, command)
+            case FollowLeader(steps=steps):
+                return follow(records, steps)
     except ForgeError as error:
         return error
 

@@ -21,12 +21,21 @@ CALL_S = 60.0
 class PoolProcess:
     """One `python -m services.pool` with its data, key and log under `folder`."""
 
-    def __init__(self, folder: Path, *, etcd: EtcdServer, cluster: str, shard: str = "s0") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        etcd: EtcdServer,
+        cluster: str,
+        shard: str = "s0",
+        key_file: Path | None = None,
+    ) -> None:
+        """`key_file` is one that other processes of the cluster have as well."""
         folder.mkdir(parents=True, exist_ok=True)
         self.data_dir = folder / "data"
         self.log_path = folder / "pool.log"
-        self._key_file = folder / "key"
-        self.keyring = Keyring.generate(self._key_file)
+        self._key_file = key_file or folder / "key"
+        self.keyring = Keyring.from_file(key_file) if key_file else Keyring.generate(self._key_file)
         self._argv = [
             *(sys.executable, "-m", "services.pool", "--etcd", etcd.endpoint),
             *("--cluster", cluster, "--key-file", str(self._key_file), "--shard", shard),

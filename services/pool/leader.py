@@ -1,0 +1,173 @@
+"""A leader's office: its gate, its follower, and the set of replicas in sync.
+
+Owns who is accepted as the follower and what happens when it comes and goes. In which order things
+happen is what nothing is lost by: a follower is required before it is recorded as in sync, and
+recorded as away before anything is acknowledged without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+
+from forge.core.errors import (
+    FailedPrecondition,
+    ForgeError,
+    InvalidArgument,
+    ResourceExhausted,
+    StaleFence,
+    Unavailable,
+)
+from forge.runtime.coordination import Coordinator, Leadership
+from forge.runtime.telemetry import gauge, log
+from forge.v1 import replica_pb2 as pb
+from services.pool.config import PoolConfig
+from services.pool.journal import Changes, ReplicaState
+from services.pool.leading import RETRY_S, Gate, Link
+from services.pool.membership import ReplicaSet
+from services.pool.readers import Readers
+from services.pool.store import PoolStore
+
+BOTH = 2
+
+_IN_SYNC = gauge("forge_pool_replicas_in_sync", "Replicas that have all that was acknowledged.")
+
+
+class Leader:
+    """The one that acknowledges."""
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        coordinator: Coordinator,
+        leadership: Leadership,
+        members: ReplicaSet,
+        store: PoolStore,
+        readers: Readers,
+        *,
+        state: ReplicaState,
+        on_members: Callable[[], None],
+    ) -> None:
+        """`on_members` is called when the set of replicas has changed."""
+        self.gate = Gate(store.shard, position=state.position, leads=lambda: leadership.alive)
+        self.members = members
+        self.leadership = leadership
+        self._config = config
+        self._coordinator = coordinator
+        self._store = store
+        self._readers = readers
+        self._state = state
+        self._own_id = state.replica_id
+        self._on_members = on_members
+        self._link: Link | None = None
+        self._attending: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        """Takes the record over: an earlier leader can change it no more. Raises StaleFence."""
+        self.members = await self.members.write(self._coordinator)
+        await self._be_without_follower("no follower has joined")
+
+    def committed(self, position: int, changes: Changes) -> None:
+        self.gate.position = position
+        if self._link is not None:
+            self._link.add(position, changes)
+
+    def accept(self, follower: pb.FollowerState) -> Link:
+        """A follower joins. Raises as `Follow` in replica.proto tells."""
+        if follower.pool_shard != self._store.shard:
+            raise InvalidArgument(
+                f"pool_shard {follower.pool_shard!r} is not led here: this is {self._store.shard!r}"
+            )
+        if follower.lineage not in ("", self.members.lineage):
+            raise FailedPrecondition(
+                f"replica {follower.replica_id} holds data of lineage {follower.lineage!r}, and "
+                f"pool shard {self._store.shard} is of {self.members.lineage!r}: give the follower "
+                "an empty data_dir"
+            )
+        if follower.schema_version != self._state.schema_version:
+            raise FailedPrecondition(
+                f"replica {follower.replica_id} stores schema {follower.schema_version}, the "
+                f"leader {self._state.schema_version}: run the same version on both"
+            )
+        if self._link is not None:
+            if self._link.replica_id == follower.replica_id:
+                self._link.end(Unavailable("the follower came again"))
+            raise ResourceExhausted(
+                f"pool shard {self._store.shard} has a follower", retry_after_s=RETRY_S
+            )
+        self._link = link = Link(
+            self._store,
+            self._readers,
+            follower,
+            lineage=self.members.lineage,
+            position=self.gate.position,
+            timeout_s=self._config.follower_timeout_s,
+            on_confirmed=self._confirmed,
+        )
+        self._attending = asyncio.create_task(self._attend(link), name="follower")
+        return link
+
+    async def close(self) -> None:
+        """Lets the follower go."""
+        if self._link is not None:
+            self._link.end(Unavailable("the leader of the shard ends"))
+        if self._attending is not None:
+            self._attending.cancel()
+            await asyncio.wait({self._attending})
+
+    def _confirmed(self, position: int) -> None:
+        self._store.confirmed_position = position
+        self.gate.confirm(position)
+
+    async def _attend(self, link: Link) -> None:
+        """One follower, from its coming to its loss."""
+        try:
+            # Its first confirmation says that it has caught up.
+            await link.reached(0)
+            self.gate.require(link.confirmed)
+            await link.reached(self.gate.position)
+            await self._set_in_sync({self._own_id, link.replica_id})
+            self.gate.open()
+            log.info("follower_in_sync", replica=link.replica_id, position=link.confirmed)
+            why = await link.ended
+        except ForgeError as error:
+            why = error
+        link.end(why)
+        log.warning("follower_lost", replica=link.replica_id, error=str(why))
+        try:
+            await self._be_without_follower(f"its follower is away ({why})")
+        except StaleFence as error:
+            log.error("deposed", error=str(error))
+        finally:
+            self._link = None
+
+    async def _be_without_follower(self, why: str) -> None:
+        if self._config.min_copies == BOTH:
+            self.gate.shut(f"{why}, and min_copies is {BOTH}")
+            return
+        # The record first: a follower that has not all must never lead.
+        await self._set_in_sync({self._own_id})
+        self.gate.go_alone()
+
+    async def _set_in_sync(self, replica_ids: Iterable[str]) -> None:
+        """Raises StaleFence when this replica does not lead any more."""
+        wanted = frozenset(replica_ids)
+        while self.members.in_sync != wanted:
+            try:
+                self.members = await self.members.of(wanted).write(self._coordinator)
+            except Unavailable as error:
+                log.warning("replicas_not_recorded", error=str(error))
+                await asyncio.sleep(RETRY_S)
+            except StaleFence:
+                await self._read_again()
+        _IN_SYNC.set(len(wanted))
+        self._on_members()
+
+    async def _read_again(self) -> None:
+        """After a write of unknown outcome it may be our own that we met."""
+        with contextlib.suppress(Unavailable):
+            found = await ReplicaSet.read(self._coordinator, self._store.shard)
+            if found is None or found.fence != self.members.fence:
+                raise StaleFence(f"pool shard {self._store.shard} is led by another instance")
+            self.members = found

@@ -1,0 +1,304 @@
+"""One of the two instances of a replicated shard: follower until elected, leader until deposed.
+
+    follow    take the leader's commits; serve nobody
+    elected   stop following, then look whether this replica has all that was acknowledged
+    lead      register; acknowledge what the follower has on disk as well
+    deposed   end the process: a fresh one follows
+
+Owns this life, and what stands before writer and readers during it. What a leader does is in
+`leader`, what the two say to each other in `leading` and `following`, what they keep in `journal`,
+who may lead in `membership`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from forge.core.errors import ConfigError, ForgeError, Unavailable
+from forge.runtime.coordination import Coordinator, Leadership
+from forge.runtime.service import ServiceContext
+from forge.runtime.telemetry import gauge, log
+from forge.v1 import replica_pb2_grpc
+from services.pool.actors import WriterRef
+from services.pool.commands import FollowLeader
+from services.pool.config import PoolConfig
+from services.pool.following import Following
+from services.pool.journal import Changes, adopt, is_empty, leave_replication, state_of
+from services.pool.leader import Leader
+from services.pool.leading import RETRY_S
+from services.pool.membership import ReplicaSet, leadership_name, may_lead
+from services.pool.readers import ReaderRef, Readers
+from services.pool.store import PoolStore
+
+_COMMIT_S = 60.0
+_READ_S = 30.0
+
+_LEADS = gauge("forge_pool_leads", "1 while this instance leads its shard, 0 while it follows.")
+
+T = TypeVar("T")
+
+
+class Replica:
+    """One instance of a replicated shard."""
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        store: PoolStore,
+        writer: WriterRef,
+        readers: Readers,
+        *,
+        on_lead: Callable[[], None],
+    ) -> None:
+        """`on_lead` is called when it is elected, before anybody can find it."""
+        self._context = context
+        self._config: PoolConfig = context.config
+        self._store = store
+        self._writer = writer
+        self._readers = readers
+        self._on_lead = on_lead
+        self._leader: Leader | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._announcing: asyncio.Task[None] | None = None
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def start(self) -> None:
+        """Begins to follow, and to campaign."""
+        loop = asyncio.get_running_loop()
+
+        def told(position: int, changes: Changes) -> None:
+            loop.call_soon_threadsafe(self._committed, position, changes)
+
+        await asyncio.to_thread(self._store.count_commits, told)
+        self._context.ready = False
+        self._task = asyncio.create_task(self._live(), name="replica")
+
+    @property
+    def leader(self) -> Leader:
+        """Raises `Unavailable` while this instance does not lead."""
+        if self._leader is None:
+            raise Unavailable(
+                f"this instance of pool shard {self._store.shard} follows; its leader is in the "
+                "directory",
+                retry_after_s=RETRY_S,
+            )
+        return self._leader
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """While the answer to a change is waited for."""
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    async def drain(self) -> None:
+        """Lets the follower confirm what is under way, then lets it go."""
+        await self._idle.wait()
+        if self._leader is not None:
+            await self._leader.close()
+
+    async def stop(self) -> None:
+        """Leaves the office to the other one at once."""
+        tasks = {task for task in (self._task, self._announcing) if task is not None}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._leader is not None:
+            await self._leader.close()
+            await self._leader.leadership.resign()
+
+    def _committed(self, position: int, changes: Changes) -> None:
+        if self._leader is not None:
+            self._leader.committed(position, changes)
+
+    async def _live(self) -> None:
+        try:
+            following = asyncio.create_task(self._following().run(), name="following")
+            try:
+                leadership, members = await self._until_elected()
+            finally:
+                following.cancel()
+                await asyncio.wait({following})
+            await self._lead(leadership, members)
+        except ForgeError as error:
+            log.error("replica_failed", pool_shard=self._store.shard, error=str(error))
+        except Exception:
+            log.exception("replica_crashed", pool_shard=self._store.shard)
+        # What a deposed leader has in memory and on its streams nobody can vouch for.
+        self._context.stop()
+
+    def _following(self) -> Following:
+        return Following(
+            self._store,
+            self._writer,
+            self._readers,
+            self._context.remote("pool", replica_pb2_grpc.PoolReplicaServiceStub),
+            instance_id=self._config.instance_id,
+        )
+
+    async def _until_elected(self) -> tuple[Leadership, ReplicaSet]:
+        """Campaigns whenever this replica has all that was acknowledged."""
+        if await self._is_first_and_empty():
+            # One that has data may be about to come: it goes first.
+            await asyncio.sleep(self._config.lease_ttl_s)
+        while True:
+            # An outage of etcd only prolongs it.
+            with suppress(Unavailable):
+                eligible, _ = await self._standing()
+                if eligible:
+                    found = await self._campaign()
+                    if found is not None:
+                        return found
+            await asyncio.sleep(RETRY_S)
+
+    async def _campaign(self) -> tuple[Leadership, ReplicaSet] | None:
+        """None when it lost its standing before it was elected. Raises Unavailable."""
+        leadership = await self._context.coordinator.campaign(
+            leadership_name(self._store.shard),
+            self._config.instance_id,
+            ttl_s=self._config.lease_ttl_s,
+        )
+        try:
+            eligible, members = await self._standing()
+        except BaseException:
+            await leadership.resign()
+            raise
+        if not eligible:
+            await leadership.resign()
+            return None
+        if members is None:
+            own = await self._read(state_of)
+            members = ReplicaSet(
+                shard=self._store.shard,
+                lineage=uuid.uuid4().hex,
+                in_sync=frozenset({own.replica_id}),
+                fence=0,
+            )
+        return leadership, replace(members, fence=leadership.fence)
+
+    async def _standing(self) -> tuple[bool, ReplicaSet | None]:
+        """Whether this replica may lead, and by which record. Raises Unavailable."""
+        members = await ReplicaSet.read(self._context.coordinator, self._store.shard)
+        return may_lead(members, await self._read(state_of)), members
+
+    async def _is_first_and_empty(self) -> bool:
+        with suppress(Unavailable):
+            _, members = await self._standing()
+            return members is None and await self._read(is_empty)
+        return True
+
+    async def _lead(self, leadership: Leadership, members: ReplicaSet) -> None:
+        # What was taken in as a follower is on disk before anything else is.
+        await self._writer.ask(FollowLeader(steps=()), timeout_s=_COMMIT_S)
+        change = partial(adopt, lineage=members.lineage)
+        state = await asyncio.to_thread(self._store.change, change)
+        leader = Leader(
+            self._config,
+            self._context.coordinator,
+            leadership,
+            members,
+            self._store,
+            self._readers,
+            state=state,
+            on_members=self._announce,
+        )
+        self._leader = leader
+        await leader.begin()
+        _LEADS.set(1)
+        log.info("leads", pool_shard=self._store.shard, fence=leadership.fence)
+        self._on_lead()
+        self._context.set_ready()
+        await leadership.lost()
+        log.error("deposed", pool_shard=self._store.shard, fence=leadership.fence)
+
+    def _announce(self) -> None:
+        assert self._leader is not None, "only a leader changes the set"
+        self._context.metadata["copies"] = str(len(self._leader.members.in_sync))
+        self._announcing = asyncio.create_task(self._context.announce())
+
+    async def _read(self, look: Callable[[Any], T]) -> T:
+        return await self._readers.run(partial(self._store.read, look))
+
+
+class LeadersWriter:
+    """The writer, as callers of a replicated shard reach it: answers once both have it on disk."""
+
+    def __init__(self, replica: Replica, writer: WriterRef) -> None:
+        self._replica = replica
+        self._writer = writer
+
+    async def ask(self, message: Any, *, timeout_s: float) -> Any:
+        gate = self._replica.leader.gate
+        gate.admit()
+        give_up_s = time.monotonic() + timeout_s
+        with self._replica.answering():
+            try:
+                answer = await self._writer.ask(message, timeout_s=timeout_s)
+            except ForgeError as error:
+                answer = error
+            # A refusal, too, may rest on what only this replica has yet.
+            await gate.passed(timeout_s=max(0.0, give_up_s - time.monotonic()))
+        if isinstance(answer, ForgeError):
+            raise answer
+        return answer
+
+
+class LeadersReaders:
+    """The readers, as callers of a replicated shard reach them: a follower shows nothing, and a
+    leader nothing that its follower, were it elected now, would not have."""
+
+    def __init__(self, replica: Replica, readers: ReaderRef) -> None:
+        self._replica = replica
+        self._readers = readers
+
+    async def run(self, read: Callable[[], T]) -> T:
+        gate = self._replica.leader.gate
+        found = await self._readers.run(read)
+        if gate.required:
+            await gate.passed(timeout_s=_READ_S)
+        return found
+
+
+async def serve_alone(coordinator: Coordinator, store: PoolStore) -> None:
+    """Takes a shard that was replicated out of its replica set, to be served by itself.
+
+    Raises `Unavailable` while another instance leads it, `ConfigError` when another replica has
+    what this one lacks.
+    """
+    if not (await asyncio.to_thread(store.read, state_of)).lineage:
+        return
+    state = await asyncio.to_thread(store.identify)
+    leader = await coordinator.get(f"leader/{leadership_name(store.shard)}")
+    if leader is not None:
+        raise Unavailable(
+            f'durability = "local": pool shard {store.shard} is led by {leader.value.decode()}; '
+            "stop that first"
+        )
+    members = await ReplicaSet.read(coordinator, store.shard)
+    if state.copying or not (members is None or may_lead(members, state)):
+        raise ConfigError(
+            f'durability = "local": this replica of pool shard {store.shard} may lack what '
+            "another has acknowledged; serve that one, or, if it is lost, delete the key "
+            f"pool/{store.shard}/replicas of the cluster in etcd to go on with this one"
+        )
+    known = members or ReplicaSet(
+        shard=store.shard, lineage=state.lineage, in_sync=frozenset(), fence=0
+    )
+    await known.of({state.replica_id}).write(coordinator)
+    await asyncio.to_thread(store.change, leave_replication)
+    log.warning("left_replica_set", pool_shard=store.shard)

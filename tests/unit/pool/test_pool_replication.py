@@ -1,0 +1,317 @@
+"""Two replicas of a shard: equal in the end, whatever happened on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from forge.core.errors import DataLoss, DeadlineExceeded, FailedPrecondition, Unavailable
+from forge.v1 import replica_pb2 as pb
+from services.pool import journal, leading
+from services.pool.journal import ReplicaState, keys_changed
+from services.pool.leading import CatchUp, Gate
+from services.pool.membership import ReplicaSet, may_lead
+from tests.support.pool_records import make_group, make_turn
+from tests.support.pool_replicas import LINEAGE, Node, Writes, linked
+from tests.support.pool_store import append, fetch, put_groups
+
+NodeMaker = Callable[[str], Node]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeMaker]:
+    """Makes replicas by name."""
+    made: list[Node] = []
+
+    def make(name: str) -> Node:
+        made.append(Node(tmp_path / name))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.store.close()
+
+
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few records to a page, so that much happens between them."""
+    monkeypatch.setattr(journal, "PAGE_BYTES", 400)
+
+
+async def settle(rounds: int = 50) -> None:
+    """Lets what can run, run; reads of pages take their time on a thread."""
+    for _ in range(rounds):
+        await asyncio.sleep(0.0005)
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("seed", range(8))
+async def test_replicas_are_equal_after_any_history(node, seed):
+    """Lines are cut and processes killed at random points, each replica leads in turn, writes go on
+    meanwhile: what was confirmed is never lost, and who has caught up is equal byte by byte."""
+    draw = Random(seed)
+    writes = Writes(draw)
+    leader, follower = node("a"), node("b")
+    leader.lead()
+    confirmed: list[tuple[int, dict]] = []
+    for _ in range(6):
+        writes.some(leader, draw.randrange(8))
+        async with linked(leader, follower) as link:
+            for _ in range(draw.randrange(6)):
+                writes.some(leader, draw.randrange(4))
+                await settle(draw.randrange(10))
+            in_sync = draw.random() < 0.7
+            if in_sync:
+                await link.reached(leader.state().position)
+                confirmed = [(leader.state().position, leader.dump())]
+                assert follower.dump() == confirmed[0][1]
+                # Some commits that perhaps nobody but the leader has when the line is cut.
+                writes.some(leader, draw.randrange(5))
+                await settle(draw.randrange(3))
+        for one in (leader, follower):
+            if draw.random() < 0.5:
+                one.crash()
+        # Only one that was brought up to date may lead next.
+        if in_sync and draw.random() < 0.7:
+            leader, follower = follower, leader
+            leader.lead()
+    async with linked(leader, follower) as link:
+        await link.reached(leader.state().position)
+        assert follower.dump() == leader.dump()
+        assert follower.state().position == leader.state().position
+
+
+async def test_a_short_absence_costs_what_was_changed(node):
+    """Keys come from the journal, not from a whole copy, and what only the deposed leader had is
+    overwritten."""
+    a, b = node("a"), node("b")
+    a.lead()
+    for index in range(50):
+        put_groups(a.store, make_group(f"t{index}", index))
+    async with linked(a, b) as link:
+        await link.reached(a.state().position)
+    append(a.store, make_turn("t0:0:0", messages_json="of the deposed"))
+    b.lead()
+    append(b.store, make_turn("t0:0:0", messages_json="of the new leader"))
+    a.crash()
+    catch_up = CatchUp(b.state(), a.follower_state())
+    assert not catch_up.from_scratch
+    page = b.store.read(catch_up.page)
+    assert len(page.copy.changes) < 10
+    async with linked(b, a) as link:
+        await link.reached(b.state().position)
+    assert fetch(a.store, "t0:0:0").turns[0].messages_json == "of the new leader"
+    assert a.dump() == b.dump()
+
+
+async def test_who_was_away_longer_than_the_journal_copies_all(node, monkeypatch):
+    """The journal is bounded; beyond it nothing is guessed."""
+    monkeypatch.setattr(journal, "JOURNAL_BYTES", 500)
+    a, b = node("a"), node("b")
+    a.lead()
+    async with linked(a, b) as link:
+        await link.reached(a.state().position)
+    for index in range(50):
+        put_groups(a.store, make_group(f"t{index}", index))
+    assert a.state().journal_bytes <= 500
+    assert CatchUp(a.state(), b.follower_state()).from_scratch
+    with pytest.raises(FailedPrecondition, match="forgotten commit"):
+        a.store.read(lambda records: keys_changed(records, after=1, up_to=50))
+    async with linked(a, b) as link:
+        await link.reached(a.state().position)
+    assert a.dump() == b.dump()
+
+
+async def test_a_copy_that_was_cut_short_may_not_lead(node, small_pages):
+    """Until it has caught up a follower says so on its disk, also after a crash, and asks for a
+    whole copy then."""
+    a, b = node("a"), node("b")
+    a.lead()
+    for index in range(100):
+        put_groups(a.store, make_group(f"t{index}", index))
+    async with linked(a, b):
+        while not b.state().copying:
+            await asyncio.sleep(0)
+    b.crash()
+    assert b.state().copying
+    assert not may_lead(members(b.state().replica_id), b.state())
+    assert CatchUp(a.state(), b.follower_state()).from_scratch
+    async with linked(a, b) as link:
+        await link.reached(a.state().position)
+    assert may_lead(members(b.state().replica_id), b.state())
+
+
+async def test_nobody_has_caught_up_before_the_commit_that_a_page_shows(node):
+    """A page may be read before the commit in it is told of; the follower waits for that commit."""
+    a, b = node("a"), node("b")
+    a.lead()
+    held = []
+    a.store.count_commits(lambda position, changes: held.append((position, changes)))
+    async with linked(a, b) as link:
+        put_groups(a.store, make_group())
+        await settle()
+        assert b.state().copying
+        link.add(*held[0])
+        await link.reached(a.state().position)
+    assert a.dump() == b.dump()
+
+
+@pytest.mark.parametrize("how", ["the directory's identity", "the schema version"])
+async def test_what_no_journal_tells_of_means_a_whole_copy(node, how):
+    """A restored copy of the files is another replica, and a migrated one is in no journal."""
+    a, b = node("a"), node("b")
+    a.lead()
+    async with linked(a, b) as link:
+        await link.reached(a.state().position)
+    before = b.state()
+    if how == "the schema version":
+        old = journal.msgspec.structs.replace(before, schema_version=0)
+        b.store.change(lambda records: journal._keep(records, old))
+    else:
+        (b.directory / "replica").unlink()
+    b.crash()
+    assert CatchUp(a.state(), b.follower_state()).from_scratch
+    assert (b.state().replica_id == before.replica_id) == (how == "the schema version")
+
+
+def test_a_damaged_or_missing_commit_is_not_taken(node):
+    """A record whose checksum does not match, or a gap in the positions, leaves all as it was."""
+    a = node("a")
+    a.take(pb.FollowStep(begin=pb.FollowBegin(lineage=LINEAGE, from_scratch=True)))
+    assert a.take(pb.FollowStep(caught_up_position=7)) == 7
+    before = a.dump()
+    record = pb.RecordKey(table="turns", key=b"t")
+    for commit in (
+        pb.RecordChanges(position=8, changes=[pb.RecordChange(record=record, value=b"damaged")]),
+        pb.RecordChanges(position=9, changes=[pb.RecordChange(record=record)]),
+        pb.RecordChanges(
+            position=8,
+            changes=[pb.RecordChange(record=pb.RecordKey(table="journal", key=b"k"))],
+        ),
+    ):
+        with pytest.raises(DataLoss):
+            a.take(pb.FollowStep(commit=commit))
+    assert (a.dump(), a.state().position) == (before, 7)
+
+
+async def test_a_silent_follower_ends_its_link(node):
+    """One that takes everything and confirms nothing is let go."""
+    a, b = node("a"), node("b")
+    a.lead()
+    link = leading.Link(
+        a.store,
+        leading.Readers(1),
+        b.follower_state(),
+        lineage=LINEAGE,
+        position=a.state().position,
+        timeout_s=0.01,
+        on_confirmed=lambda position: None,
+    )
+
+    async def silence():
+        await asyncio.Event().wait()
+        yield pb.FollowRequest()
+
+    async def take() -> None:
+        async for _ in link.responses(silence()):
+            pass
+
+    taking = asyncio.create_task(take())
+    assert "confirmed nothing" in str(await link.ended)
+    taking.cancel()
+    await asyncio.wait({taking})
+
+
+# Who may lead
+
+
+def members(*in_sync: str) -> ReplicaSet:
+    return ReplicaSet(shard="s0", lineage=LINEAGE, in_sync=frozenset(in_sync), fence=1)
+
+
+@pytest.mark.parametrize(
+    ("record", "state", "may"),
+    [
+        (None, ReplicaState(replica_id="a"), True),
+        (None, ReplicaState(replica_id="a", lineage=LINEAGE), False),
+        (members("a", "b"), ReplicaState(replica_id="a", lineage=LINEAGE), True),
+        (members("a"), ReplicaState(replica_id="a"), True),
+        (members("b"), ReplicaState(replica_id="a", lineage=LINEAGE), False),
+        (members("a"), ReplicaState(replica_id="a", lineage="other"), False),
+        (members("a"), ReplicaState(replica_id="a", lineage=LINEAGE, copying=True), False),
+    ],
+)
+def test_only_who_has_all_that_was_acknowledged_may_lead(record, state, may):
+    """By the record in etcd and by its own disk; without a record only one that never followed."""
+    assert may_lead(record, state) is may
+
+
+# Who waits for what
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate("s0", position=5, leads=lambda: True)
+
+
+async def test_nothing_is_acknowledged_before_a_follower_has_joined(gate):
+    """A change is refused with a hint to retry, and what was stored meanwhile is not told."""
+    with pytest.raises(Unavailable, match="acknowledges nothing"):
+        gate.admit()
+    with pytest.raises(Unavailable):
+        await gate.passed(timeout_s=1.0)
+
+
+async def test_an_answer_waits_for_its_commit_at_the_follower(gate):
+    """It passes with its position, not before, and those behind it wait on."""
+    gate.require(5)
+    gate.open()
+    gate.position = 6
+    first = asyncio.create_task(gate.passed(timeout_s=60.0))
+    await settle(2)
+    gate.position = 7
+    second = asyncio.create_task(gate.passed(timeout_s=60.0))
+    await settle(2)
+    gate.confirm(6)
+    await first
+    assert not second.done()
+    gate.confirm(7)
+    await second
+    with pytest.raises(DeadlineExceeded):
+        gate.position = 8
+        await gate.passed(timeout_s=0.0)
+
+
+async def test_answers_that_wait_for_a_lost_follower_are_never_given(gate):
+    """Where both copies are wanted they fail and may be sent again; where the leader goes on
+    alone, recorded as the only one in sync, they pass."""
+    gate.require(5)
+    gate.open()
+    gate.position = 6
+    waiting = asyncio.create_task(gate.passed(timeout_s=60.0))
+    await settle(2)
+    gate.shut("its follower is away")
+    with pytest.raises(Unavailable, match="cannot acknowledge what it stored"):
+        await waiting
+    with pytest.raises(Unavailable, match="its follower is away"):
+        gate.admit()
+    gate.require(5)
+    waiting = asyncio.create_task(gate.passed(timeout_s=60.0))
+    await settle(2)
+    gate.go_alone()
+    await waiting
+    gate.admit()
+
+
+async def test_a_deposed_leader_acknowledges_nothing():
+    """Once its lease is over, not even alone."""
+    gate = Gate("s0", position=5, leads=lambda: False)
+    gate.go_alone()
+    with pytest.raises(Unavailable, match="leads no more"):
+        gate.admit()
+    with pytest.raises(Unavailable, match="leads no more"):
+        await gate.passed(timeout_s=1.0)
