@@ -15,6 +15,7 @@ from services.pool import journal, leading
 from services.pool.journal import ReplicaState, keys_changed
 from services.pool.leading import CatchUp, Gate
 from services.pool.membership import ReplicaSet, may_lead
+from services.pool.records import Table
 from tests.support.pool_records import make_group, make_turn
 from tests.support.pool_replicas import LINEAGE, Node, Writes, linked
 from tests.support.pool_store import append, fetch, put_groups
@@ -153,6 +154,8 @@ async def test_nobody_has_caught_up_before_the_commit_that_a_page_shows(node):
     a.store.count_commits(lambda position, changes: held.append((position, changes)))
     async with linked(a, b) as link:
         put_groups(a.store, make_group())
+        while not b.dump()[Table.GROUPS]:
+            await asyncio.sleep(0)
         await settle()
         assert b.state().copying
         link.add(*held[0])
