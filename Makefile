@@ -17,8 +17,9 @@ setup: .venv/.installed  ## Install everything into .venv
 	@$(PY) -m pip install --quiet -c constraints.txt -e ".[all,dev]"
 	@touch $@
 
+# Two at a time: most tests wait for processes more than they compute. A file's tests share what it starts.
 test: setup  ## The whole default suite: real etcd, real processes
-	@$(PY) -m pytest
+	@$(PY) -m pytest -n 2 --dist loadfile
 
 test-clients: setup .venv-clients/.installed tests/clients/node/node_modules/.package-lock.json  ## Real agent clients and frameworks against the gateway
 	@$(PY) -m pytest tests/clients

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -72,12 +73,21 @@ def forge_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     conversation and hardly solve anything: runs are tested with them, not learning."""
     # Here, since few tests need torch.
     import torch
+    from filelock import FileLock
 
     from services.trainer.warm_start import Course, warm_start
 
     torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("forge")
+    root = _shared_by_workers(tmp_path_factory) / "forge"
     course = Course(flawless_steps=150, imperfect_steps=50, batch_tokens=512)
     model = root / "models" / "tiny-seed0"
-    warm_start(model, seed=0, course=course, console=Console(quiet=True))
+    with FileLock(f"{root}.lock"):
+        if not model.exists():
+            warm_start(model, seed=0, course=course, console=Console(quiet=True))
     return root
+
+
+def _shared_by_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this test run; pytest-xdist gives each worker one within it."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
