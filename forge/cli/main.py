@@ -1,18 +1,17 @@
-"""The `forge` command. Each command parses, calls one function and turns errors into one line."""
+"""The `forge` command. Each command parses and calls one function."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from forge.cli.outcome import console, fail, finish
+from forge.cli.pool import pool_app
 from forge.core.errors import ForgeError
 
 app = typer.Typer(
@@ -23,10 +22,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(no_args_is_help=True, help="Get starting weights.")
 app.add_typer(model_app, name="model")
-console = Console()
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells count it."""
+app.add_typer(pool_app, name="pool")
 
 Root = Annotated[Path, typer.Option(help="Where runs and models are kept.", envvar="FORGE_ROOT")]
 RunDir = Annotated[
@@ -81,7 +77,7 @@ def run(
         )
         return train(options, console)
 
-    _finish(main, "Interrupted. Run the same command again to resume.")
+    finish(main, "Interrupted. Run the same command again to resume.")
 
 
 @app.command()
@@ -111,7 +107,7 @@ def up(
         )
         return serve(options, console)
 
-    _finish(main, "Stopped.")
+    finish(main, "Stopped.")
 
 
 @app.command()
@@ -121,7 +117,7 @@ def status(
     """Show where a running stack stands: processes, queue, weights."""
     from forge.cli.status import show_status
 
-    _finish(lambda: show_status(run_dir, console), "")
+    finish(lambda: show_status(run_dir, console), "")
 
 
 @app.command()
@@ -145,7 +141,7 @@ def key(
     try:
         Keyring.generate(path)
     except ForgeError as error:
-        _fail(error)
+        fail(error)
 
 
 @model_app.command("init")
@@ -185,31 +181,7 @@ def _model(name: str, seed: int, root: Path) -> None:
     try:
         console.print(f"{name}: {ensure_model(name, seed=seed, root=root)}", highlight=False)
     except ForgeError as error:
-        _fail(error)
-
-
-def _finish(main: Callable[[], Awaitable[None]], interrupted: str) -> None:
-    """Run an asynchronous command; Ctrl-C and SIGTERM cancel it, so that its clean-up runs."""
-
-    async def cancellable() -> None:
-        task = asyncio.ensure_future(main())
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
-        await task
-
-    try:
-        asyncio.run(cancellable())
-    except asyncio.CancelledError:
-        console.print(interrupted)
-        raise typer.Exit(INTERRUPTED) from None
-    except ForgeError as error:
-        _fail(error)
-
-
-def _fail(error: ForgeError) -> None:
-    Console(stderr=True).print(f"[red]forge: {error}[/red]", highlight=False, soft_wrap=True)
-    raise typer.Exit(2 if not error.retryable else 1) from None
+        fail(error)
 
 
 if __name__ == "__main__":

@@ -7,26 +7,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from forge.cli.rundir import RunDirectory
+from forge.cli.connection import of_run
 from forge.cli.stack import READY_KINDS
 from forge.client.operator import Operator
-from forge.core.errors import ForgeError, NotFound
+from forge.core.errors import ForgeError
 from forge.runtime.coordination import Coordinator
-from forge.runtime.rpc import Channels
-from forge.runtime.security import Keyring, Security
 
 
 async def show_status(path: Path, console: Console) -> None:
     """Print the instances and what each service says. Raises `NotFound` for no run."""
-    directory = RunDirectory(path.resolve())
-    endpoints_file = directory.path / "etcd.endpoints"
-    if not endpoints_file.exists():
-        raise NotFound(f"{path} is not a run directory: {endpoints_file.name} is missing")
-    coordinator = await Coordinator.connect(
-        endpoints_file.read_text().strip(), cluster=directory.path.name, timeout_s=3.0
-    )
-    channels = Channels(Security(Keyring.from_file(directory.key_file)))
-    try:
+    async with of_run(path).open() as (coordinator, channels):
         console.print(await _instances(coordinator))
         operator = Operator(coordinator, channels)
         for name, ask in (
@@ -38,9 +28,6 @@ async def show_status(path: Path, console: Console) -> None:
                 console.print(f"[bold]{name}[/bold]\n{await ask()}", highlight=False)
             except ForgeError as error:
                 console.print(f"[bold]{name}[/bold]\n[yellow]{error}[/yellow]", highlight=False)
-    finally:
-        await channels.close()
-        await coordinator.close()
 
 
 async def _instances(coordinator: Coordinator) -> Table:

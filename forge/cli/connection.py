@@ -1,0 +1,76 @@
+"""How a command finds a running system: a run directory, or etcd and a key."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge.cli.rundir import RunDirectory
+from forge.core.errors import InvalidArgument, NotFound
+from forge.runtime.coordination import Coordinator
+from forge.runtime.rpc import Channels
+from forge.runtime.security import Keyring, Security
+
+CONNECT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """Where a system is, and by which key it is spoken to."""
+
+    etcd: str
+    cluster: str
+    key_file: Path
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[tuple[Coordinator, Channels]]:
+        """Raises `Unavailable` when etcd does not answer, `ConfigError` for a key that is none."""
+        security = Security(
+            Keyring.from_file(self.key_file),
+            subject="operator",
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+        )
+        coordinator = await Coordinator.connect(
+            self.etcd,
+            cluster=self.cluster,
+            timeout_s=CONNECT_S,
+            credentials=security.etcd_credentials(self.etcd),
+        )
+        channels = Channels(security)
+        try:
+            yield coordinator, channels
+        finally:
+            await channels.close()
+            await coordinator.close()
+
+
+def of_run(path: Path) -> Connection:
+    """To the stack of a run that is going on. Raises `NotFound` for no run."""
+    directory = RunDirectory(path.resolve())
+    endpoints_file = directory.path / "etcd.endpoints"
+    if not endpoints_file.exists():
+        raise NotFound(f"{path} is not a run directory: {endpoints_file.name} is missing")
+    return Connection(
+        etcd=endpoints_file.read_text().strip(),
+        cluster=directory.path.name,
+        key_file=directory.key_file,
+    )
+
+
+def newest_run(root: Path) -> Connection:
+    """To the run under `root` that was started last. Raises `InvalidArgument` for none."""
+    started = [
+        (found.stat().st_mtime, found.parent) for found in root.glob("runs/*/etcd.endpoints")
+    ]
+    if not started:
+        raise InvalidArgument(
+            f"there is no run under {root}: name a system by --run-dir, or by --etcd and --key-file"
+        )
+    return of_run(max(started)[1])

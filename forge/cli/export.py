@@ -1,0 +1,254 @@
+"""Trajectories as files for others to read: Parquet, or JSON Lines.
+
+Owns the columns and how they are written; where trajectories come from is the caller's business.
+One row is one trajectory, in both formats with the same names:
+
+    trajectory_id, task_id, domain, state, reason, closed_unix_s
+    rewards: list of event_id, name, kind, value, turn_index
+    turns:   list of turn_index, parent_turn, prefix_tokens, prompt_ids, sampled_ids, logprobs,
+             weight_versions, allowed_logprobs, and what else a Turn holds
+
+The full sequence of a turn is sequence(parent)[:prefix_tokens] + prompt_ids + sampled_ids. What is
+in memory is one row group, about ROW_GROUP_BYTES, or one trajectory if that is larger. A file has
+its name once it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import msgspec
+
+from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from forge.core.trajectory import TOKEN_BYTES, float32_array, int32_array
+from forge.v1 import common_pb2
+
+ROW_GROUP_BYTES = 32 << 20
+
+_INT_LISTS = ("prompt_ids", "sampled_ids", "weight_versions")
+_FLOAT_LISTS = ("logprobs", "allowed_logprobs")
+_INTS = ("turn_index", "parent_turn", "prefix_tokens", "cached_tokens")
+_FLOATS = (
+    "temperature",
+    "started_unix_s",
+    "queue_s",
+    "prefill_s",
+    "decode_s",
+    "agent_s",
+)
+_STRINGS = ("finish_reason", "messages_json", "parse_error", "context_action")
+_REWARD_STRINGS = ("event_id", "name", "kind")
+
+
+class Writer(Protocol):
+    """A file that takes trajectories."""
+
+    def add(self, trajectory: common_pb2.Trajectory) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def export_file(path: Path) -> Iterator[Writer]:
+    """A new file in the format that its name ends with.
+
+    Raises `InvalidArgument` for another ending, `FailedPrecondition` when the file is there
+    already, `NotFound` when the format needs a package that is not installed.
+    """
+    make = _FORMATS.get(path.suffix)
+    if make is None:
+        raise InvalidArgument(f"{path} must end with one of {', '.join(_FORMATS)}")
+    if path.exists():
+        raise FailedPrecondition(f"{path} is there already: name another file")
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
+            writer = make(file)
+            yield writer
+            writer.close()
+        unfinished.replace(path)
+    except OSError as error:
+        raise ResourceExhausted(f"{path} cannot be written: {error.strerror}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+class JsonLines:
+    """One JSON object a line."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._encoder = msgspec.json.Encoder()
+
+    def add(self, trajectory: common_pb2.Trajectory) -> None:
+        row = _row(trajectory)
+        row["rewards"] = [_reward(reward) for reward in trajectory.rewards]
+        row["turns"] = [_json_turn(turn) for turn in trajectory.turns]
+        self._file.write(self._encoder.encode(row))
+        self._file.write(b"\n")
+
+    def close(self) -> None:
+        self._file.flush()
+
+
+class Parquet:
+    """Row groups of about ROW_GROUP_BYTES, compressed by zstd."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        try:
+            import pyarrow
+            from pyarrow import parquet
+        except ImportError:
+            raise NotFound(
+                "Parquet needs pyarrow: install it with `pip install forge-rl[export]`, or "
+                "export to .jsonl"
+            ) from None
+        self._pa = pyarrow
+        self._parquet = parquet
+        self._file = file
+        self._writer: Any = None
+        self._rows: list[common_pb2.Trajectory] = []
+        self._bytes = 0
+
+    def add(self, trajectory: common_pb2.Trajectory) -> None:
+        self._rows.append(trajectory)
+        self._bytes += trajectory.ByteSize()
+        if self._bytes >= ROW_GROUP_BYTES:
+            self._write()
+
+    def close(self) -> None:
+        # An export of nothing is a file with columns and no row.
+        if self._rows or self._writer is None:
+            self._write()
+        self._writer.close()
+
+    def _write(self) -> None:
+        table = self._table(self._rows)
+        if self._writer is None:
+            self._writer = self._parquet.ParquetWriter(self._file, table.schema, compression="zstd")
+        self._writer.write_table(table)
+        self._rows, self._bytes = [], 0
+
+    def _table(self, rows: Sequence[common_pb2.Trajectory]) -> Any:
+        plain = [_row(row) for row in rows]
+        columns = {
+            name: self._pa.array(
+                [row[name] for row in plain],
+                self._pa.float64() if name == "closed_unix_s" else self._pa.string(),
+            )
+            for name in _ROW
+        }
+        rewards = [reward for row in rows for reward in row.rewards]
+        turns = [turn for row in rows for turn in row.turns]
+        columns["rewards"] = self._lists([len(row.rewards) for row in rows], self._rewards(rewards))
+        columns["turns"] = self._lists([len(row.turns) for row in rows], self._turns(turns))
+        return self._pa.table(columns)
+
+    def _rewards(self, rewards: Sequence[common_pb2.RewardEvent]) -> Any:
+        plain = [_reward(reward) for reward in rewards]
+        types = dict.fromkeys(_REWARD_STRINGS, self._pa.string()) | {
+            "value": self._pa.float64(),
+            "turn_index": self._pa.int32(),
+        }
+        return self._struct(plain, types)
+
+    def _turns(self, turns: Sequence[common_pb2.Turn]) -> Any:
+        types = (
+            dict.fromkeys(_INTS, self._pa.int32())
+            | dict.fromkeys(_FLOATS, self._pa.float64())
+            | dict.fromkeys(_STRINGS, self._pa.string())
+        )
+        plain = self._struct([_scalars(turn) for turn in turns], types)
+        arrays = dict(zip(types, plain.flatten(), strict=True))
+        columns = [_columns(turn) for turn in turns]
+        for names, kind in ((_INT_LISTS, self._pa.int32()), (_FLOAT_LISTS, self._pa.float32())):
+            for name in names:
+                arrays[name] = self._column([one[name] for one in columns], kind)
+        return self._pa.StructArray.from_arrays(list(arrays.values()), list(arrays))
+
+    def _struct(self, rows: Sequence[dict[str, Any]], types: dict[str, Any]) -> Any:
+        arrays = [self._pa.array([row[name] for row in rows], types[name]) for name in types]
+        return self._pa.StructArray.from_arrays(arrays, list(types))
+
+    def _column(self, pieces: Sequence[bytes], kind: Any) -> Any:
+        """One list per piece, its numbers taken over as the bytes they are."""
+        joined = b"".join(pieces)
+        count = len(joined) // TOKEN_BYTES
+        values = self._pa.Array.from_buffers(kind, count, [None, self._pa.py_buffer(joined)])
+        return self._lists([len(piece) // TOKEN_BYTES for piece in pieces], values)
+
+    def _lists(self, lengths: Sequence[int], values: Any) -> Any:
+        offsets = self._pa.array([0, *accumulate(lengths)], self._pa.int32())
+        return self._pa.ListArray.from_arrays(offsets, values)
+
+
+_FORMATS: dict[str, Callable[[BinaryIO], Writer]] = {".parquet": Parquet, ".jsonl": JsonLines}
+_ROW = ("trajectory_id", "task_id", "domain", "state", "reason", "closed_unix_s")
+
+
+def _row(trajectory: common_pb2.Trajectory) -> dict[str, Any]:
+    state = common_pb2.TrajectoryState.Name(trajectory.state)
+    return {
+        "trajectory_id": trajectory.trajectory_id,
+        "task_id": trajectory.task_id,
+        "domain": trajectory.domain,
+        "state": state.removeprefix("TRAJECTORY_STATE_").lower(),
+        "reason": trajectory.reason,
+        "closed_unix_s": trajectory.sealed_unix_s,
+    }
+
+
+def _reward(reward: common_pb2.RewardEvent) -> dict[str, Any]:
+    kind = common_pb2.RewardKind.Name(reward.kind)
+    return {
+        "event_id": reward.event_id,
+        "name": reward.name,
+        "kind": kind.removeprefix("REWARD_KIND_").lower(),
+        "value": reward.value,
+        "turn_index": reward.turn_index,
+    }
+
+
+def _scalars(turn: common_pb2.Turn) -> dict[str, Any]:
+    finish_reason = common_pb2.FinishReason.Name(turn.finish_reason)
+    timings = turn.timings
+    return {
+        "turn_index": turn.turn_index,
+        "parent_turn": turn.parent_turn,
+        "prefix_tokens": turn.prefix_tokens,
+        "cached_tokens": turn.cached_tokens,
+        "finish_reason": finish_reason.removeprefix("FINISH_REASON_").lower(),
+        "temperature": turn.temperature,
+        "messages_json": turn.messages_json,
+        "parse_error": turn.parse_error,
+        "context_action": turn.context_action,
+        "started_unix_s": turn.started_unix_s,
+        "queue_s": timings.queue_s,
+        "prefill_s": timings.prefill_s,
+        "decode_s": timings.decode_s,
+        "agent_s": timings.agent_s,
+    }
+
+
+def _columns(turn: common_pb2.Turn) -> dict[str, bytes]:
+    sampled = turn.sampled
+    return {
+        "prompt_ids": turn.prompt_ids,
+        "sampled_ids": sampled.ids,
+        "weight_versions": sampled.weight_versions,
+        "logprobs": sampled.logprobs,
+        "allowed_logprobs": sampled.allowed_logprobs,
+    }
+
+
+def _json_turn(turn: common_pb2.Turn) -> dict[str, Any]:
+    row = _scalars(turn)
+    columns = _columns(turn)
+    row |= {name: int32_array(columns[name]).tolist() for name in _INT_LISTS}
+    row |= {name: float32_array(columns[name]).tolist() for name in _FLOAT_LISTS}
+    return row

@@ -1,0 +1,41 @@
+"""How a command ends: errors in one line, exit codes, Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+
+import typer
+from rich.console import Console
+
+from forge.core.errors import ForgeError
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells count it."""
+
+console = Console()
+
+
+def finish(main: Callable[[], Awaitable[None]], interrupted: str) -> None:
+    """Run an asynchronous command; Ctrl-C and SIGTERM cancel it, so that its clean-up runs."""
+
+    async def cancellable() -> None:
+        task = asyncio.ensure_future(main())
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        await task
+
+    try:
+        asyncio.run(cancellable())
+    except asyncio.CancelledError:
+        console.print(interrupted)
+        raise typer.Exit(INTERRUPTED) from None
+    except ForgeError as error:
+        fail(error)
+
+
+def fail(error: ForgeError) -> None:
+    Console(stderr=True).print(f"[red]forge: {error}[/red]", highlight=False, soft_wrap=True)
+    raise typer.Exit(2 if not error.retryable else 1) from None

@@ -1,0 +1,150 @@
+"""Options that the reading commands of `forge pool` share, and what they amount to.
+
+Owns the words of a filter and of a connection on the command line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forge.cli.connection import Connection, newest_run, of_run
+from forge.cli.outcome import fail
+from forge.core.errors import ForgeError, InvalidArgument
+from forge.v1 import common_pb2, pool_pb2
+
+_AGO = re.compile(r"([0-9.]+)([smhd])")
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def connection(
+    *,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(help="Directory of a run that is going on. Default: the newest one."),
+    ] = None,
+    root: Annotated[Path, typer.Option(help="Where runs are kept.", envvar="FORGE_ROOT")] = Path(
+        ".forge"
+    ),
+    etcd: Annotated[
+        str, typer.Option(help="host:port[,host:port]: of a system that is no run.")
+    ] = "",
+    cluster: Annotated[str, typer.Option(help="With --etcd: name of the cluster.")] = "default",
+    key_file: Annotated[
+        Path | None, typer.Option(help="With --etcd: file with the cluster's key.")
+    ] = None,
+    tls_ca: Annotated[
+        str, typer.Option(help="With --etcd: PEM certificates its hosts are verified by.")
+    ] = "",
+    tls_cert: Annotated[str, typer.Option(help="PEM certificate chain of this host.")] = "",
+    tls_key: Annotated[str, typer.Option(help="PEM private key of --tls-cert.")] = "",
+) -> Connection:
+    if not etcd:
+        return newest_run(root) if run_dir is None else of_run(run_dir)
+    if key_file is None:
+        raise InvalidArgument("--etcd needs --key-file: the key that the system's processes share")
+    return Connection(
+        etcd=etcd,
+        cluster=cluster,
+        key_file=key_file,
+        tls_ca=tls_ca,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+    )
+
+
+def trajectory_filter(
+    *,
+    domain: Annotated[str, typer.Option(help="Only this domain.")] = "",
+    state: Annotated[str, typer.Option(help="open, sealed or abandoned. Default: any.")] = "",
+    min_reward: Annotated[
+        float | None, typer.Option(help="Least sum of its outcome rewards, included.")
+    ] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Largest sum, included.")] = None,
+    reward: Annotated[str, typer.Option(help="Sum the rewards of this name instead.")] = "",
+    min_version: Annotated[
+        int | None, typer.Option(help="Some token was sampled by these weights or later ones.")
+    ] = None,
+    max_version: Annotated[
+        int | None, typer.Option(help="Some token was sampled by these weights or earlier ones.")
+    ] = None,
+    since: Annotated[
+        str, typer.Option(help="Closed since 90s, 15m, 2h or 7d ago, or since 2026-01-31T12:00.")
+    ] = "",
+    until: Annotated[str, typer.Option(help="Closed before that; the same forms.")] = "",
+) -> pool_pb2.TrajectoryFilter:
+    now_unix_s = time.time()
+    return pool_pb2.TrajectoryFilter(
+        domain=domain,
+        state=_state(state),
+        min_reward=min_reward,
+        max_reward=max_reward,
+        reward_name=reward,
+        min_weight_version=min_version,
+        max_weight_version=max_version,
+        closed_from_unix_s=moment("since", since, now_unix_s=now_unix_s),
+        closed_before_unix_s=moment("until", until, now_unix_s=now_unix_s),
+    )
+
+
+def _state(name: str) -> common_pb2.TrajectoryState.ValueType:
+    names = {"": "UNSPECIFIED", "open": "OPEN", "sealed": "SEALED", "abandoned": "ABANDONED"}
+    if name not in names:
+        raise InvalidArgument(f"--state {name!r} must be open, sealed or abandoned")
+    return common_pb2.TrajectoryState.Value(f"TRAJECTORY_STATE_{names[name]}")
+
+
+def moment(option: str, text: str, *, now_unix_s: float) -> float | None:
+    """Unix time of "2h" (ago) or of an ISO date, local unless it says otherwise; None for ""."""
+    if not text:
+        return None
+    ago = _AGO.fullmatch(text)
+    try:
+        if ago is not None:
+            return now_unix_s - float(ago[1]) * _UNIT_S[ago[2]]
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        raise InvalidArgument(
+            f"--{option} {text!r} must be a time ago like 90s, 15m, 2h or 7d, or a date like "
+            "2026-01-31T12:00"
+        ) from None
+
+
+_SOURCES: dict[str, Callable[..., Any]] = {"at": connection, "wanted": trajectory_filter}
+
+
+def reading(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with the options of a connection in place of its parameter `at`, and those of a
+    filter in place of `wanted`."""
+    own = inspect.signature(command, eval_str=True).parameters
+    sources = {name: make for name, make in _SOURCES.items() if name in own}
+    options = {
+        name: inspect.signature(make, eval_str=True).parameters for name, make in sources.items()
+    }
+
+    def run(**given: Any) -> None:
+        try:
+            made = {
+                name: make(**{option: given.pop(option) for option in options[name]})
+                for name, make in sources.items()
+            }
+        except ForgeError as error:
+            fail(error)
+        command(**made, **given)
+
+    parameters = [one for name, one in own.items() if name not in sources]
+    # A filter is what is asked, so its options come before those of where to ask.
+    for name in reversed(sources):
+        parameters += options[name].values()
+    keyword_only = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in keyword_only}
+    return run

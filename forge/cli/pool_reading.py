@@ -1,0 +1,217 @@
+"""What `forge pool` prints of a running pool: lists, tails, counts, exports."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from forge.cli.connection import Connection
+from forge.cli.export import export_file
+from forge.client.pool import PoolReader
+from forge.v1 import common_pb2, pool_pb2
+
+_CHANGES = {
+    pool_pb2.TRAJECTORY_CHANGE_CLOSED: "closed",
+    pool_pb2.TRAJECTORY_CHANGE_REWARDED: "rewarded",
+}
+
+
+@asynccontextmanager
+async def _reader(at: Connection) -> AsyncIterator[PoolReader]:
+    async with at.open() as (coordinator, channels):
+        yield PoolReader(coordinator, channels)
+
+
+async def list_trajectories(
+    at: Connection,
+    wanted: pool_pb2.TrajectoryFilter,
+    *,
+    limit: int,
+    as_json: bool,
+    console: Console,
+) -> None:
+    """Print up to `limit` trajectories that fit; 0 is all of them."""
+    table = Table(*_COLUMNS)
+    shown, more = 0, False
+    async with _reader(at) as reader:
+        async for page in reader.query(wanted, page_size=limit):
+            for summary in page.trajectories:
+                more = bool(limit) and shown == limit
+                if more:
+                    break
+                shown += 1
+                if as_json:
+                    _print_json(summary)
+                else:
+                    table.add_row(*_cells(summary))
+            if more:
+                break
+    if as_json:
+        return
+    console.print(table)
+    if more:
+        console.print(f"There are more than these {limit}: see --limit.", highlight=False)
+
+
+async def follow_trajectories(
+    at: Connection,
+    wanted: pool_pb2.TrajectoryFilter,
+    *,
+    cursors: Sequence[str],
+    from_start: bool,
+    as_json: bool,
+    console: Console,
+) -> None:
+    """Print what is closed and rewarded until cancelled; then where to go on."""
+    known = {cursor.rpartition("/")[0]: cursor for cursor in cursors}
+    async with _reader(at) as reader:
+        try:
+            async for response in reader.tail(wanted, cursors=known, from_start=from_start):
+                known[response.cursor.rpartition("/")[0]] = response.cursor
+                if not response.change:
+                    continue
+                if as_json:
+                    _print_json(response)
+                else:
+                    cells = "  ".join(_cells(response.summary))
+                    console.print(
+                        f"{_CHANGES[response.change]:8}  {cells}", highlight=False, soft_wrap=True
+                    )
+        finally:
+            resume = " ".join(f"--cursor {cursor}" for cursor in known.values())
+            sys.stderr.write(f"Go on with: forge pool tail {resume}\n")
+
+
+async def export_trajectories(
+    at: Connection, wanted: pool_pb2.TrajectoryFilter, file: Path, *, console: Console
+) -> None:
+    """Write everything that fits to `file`."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    count = size_bytes = freed = 0
+    with (
+        export_file(file) as writer,
+        Progress(*columns, console=Console(stderr=True), transient=True) as bar,
+    ):
+        task = bar.add_task("exporting")
+        async with _reader(at) as reader:
+            async for page in reader.query(wanted):
+                whole = [one.trajectory_id for one in page.trajectories if not one.freed]
+                freed += len(page.trajectories)
+                async for trajectory in reader.fetch(page.shard, whole):
+                    writer.add(trajectory)
+                    count, freed = count + 1, freed - 1
+                    size_bytes += trajectory.ByteSize()
+                    bar.update(task, description=f"{count} trajectories, {decimal(size_bytes)}")
+    left_out = f"; {freed} that fit were freed" if freed else ""
+    console.print(
+        f"{file}: {count} trajectories, {decimal(file.stat().st_size)}{left_out}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+async def show_stats(at: Connection, *, as_json: bool, console: Console) -> None:
+    """Print the counts of every shard."""
+    async with _reader(at) as reader:
+        for shard in await reader.shards():
+            stats = await reader.stats(shard)
+            if as_json:
+                _print_json(stats)
+            else:
+                _show(stats, console)
+
+
+def _show(stats: pool_pb2.GetPoolStatsResponse, console: Console) -> None:
+    table = Table(
+        "domain",
+        "",
+        "state",
+        "count",
+        "turns",
+        "sampled tokens",
+        "bytes",
+        title=f"Shard {stats.pool_shard}",
+    )
+    for groups in stats.group_counts:
+        purpose = _name(common_pb2.Purpose.Name(groups.purpose), "PURPOSE_")
+        state = _name(common_pb2.GroupState.Name(groups.state), "GROUP_STATE_")
+        table.add_row(groups.domain, f"{purpose} groups", state, str(groups.groups), "", "", "")
+    for one in stats.trajectory_counts:
+        table.add_row(
+            one.domain,
+            "trajectories",
+            _state(one.state),
+            str(one.trajectories),
+            str(one.turns),
+            str(one.sampled_tokens),
+            decimal(one.turn_bytes),
+        )
+    console.print(table)
+    console.print(
+        f"{decimal(stats.used_bytes)} in the file, of which {decimal(stats.live_bytes)} in use; "
+        f"{decimal(stats.disk_free_bytes)} free on the disk",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if stats.oldest_pending_task_id:
+        console.print(
+            f"oldest pending group: {stats.oldest_pending_task_id} at index "
+            f"{stats.oldest_pending_queue_index}"
+            + (
+                f"; sealed work waits since {_time(stats.oldest_pending_closed_unix_s)}"
+                if stats.oldest_pending_closed_unix_s
+                else ""
+            ),
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+_COLUMNS = ("trajectory", "domain", "state", "closed", "turns", "sampled", "versions", "rewards")
+
+
+def _cells(summary: common_pb2.TrajectorySummary) -> tuple[str, ...]:
+    versions = f"{summary.min_weight_version}-{summary.max_weight_version}"
+    rewards = " ".join(f"{reward.name}={reward.value:g}" for reward in summary.rewards)
+    return (
+        summary.trajectory_id,
+        summary.domain,
+        _state(summary.state) + (" (freed)" if summary.freed else ""),
+        _time(summary.sealed_unix_s),
+        str(summary.turns),
+        str(summary.sampled_tokens),
+        versions if summary.min_weight_version >= 0 else "",
+        rewards or summary.reason,
+    )
+
+
+def _state(state: common_pb2.TrajectoryState.ValueType) -> str:
+    return _name(common_pb2.TrajectoryState.Name(state), "TRAJECTORY_STATE_")
+
+
+def _name(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).lower()
+
+
+def _time(unix_s: float) -> str:
+    """In the operator's own time zone."""
+    if not unix_s:
+        return ""
+    return f"{datetime.fromtimestamp(unix_s, UTC).astimezone():%Y-%m-%d %H:%M:%S}"
+
+
+def _print_json(message: Message) -> None:
+    row = MessageToDict(message, preserving_proto_field_name=True)
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,199 @@
+"""Looking into the pool: all its shards as one, for operators.
+
+Owns paging, the resumption of streams and the choice of instance. It writes nothing, and knows no
+files: what is done to those is `services.pool.tools`. Every call finds its shard through etcd, so
+it survives the restart of any instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from forge.client.retry import Patience
+from forge.core.errors import ForgeError, InvalidArgument, NotFound
+from forge.runtime.coordination import Coordinator, Instance
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.chunks import Joiner
+from forge.runtime.rpc.remote import Remote
+from forge.runtime.rpc.status import translated
+from forge.v1 import common_pb2, pool_pb2
+from forge.v1.pool_pb2_grpc import PoolServiceStub
+
+CALL_S = 60.0
+FIND_S = 3.0
+FETCH_TRAJECTORIES = 16
+"""Asked for in one call."""
+TAIL_BUFFER = 64
+"""Responses of all shards that may wait for who tails them; then the streams are not read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Some trajectories of one shard that fit a query; maybe none."""
+
+    shard: str
+    trajectories: Sequence[common_pb2.TrajectorySummary]
+
+
+class PoolReader:
+    """Every shard that is registered."""
+
+    def __init__(
+        self, coordinator: Coordinator, channels: Channels, *, retry_for_s: float = 30.0
+    ) -> None:
+        self._retry_for_s = retry_for_s
+        self._pool = Remote(coordinator, channels, kind="pool", stub=PoolServiceStub)
+
+    async def shards(self) -> list[str]:
+        """Names of the shards that answer now. Raises `Unavailable` when there is none."""
+        await self._pool.pick(timeout_s=FIND_S)
+        return sorted({instance.metadata["shard"] for instance in self._pool.instances()})
+
+    async def stats(self, shard: str) -> pool_pb2.GetPoolStatsResponse:
+        """Counts and sizes of one shard, by domain and state, too."""
+        request = pool_pb2.GetPoolStatsRequest(by_domain=True)
+        stats: pool_pb2.GetPoolStatsResponse = await self._call(shard, "GetPoolStats", request)
+        return stats
+
+    async def query(
+        self, wanted: pool_pb2.TrajectoryFilter, *, page_size: int = 0
+    ) -> AsyncIterator[Page]:
+        """What fits `wanted`, shard by shard, in pages that may be empty."""
+        for shard in await self.shards():
+            token = ""
+            while True:
+                request = pool_pb2.QueryTrajectoriesRequest(
+                    filter=wanted, page_size=page_size, page_token=token
+                )
+                page: pool_pb2.QueryTrajectoriesResponse = await self._call(
+                    shard, "QueryTrajectories", request
+                )
+                yield Page(shard=shard, trajectories=page.trajectories)
+                token = page.next_page_token
+                if not token:
+                    break
+
+    async def fetch(
+        self, shard: str, trajectory_ids: Sequence[str]
+    ) -> AsyncIterator[common_pb2.Trajectory]:
+        """Whole trajectories in the order asked, one in memory at a time; those that have been
+        freed meanwhile are left out."""
+        left = list(trajectory_ids)
+        patience = self._patience()
+        size = FETCH_TRAJECTORIES
+        while left:
+            try:
+                async with aclosing(self._fetch(shard, left[:size])) as found:
+                    async for trajectory in found:
+                        del left[0]
+                        patience = self._patience()
+                        yield trajectory
+            except NotFound:
+                # One by one tells which of them it is.
+                if size == 1:
+                    del left[0]
+                size = FETCH_TRAJECTORIES if size == 1 else 1
+            except ForgeError as error:
+                await asyncio.sleep(patience.pause_s(error))
+
+    async def tail(
+        self,
+        wanted: pool_pb2.TrajectoryFilter,
+        *,
+        cursors: Mapping[str, str],
+        from_start: bool = False,
+    ) -> AsyncIterator[pool_pb2.TailTrajectoriesResponse]:
+        """What every shard closes and rewards, from the cursor given by shard or from now on, for
+        as long as one reads. Raises the error of a shard that refuses or stays away."""
+        shards = await self.shards()
+        for shard in cursors:
+            if shard not in shards:
+                raise InvalidArgument(
+                    f"cursor {cursors[shard]} is of pool shard {shard!r}, which is not registered; "
+                    f"there are {', '.join(shards)}"
+                )
+        responses: asyncio.Queue[pool_pb2.TailTrajectoriesResponse | ForgeError] = asyncio.Queue(
+            TAIL_BUFFER
+        )
+        tails = [
+            asyncio.create_task(
+                self._tail(shard, wanted, cursors.get(shard, ""), from_start, responses)
+            )
+            for shard in shards
+        ]
+        try:
+            while True:
+                response = await responses.get()
+                if isinstance(response, ForgeError):
+                    raise response
+                yield response
+        finally:
+            for task in tails:
+                task.cancel()
+            await asyncio.gather(*tails, return_exceptions=True)
+
+    async def _tail(
+        self,
+        shard: str,
+        wanted: pool_pb2.TrajectoryFilter,
+        cursor: str,
+        from_start: bool,
+        responses: asyncio.Queue[pool_pb2.TailTrajectoriesResponse | ForgeError],
+    ) -> None:
+        patience = self._patience()
+        while True:
+            request = pool_pb2.TailTrajectoriesRequest(
+                filter=wanted, cursor=cursor, from_start=from_start
+            )
+            try:
+                stub = await self._find(shard)
+                async with translated():
+                    async for response in stub.TailTrajectories(request):
+                        cursor = response.cursor
+                        patience = self._patience()
+                        await responses.put(response)
+            except ForgeError as error:
+                try:
+                    await asyncio.sleep(patience.pause_s(error))
+                except ForgeError as last:
+                    await responses.put(last)
+                    return
+
+    async def _fetch(
+        self, shard: str, trajectory_ids: Sequence[str]
+    ) -> AsyncGenerator[common_pb2.Trajectory, None]:
+        stub = await self._find(shard)
+        request = pool_pb2.FetchTrajectoriesRequest(trajectory_ids=trajectory_ids)
+        joiner = Joiner()
+        async with translated():
+            async for piece in stub.FetchTrajectories(request):
+                whole = joiner.add(piece.trajectory)
+                if whole is not None:
+                    yield common_pb2.Trajectory.FromString(whole)
+
+    # Any, as the stub's own type knows only blocking streams.
+    async def _find(self, shard: str) -> Any:
+        _, stub = await self._pool.pick(where=lambda one: _serves(one, shard), timeout_s=FIND_S)
+        return stub
+
+    async def _call(self, shard: str, method: str, request: Any) -> Any:
+        return await self._pool.call(
+            method,
+            request,
+            timeout_s=CALL_S,
+            retry_for_s=self._retry_for_s,
+            where=lambda one: _serves(one, shard),
+        )
+
+    def _patience(self) -> Patience:
+        return Patience(self._retry_for_s, clock=time.monotonic, rng=Random())
+
+
+def _serves(instance: Instance, shard: str) -> bool:
+    return instance.metadata.get("shard") == shard

@@ -1,0 +1,159 @@
+"""`forge pool` against a running pool, as an operator types it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+import pytest_asyncio
+from pyarrow import parquet
+
+from forge.core.trajectory import float32_array, int32_array
+from forge.runtime.coordination import Coordinator
+from forge.v1 import pool_pb2
+from tests.support.etcd import EtcdServer
+from tests.support.pool_process import PoolClient, PoolProcess
+from tests.support.pool_records import make_group, make_reward, make_turn
+
+CLUSTER = "pool-cli"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    code: int
+    stdout: str
+    stderr: str
+
+
+@pytest_asyncio.fixture(scope="module")
+async def pool(
+    tmp_path_factory: pytest.TempPathFactory, shared_etcd: EtcdServer
+) -> AsyncIterator[PoolProcess]:
+    """A pool in a directory like that of a run."""
+    folder = tmp_path_factory.mktemp("runs") / CLUSTER
+    process = PoolProcess(folder, etcd=shared_etcd, cluster=CLUSTER)
+    process.start()
+    (folder / "etcd.endpoints").write_text(shared_etcd.endpoint + "\n")
+    yield process
+    process.kill()
+
+
+@pytest_asyncio.fixture(scope="module", autouse=True)
+async def client(pool: PoolProcess, shared_etcd: EtcdServer) -> AsyncIterator[PoolClient]:
+    """Fills the pool: three sealed trajectories and an open one."""
+    coordinator = await Coordinator.connect(shared_etcd.endpoint, cluster=CLUSTER)
+    client = await PoolClient.connect(pool, coordinator)
+    await client.stub.PutGroups(pool_pb2.PutGroupsRequest(groups=[make_group("a")], fence=1))
+    turns = [make_turn(f"a:{n}:0", index, prefix=5 * index) for n in range(3) for index in range(2)]
+    await client.append([*turns, make_turn("a:3:0")])
+    for number, value in enumerate((0.0, 0.5, 1.0)):
+        await client.seal(f"a:{number}:0", 2, [make_reward(value=value)])
+    yield client
+    await client.close()
+    await coordinator.close()
+
+
+async def forge(pool: PoolProcess, *words: str) -> Done:
+    """Runs `forge pool <words>` against the run."""
+    process = await start(pool, *words)
+    stdout, stderr = await process.communicate()
+    assert process.returncode is not None
+    return Done(code=process.returncode, stdout=stdout.decode(), stderr=stderr.decode())
+
+
+async def start(pool: PoolProcess, *words: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "forge.cli.main", "pool", *words),
+        *("--run-dir", str(pool.data_dir.parent)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def test_a_query_lists_what_fits(pool):
+    """A table for people, an object a line for programs; a condition that is none is one line."""
+    table, lines, wrong = await asyncio.gather(
+        forge(pool, "query", "--min-reward", "0.5", "--since", "1h"),
+        forge(pool, "query", "--json", "--limit", "2"),
+        forge(pool, "query", "--since", "yesterday"),
+    )
+    assert table.code == 0, table.stderr
+    assert "a:1:0" in table.stdout and "a:2:0" in table.stdout and "a:0:0" not in table.stdout
+    rows = [json.loads(line) for line in lines.stdout.splitlines()]
+    assert [row["trajectory_id"] for row in rows] == ["a:0:0", "a:1:0"]
+    assert rows[1]["rewards"][0]["value"] == 0.5
+    assert wrong.code == 2
+    assert wrong.stderr.startswith("forge: --since 'yesterday' must be a time ago")
+    assert wrong.stderr.count("\n") == 1
+
+
+async def test_an_export_holds_every_number_as_it_was_sampled(pool, client, tmp_path):
+    """Parquet and JSON Lines have the same rows: each sealed trajectory with its turns, ids,
+    log-probs, versions and rewards; a file that is there is not overwritten."""
+    for name in ("all.parquet", "all.jsonl"):
+        done = await forge(pool, "export", str(tmp_path / name))
+        assert done.code == 0, done.stderr
+        assert "3 trajectories" in done.stdout
+    again, unknown = await asyncio.gather(
+        forge(pool, "export", str(tmp_path / "all.jsonl")),
+        forge(pool, "export", str(tmp_path / "all.csv")),
+    )
+    assert (again.code, unknown.code) == (2, 2)
+    assert "is there already" in again.stderr and "must end with one of" in unknown.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.jsonl", "all.parquet"]
+    rows = parquet.read_table(tmp_path / "all.parquet").to_pylist()
+    assert rows == [json.loads(line) for line in (tmp_path / "all.jsonl").open()]
+    for row, trajectory in zip(rows, await client.fetch("a:0:0", "a:1:0", "a:2:0"), strict=True):
+        assert (row["trajectory_id"], row["state"]) == (trajectory.trajectory_id, "sealed")
+        assert [reward["value"] for reward in row["rewards"]] == [
+            reward.value for reward in trajectory.rewards
+        ]
+        for turn, sent in zip(row["turns"], trajectory.turns, strict=True):
+            assert (turn["parent_turn"], turn["prefix_tokens"]) == (
+                sent.parent_turn,
+                sent.prefix_tokens,
+            )
+            assert turn["prompt_ids"] == int32_array(sent.prompt_ids).tolist()
+            assert turn["sampled_ids"] == int32_array(sent.sampled.ids).tolist()
+            assert turn["logprobs"] == float32_array(sent.sampled.logprobs).tolist()
+            assert turn["weight_versions"] == int32_array(sent.sampled.weight_versions).tolist()
+
+
+async def test_a_tail_prints_and_tells_where_to_go_on(pool):
+    """From the start it prints what there is; stopped, it names the cursor to resume with."""
+    process = await start(pool, "tail", "--from-start", "--json")
+    lines = [json.loads(await process.stdout.readline()) for _ in range(3)]
+    process.terminate()
+    _, stderr = await process.communicate()
+    assert [line["summary"]["trajectory_id"] for line in lines] == ["a:0:0", "a:1:0", "a:2:0"]
+    assert process.returncode == 130
+    assert stderr.decode() == "Go on with: forge pool tail --cursor s0/3\n"
+
+
+async def test_stats_and_files_of_a_running_pool(pool, tmp_path):
+    """Counts by domain and state; the files of the running shard are checked and copied, but not
+    compacted."""
+    shown = await forge(pool, "stats")
+    assert shown.code == 0, shown.stderr
+    assert "oldest pending group: a at index 0" in shown.stdout
+    shard = str(pool.data_dir)
+    checked, copied, compacted = [
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "forge.cli.main", "pool", *words),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        for words in (
+            ("check", shard),
+            ("backup", shard, str(tmp_path / "copy")),
+            ("compact", shard),
+        )
+    ]
+    outputs = [await one.communicate() for one in (checked, copied, compacted)]
+    codes = [one.returncode for one in (checked, copied, compacted)]
+    assert codes == [0, 0, 2], outputs
+    assert b"is in use by another pool instance" in outputs[2][1]
