@@ -6,6 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from forge.core.errors import ConfigError
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2_grpc, replica_pb2_grpc, trainer_pb2_grpc
@@ -48,6 +49,10 @@ class PoolApp:
         writer = await self._context.actors.spawn(lambda: Writer(store), name="writer")
         self._context.metadata["shard"] = store.shard
         if config.durability == "replicated":
+            if not config.shard:
+                raise ConfigError(
+                    'shard is empty: with durability = "replicated" both instances need its name'
+                )
             await self._start_replica(store, writer, readers)
         else:
             await serve_alone(self._context.coordinator, store)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from forge.core.errors import (
     FailedPrecondition,
@@ -25,7 +26,7 @@ from forge.v1 import replica_pb2 as pb
 from services.pool.config import PoolConfig
 from services.pool.journal import Changes, ReplicaState
 from services.pool.leading import RETRY_S, Gate, Link
-from services.pool.membership import ReplicaSet
+from services.pool.membership import ReplicaSet, leadership_name
 from services.pool.readers import Readers
 from services.pool.store import PoolStore
 
@@ -50,7 +51,11 @@ class Leader:
         on_members: Callable[[], None],
     ) -> None:
         """`on_members` is called when the set of replicas has changed."""
-        self.gate = Gate(store.shard, position=state.position, leads=lambda: leadership.alive)
+        self.deposed = asyncio.Event()
+        """Another instance leads, or may."""
+        self.gate = Gate(
+            store.shard, position=state.position, leads=lambda: not self.deposed.is_set()
+        )
         self.members = members
         self.leadership = leadership
         self._config = config
@@ -60,13 +65,65 @@ class Leader:
         self._state = state
         self._own_id = state.replica_id
         self._on_members = on_members
+        self._recording = asyncio.Lock()
         self._link: Link | None = None
         self._attending: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
         """Takes the record over: an earlier leader can change it no more. Raises StaleFence."""
-        self.members = await self.members.write(self._coordinator)
+        await self._record(self.members)
         await self._be_without_follower("no follower has joined")
+
+    async def hold(self) -> None:
+        """Keeps the office; returns once deposed.
+
+        While etcd is away nobody can be elected, and what is acknowledged rests on the follower or
+        on the record, not on the lease: so a lost lease ends nothing. It is campaigned for again,
+        and whoever was elected meanwhile has changed the record.
+        """
+        while not self.deposed.is_set():
+            ends = {
+                asyncio.create_task(self.leadership.lost()),
+                asyncio.create_task(self.deposed.wait()),
+            }
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for end in ends:
+                    end.cancel()
+            if not self.deposed.is_set():
+                log.warning("lease_lost", pool_shard=self._store.shard)
+                await self._regain()
+        self.gate.shut("another instance leads it")
+
+    async def _regain(self) -> None:
+        campaign = asyncio.create_task(
+            self._coordinator.campaign(
+                leadership_name(self._store.shard),
+                self._config.instance_id,
+                ttl_s=self._config.lease_ttl_s,
+            )
+        )
+        try:
+            while not self.deposed.is_set():
+                await asyncio.wait({campaign}, timeout=RETRY_S)
+                with contextlib.suppress(Unavailable, StaleFence):
+                    await self._look_at_record()
+                    if campaign.done():
+                        self.leadership = campaign.result()
+                        await self._record(replace(self.members, fence=self.leadership.fence))
+                        log.info("lease_regained", fence=self.leadership.fence)
+                        return
+            if campaign.done():
+                await campaign.result().resign()
+        finally:
+            campaign.cancel()
+            await asyncio.wait({campaign})
+
+    def check_readable(self) -> None:
+        """Raises `Unavailable` when another instance may lead by now and know better."""
+        if self.gate.is_shut and not self.leadership.alive:
+            raise Unavailable(f"whether this instance still leads {self._store.shard} is in doubt")
 
     def committed(self, position: int, changes: Changes) -> None:
         self.gate.position = position
@@ -138,7 +195,7 @@ class Leader:
         try:
             await self._be_without_follower(f"its follower is away ({why})")
         except StaleFence as error:
-            log.error("deposed", error=str(error))
+            self.gate.shut(str(error))
         finally:
             self._link = None
 
@@ -155,19 +212,29 @@ class Leader:
         wanted = frozenset(replica_ids)
         while self.members.in_sync != wanted:
             try:
-                self.members = await self.members.of(wanted).write(self._coordinator)
+                await self._record(self.members.of(wanted))
             except Unavailable as error:
                 log.warning("replicas_not_recorded", error=str(error))
                 await asyncio.sleep(RETRY_S)
-            except StaleFence:
-                await self._read_again()
         _IN_SYNC.set(len(wanted))
         self._on_members()
 
-    async def _read_again(self) -> None:
-        """After a write of unknown outcome it may be our own that we met."""
-        with contextlib.suppress(Unavailable):
-            found = await ReplicaSet.read(self._coordinator, self._store.shard)
-            if found is None or found.fence != self.members.fence:
-                raise StaleFence(f"pool shard {self._store.shard} is led by another instance")
-            self.members = found
+    async def _record(self, members: ReplicaSet) -> None:
+        """Raises `StaleFence` when another instance has written, `Unavailable` when the outcome is
+        unknown: then look at the record before anything else."""
+        async with self._recording:
+            try:
+                self.members = await members.write(self._coordinator)
+            except StaleFence:
+                # After a write of unknown outcome it may be our own that we met.
+                await self._look_at_record()
+                if self.members.in_sync != members.in_sync or self.members.fence != members.fence:
+                    raise Unavailable("the record is not what it was: try again") from None
+
+    async def _look_at_record(self) -> None:
+        """Raises `StaleFence`, and is deposed, when another instance has written since."""
+        found = await ReplicaSet.read(self._coordinator, self._store.shard)
+        if found is None or found.fence not in (self.members.fence, self.leadership.fence):
+            self.deposed.set()
+            raise StaleFence(f"pool shard {self._store.shard} is led by another instance")
+        self.members = found

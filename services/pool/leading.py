@@ -57,6 +57,10 @@ class Gate:
         """Why nothing is acknowledged; "" when it is."""
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
+    @property
+    def is_shut(self) -> bool:
+        return bool(self._shut)
+
     def admit(self) -> None:
         """Raises `Unavailable` for a change that could not be acknowledged."""
         if not self._leads():

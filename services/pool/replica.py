@@ -223,7 +223,7 @@ class Replica:
         log.info("leads", pool_shard=self._store.shard, fence=leadership.fence)
         self._on_lead()
         self._context.set_ready()
-        await leadership.lost()
+        await leader.hold()
         log.error("deposed", pool_shard=self._store.shard, fence=leadership.fence)
 
     def _announce(self) -> None:
@@ -267,10 +267,11 @@ class LeadersReaders:
         self._readers = readers
 
     async def run(self, read: Callable[[], T]) -> T:
-        gate = self._replica.leader.gate
+        leader = self._replica.leader
         found = await self._readers.run(read)
-        if gate.required:
-            await gate.passed(timeout_s=_READ_S)
+        if leader.gate.required:
+            await leader.gate.passed(timeout_s=_READ_S)
+        leader.check_readable()
         return found
 
 

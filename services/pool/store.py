@@ -88,8 +88,10 @@ class PoolStore:
                 else writes.apply(command, records)
                 for command in commands
             ]
+            if self._on_commit is None:
+                return answers, 0, {}
             changes = {key: value for key, value in records.changed.items() if key[0] not in LOCAL}
-            if self._on_commit is None or not changes:
+            if not changes:
                 return answers, 0, {}
             confirmed = self.confirmed_position
             return answers, log_commit(records, changes, confirmed_position=confirmed), changes

@@ -17,50 +17,15 @@ import pytest_asyncio
 
 from forge.core.errors import Unavailable
 from forge.runtime.coordination import Coordinator
-from forge.runtime.rpc.chunks import split
 from forge.runtime.rpc.status import translated
 from forge.v1 import common_pb2, pool_pb2
 from tests.support.etcd import EtcdServer
+from tests.support.pool_load import TURNS, Ledger, audit, requests_of, turn_of
 from tests.support.pool_process import PoolClient, PoolProcess
-from tests.support.pool_records import make_group, make_reward, make_turn
+from tests.support.pool_records import make_group, make_reward
 
 ROUNDS = int(os.environ.get("FORGE_CRASH_ROUNDS", "10"))
 WRITERS = 4
-TURNS = 3
-"""Of each trajectory."""
-
-
-class Ledger:
-    """What the pool has acknowledged, in any of its lives."""
-
-    def __init__(self) -> None:
-        self.turns: set[tuple[str, int]] = set()
-        self.sealed: dict[str, common_pb2.TrajectorySummary] = {}
-        self.groups: set[str] = set()
-        self.count = 0
-        self._news = asyncio.Event()
-
-    def add(self) -> None:
-        self.count += 1
-        self._news.set()
-
-    async def reach(self, count: int) -> None:
-        while self.count < count:
-            self._news.clear()
-            await self._news.wait()
-
-    def trajectories(self) -> list[str]:
-        return sorted({trajectory_id for trajectory_id, _ in self.turns} | set(self.sealed))
-
-
-def turn_of(trajectory_id: str, index: int) -> common_pb2.Turn:
-    """The one turn there can be under this name: its content is drawn from it."""
-    draw = random.Random(f"{trajectory_id}/{index}")
-    # Some need pages of their own, a few need several chunks.
-    size = draw.choice([10, 10, 1_000, 1_000, 20_000, 400_000])
-    return make_turn(
-        trajectory_id, index, prompt=[draw.randrange(1 << 31)] * size, sampled=range(index + 1)
-    )
 
 
 async def write(client: PoolClient, ledger: Ledger, names: Iterator[str]) -> None:
@@ -84,31 +49,13 @@ async def fill(client: PoolClient, ledger: Ledger, names: Iterator[str]) -> None
 
 async def append(client: PoolClient, ledger: Ledger, turns: list[common_pb2.Turn]) -> None:
     async def requests() -> AsyncIterator[pool_pb2.AppendTurnsRequest]:
-        for turn in turns:
-            for chunk in split(turn.SerializeToString()):
-                yield pool_pb2.AppendTurnsRequest(sequence=turn.turn_index, turn=chunk)
+        for request in requests_of(turns):
+            yield request
 
     async for answer in client.stub.AppendTurns(requests()):
         assert answer.status_code == 0, answer.error
         ledger.turns.add((turns[0].trajectory_id, answer.sequence))
         ledger.add()
-
-
-async def audit(client: PoolClient, ledger: Ledger) -> None:
-    """Every acknowledged turn, seal and group is there and equal, and nothing is half there."""
-    listed = {response.group.task.task_id: response for response in await client.groups()}
-    assert ledger.groups <= set(listed)
-    for trajectory in await client.fetch(*ledger.trajectories()):
-        stored = {turn.turn_index: turn for turn in trajectory.turns}
-        for index, turn in stored.items():
-            assert turn == turn_of(trajectory.trajectory_id, index)
-        expected = {index for name, index in ledger.turns if name == trajectory.trajectory_id}
-        assert expected <= set(stored)
-        sealed = ledger.sealed.get(trajectory.trajectory_id)
-        if sealed is not None:
-            assert trajectory.state == common_pb2.TRAJECTORY_STATE_SEALED
-            assert len(stored) == TURNS
-            assert sealed in listed[trajectory.task_id].trajectories
 
 
 @pytest_asyncio.fixture

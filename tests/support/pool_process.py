@@ -49,6 +49,11 @@ class PoolProcess:
         self.process = subprocess.Popen([*self._argv, *settings], stderr=subprocess.PIPE, text=True)
 
     @property
+    def ended(self) -> bool:
+        """Whether it ended by itself."""
+        return self.process is not None and self.process.poll() is not None
+
+    @property
     def pid(self) -> int:
         assert self.process is not None
         return self.process.pid

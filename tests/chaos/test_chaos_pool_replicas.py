@@ -1,0 +1,113 @@
+"""kill -9 of leaders and followers of a replicated pool under load, again and again.
+
+FORGE_CRASH_ROUNDS sets how often (default 10).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from forge.core.sharding import choose_shard
+from forge.runtime.coordination import Coordinator
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.remote import Remote
+from forge.runtime.security import Keyring, Security
+from forge.v1 import pool_pb2_grpc
+from tests.support.etcd import EtcdServer
+from tests.support.pool_load import Ledger, Writer, audit
+from tests.support.pool_shard import ReplicatedShard
+
+pytestmark = pytest.mark.timeout(1800)
+
+ROUNDS = int(os.environ.get("FORGE_CRASH_ROUNDS", "10"))
+SHARDS = ("s0", "s1", "s2")
+WRITERS = 2
+"""Of each shard."""
+MORE = 15
+"""Acknowledged by a shard between one kill and the next."""
+
+
+async def test_three_replicated_shards_lose_nothing_acknowledged(
+    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
+) -> None:
+    """Each round kills the leader, the follower or both of one shard, at a random moment: whoever
+    leads next has every acknowledged record whole, and the other shards notice nothing."""
+    key_file = tmp_path / "key"
+    Keyring.generate(key_file)
+    shards = {
+        name: ReplicatedShard(
+            tmp_path / name,
+            etcd=etcd,
+            coordinator=coordinator,
+            cluster=cluster,
+            shard=name,
+            key_file=key_file,
+        )
+        for name in SHARDS
+    }
+    ledgers = {name: Ledger() for name in SHARDS}
+    channels = Channels(Security(Keyring.from_file(key_file), subject="test"))
+    pools = Remote(coordinator, channels, kind="pool", stub=pool_pb2_grpc.PoolServiceStub)
+    draw = random.Random(0)
+    for shard in shards.values():
+        shard.start()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            writers = [
+                tasks.create_task(Writer(pools, name, ledgers[name]).fill(names_of(name)))
+                for name in SHARDS
+                for _ in range(WRITERS)
+            ]
+            keepers = [tasks.create_task(shard.keep_running()) for shard in shards.values()]
+            for _ in range(ROUNDS):
+                await strike(draw, shards, ledgers)
+            for name, ledger in ledgers.items():
+                await ledger.reach(ledger.count + MORE)
+                await audit_leader(shards[name], ledger)
+            for task in (*writers, *keepers):
+                task.cancel()
+    finally:
+        for shard in shards.values():
+            shard.stop()
+        await channels.close()
+
+
+_NUMBERS = itertools.count()
+
+
+def names_of(shard: str):
+    """Tasks that the scheduler would place on it."""
+    return (name for number in _NUMBERS if choose_shard(name := f"t{number}", SHARDS) == shard)
+
+
+async def strike(
+    draw: random.Random, shards: dict[str, ReplicatedShard], ledgers: dict[str, Ledger]
+) -> None:
+    """One round."""
+    name = draw.choice(SHARDS)
+    shard, ledger = shards[name], ledgers[name]
+    await ledger.reach(ledger.count + MORE)
+    await asyncio.sleep(draw.random() * 0.05)
+    match draw.choice(["leader", "leader", "follower", "both"]):
+        case "leader":
+            await shard.kill_leader()
+        case "follower":
+            leader, _ = await shard.leader()
+            next(one for one in shard.processes if one is not leader).kill()
+        case _:
+            shard.stop()
+            shard.start()
+    await audit_leader(shard, ledger)
+    shard.start()
+
+
+async def audit_leader(shard: ReplicatedShard, ledger: Ledger) -> None:
+    client = await shard.client()
+    await audit(client, ledger)
+    await client.close()

@@ -1,0 +1,184 @@
+"""A shard on two hosts: real processes, a real etcd, and what is left when one of them goes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from forge.core.errors import ForgeError, Unavailable
+from forge.runtime.coordination import Coordinator
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.remote import Remote
+from forge.runtime.rpc.status import translated
+from forge.runtime.security import Keyring, Security
+from forge.v1 import pool_pb2, pool_pb2_grpc
+from tests.support.etcd import EtcdServer
+from tests.support.pool_load import Ledger, Writer, audit
+from tests.support.pool_process import PoolClient
+from tests.support.pool_records import make_group
+from tests.support.pool_shard import ReplicatedShard
+
+pytestmark = pytest.mark.timeout(300)
+
+WRITERS = 3
+
+MakeShard = Callable[..., ReplicatedShard]
+
+
+@pytest_asyncio.fixture
+async def shard(
+    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
+) -> AsyncIterator[MakeShard]:
+    """A shard with the settings given, both of its processes started."""
+    Keyring.generate(tmp_path / "key")
+    made: list[ReplicatedShard] = []
+    keepers: list[asyncio.Task[None]] = []
+
+    def make(*settings: str) -> ReplicatedShard:
+        made.append(
+            ReplicatedShard(
+                tmp_path,
+                etcd=etcd,
+                coordinator=coordinator,
+                cluster=cluster,
+                shard="s0",
+                key_file=tmp_path / "key",
+                settings=settings,
+            )
+        )
+        made[-1].start()
+        keepers.append(asyncio.create_task(made[-1].keep_running()))
+        return made[-1]
+
+    yield make
+    for keeper in keepers:
+        keeper.cancel()
+    await asyncio.gather(*keepers, return_exceptions=True)
+    for one in made:
+        one.stop()
+
+
+@pytest_asyncio.fixture
+async def pools(tmp_path: Path, coordinator: Coordinator) -> AsyncIterator[Remote]:
+    """The pool as gateway, scheduler and trainer find it."""
+    channels = Channels(Security(Keyring.from_file(tmp_path / "key"), subject="test"))
+    yield Remote(coordinator, channels, kind="pool", stub=pool_pb2_grpc.PoolServiceStub)
+    await channels.close()
+
+
+async def put(client: PoolClient, task_id: str) -> None:
+    request = pool_pb2.PutGroupsRequest(groups=[make_group(task_id)], fence=1)
+    async with translated():
+        await client.stub.PutGroups(request, timeout=10.0)
+
+
+async def put_once_it_is_taken(client: PoolClient, task_id: str) -> None:
+    """The follower may still be on its way."""
+    while True:
+        try:
+            return await put(client, task_id)
+        except ForgeError as error:
+            assert error.retryable, error
+            await asyncio.sleep(0.1)
+
+
+async def test_a_killed_leader_takes_nothing_acknowledged_with_it(shard, pools):
+    """kill -9 under load: the other one leads with all of it, and takes the rest when the first is
+    back as its follower."""
+    replicas = shard()
+    ledger = Ledger()
+    names = (f"t{number}" for number in itertools.count())
+    async with asyncio.TaskGroup() as tasks:
+        writers = [
+            tasks.create_task(Writer(pools, "s0", ledger).fill(names)) for _ in range(WRITERS)
+        ]
+        await ledger.reach(20)
+        await replicas.kill_leader()
+        client = await replicas.client()
+        await audit(client, ledger)
+        await client.close()
+        replicas.start()
+        await ledger.reach(ledger.count + 20)
+        for writer in writers:
+            writer.cancel()
+    client = await replicas.client()
+    await audit(client, ledger)
+    await client.close()
+
+
+async def test_a_deposed_leader_is_refused_everything(shard):
+    """Frozen until the other one leads, then thawed: what it is asked to write is not acknowledged,
+    and it ends. With `min_copies` 1 the new leader goes on alone, and only it may lead again."""
+    replicas = shard("--min-copies", "1")
+    client = await replicas.client()
+    await put_once_it_is_taken(client, "before")
+    # In sync: from here on it has all that is acknowledged.
+    while (await replicas.leader())[1].metadata.get("copies") != "2":
+        await asyncio.sleep(0.05)
+    await put(client, "in-both")
+    deposed, _ = await replicas.freeze_leader()
+    assert deposed.process is not None
+    frozen, deposed.process = deposed.process, None
+    try:
+        successor = await replicas.client()
+        await put_once_it_is_taken(successor, "after")
+        late = asyncio.create_task(put(client, "late"))
+        frozen.send_signal(signal.SIGCONT)
+        with pytest.raises(Unavailable):
+            await late
+        listed = {one.group.task.task_id for one in await successor.groups()}
+        assert listed == {"before", "in-both", "after"}
+        assert await asyncio.to_thread(frozen.wait) == 0
+    finally:
+        frozen.kill()
+        frozen.communicate()
+    await client.close()
+    await successor.close()
+
+
+async def test_an_outage_of_etcd_stops_nothing(own_etcd, tmp_path):
+    """With etcd frozen until the lease is over the leader goes on acknowledging, since its follower
+    confirms and nobody can be elected; afterwards all of it is there, whoever leads."""
+    key_file = tmp_path / "key"
+    Keyring.generate(key_file)
+    coordinator = await Coordinator.connect(own_etcd.endpoint, cluster="outage")
+    replicas = ReplicatedShard(
+        tmp_path,
+        etcd=own_etcd,
+        coordinator=coordinator,
+        cluster="outage",
+        shard="s0",
+        key_file=key_file,
+    )
+    replicas.start()
+    keeper = asyncio.create_task(replicas.keep_running())
+    channels = Channels(Security(Keyring.from_file(key_file), subject="test"))
+    pools = Remote(coordinator, channels, kind="pool", stub=pool_pb2_grpc.PoolServiceStub)
+    try:
+        leader, _ = await replicas.leader()
+        client = await replicas.client()
+        await put_once_it_is_taken(client, "before")
+        own_etcd.freeze()
+        while "lease_lost" not in leader.log_path.read_text():
+            await asyncio.sleep(0.05)
+        await put(client, "during")
+        await client.close()
+        own_etcd.thaw()
+        after = pool_pb2.PutGroupsRequest(groups=[make_group("after")], fence=1)
+        await pools.call("PutGroups", after, timeout_s=10.0, retry_for_s=60.0)
+        client = await replicas.client()
+        listed = {one.group.task.task_id for one in await client.groups()}
+        assert listed == {"before", "during", "after"}
+        await client.close()
+    finally:
+        keeper.cancel()
+        await asyncio.wait({keeper})
+        replicas.stop()
+        await channels.close()
+        await coordinator.close()

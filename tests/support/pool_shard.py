@@ -1,0 +1,88 @@
+"""A replicated shard: two real pool processes, one of which leads."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+from forge.runtime.coordination import Coordinator, Instance
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.security import Security
+from tests.support.etcd import EtcdServer
+from tests.support.pool_process import START_S, PoolClient, PoolProcess
+
+
+class ReplicatedShard:
+    """Both instances of one shard."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        etcd: EtcdServer,
+        coordinator: Coordinator,
+        cluster: str,
+        shard: str,
+        key_file: Path,
+        settings: tuple[str, ...] = (),
+    ) -> None:
+        self.shard = shard
+        self._coordinator = coordinator
+        # On a busy machine a shorter lease runs out although its owner lives.
+        self._settings = ("--durability", "replicated", "--lease-ttl-s", "4", *settings)
+        self.processes = [
+            PoolProcess(folder / name, etcd=etcd, cluster=cluster, shard=shard, key_file=key_file)
+            for name in ("a", "b")
+        ]
+
+    def start(self) -> None:
+        """Starts those that do not run."""
+        for process in self.processes:
+            if process.process is None:
+                process.start(*self._settings)
+
+    async def keep_running(self) -> None:
+        """Starts again what ended by itself, as systemd does, until cancelled."""
+        while True:
+            for process in self.processes:
+                if process.ended:
+                    process.start(*self._settings)
+            await asyncio.sleep(0.2)
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    async def leader(self) -> tuple[PoolProcess, Instance]:
+        """The process that leads, once one of those that run does."""
+
+        def leads(instance: Instance) -> bool:
+            return instance.metadata.get("shard") == self.shard and bool(self._of(instance))
+
+        (found, *_) = await self._coordinator.discover("pool").wait(timeout_s=START_S, where=leads)
+        (process,) = self._of(found)
+        return process, found
+
+    def _of(self, instance: Instance) -> list[PoolProcess]:
+        return [
+            process
+            for process in self.processes
+            if process.process is not None and instance.instance_id.endswith(f"-{process.pid}")
+        ]
+
+    async def client(self) -> PoolClient:
+        """Speaks to the leader."""
+        process, instance = await self.leader()
+        return PoolClient(instance.address, Channels(Security(process.keyring, subject="test")))
+
+    async def kill_leader(self) -> PoolProcess:
+        process, _ = await self.leader()
+        process.kill()
+        return process
+
+    async def freeze_leader(self) -> tuple[PoolProcess, Instance]:
+        process, instance = await self.leader()
+        assert process.process is not None
+        process.process.send_signal(signal.SIGSTOP)
+        return process, instance
