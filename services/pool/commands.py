@@ -96,6 +96,8 @@ class FreeGroups:
     """What this step and those before it trained is in a checkpoint."""
     max_records: int
     """Turns and rewards that may be deleted in one transaction."""
+    max_bytes: int = 8 << 20
+    """After that many bytes of them it ends, too."""
     now_unix_s: float
 
     @property

@@ -140,8 +140,8 @@ def check_not_freed(
 
 
 def free(records: Records, command: FreeGroups) -> Freed:
-    """Frees the groups of `command` that may be, up to `max_records` turns and rewards."""
-    left = command.max_records
+    """Frees the groups of `command` that may be, up to one of its limits."""
+    left, left_bytes = command.max_records, command.max_bytes
     groups = payload_bytes = 0
     for task_id in command.task_ids:
         state = state_of(records, task_id)
@@ -155,10 +155,12 @@ def free(records: Records, command: FreeGroups) -> Freed:
             records.put(Table.STATES, group_key(task_id), state.SerializeToString())
             _mark_trajectories(records, task_id)
         for table in (Table.TURNS, Table.REWARDS):
-            count, size_bytes = records.delete_prefix(table, task_prefix(task_id), limit=left)
-            left -= count
+            count, size_bytes = records.delete_prefix(
+                table, task_prefix(task_id), limit=left, limit_bytes=left_bytes
+            )
+            left, left_bytes = left - count, left_bytes - size_bytes
             payload_bytes += size_bytes
-        if left <= 0:
+        if left <= 0 or left_bytes <= 0:
             break
         payload_bytes += _drop_payload(records, task_id)
         records.delete(Table.SETTLED, settled)
@@ -167,7 +169,7 @@ def free(records: Records, command: FreeGroups) -> Freed:
         groups=groups,
         records=command.max_records - left,
         payload_bytes=payload_bytes,
-        unfinished=left <= 0,
+        unfinished=left <= 0 or left_bytes <= 0,
     )
 
 

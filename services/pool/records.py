@@ -199,13 +199,20 @@ class Records:
         """Deletes all records of a table; not noted in `changed`."""
         self._transaction.drop(self._databases[table], delete=False)
 
-    def delete_prefix(self, table: Table, prefix: bytes, *, limit: int) -> tuple[int, int]:
-        """Deletes up to `limit` records whose key starts with `prefix`; how many, and the bytes of
-        their values."""
+    def delete_prefix(
+        self, table: Table, prefix: bytes, *, limit: int, limit_bytes: int
+    ) -> tuple[int, int]:
+        """Deletes records whose key starts with `prefix` until one of the limits is reached; how
+        many, and the bytes of their values."""
         deleted = size_bytes = 0
         with self._transaction.cursor(db=self._databases[table]) as cursor:
             found = cursor.set_range(prefix)
-            while found and deleted < limit and bytes(cursor.key()).startswith(prefix):
+            while (
+                found
+                and deleted < limit
+                and size_bytes < limit_bytes
+                and bytes(cursor.key()).startswith(prefix)
+            ):
                 size_bytes += len(cursor.value())
                 self.changed[table, bytes(cursor.key())] = None
                 found = cursor.delete() and bool(cursor.key())

@@ -40,7 +40,7 @@ PAGE = 256
 """Entries of the index looked at together."""
 BATCH = 16
 """Most groups in one transaction; then the shard's size is looked at again."""
-MAX_RECORDS = 512
+MAX_RECORDS = 128
 """Most turns and rewards deleted in one transaction: a few milliseconds of the writer's time."""
 _FREE_S = 60.0
 _ASK_TRAINER_S = 5.0
