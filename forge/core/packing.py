@@ -61,6 +61,10 @@ class Sample:
     """float32."""
     temperature: float = 1.0
     """Of the distribution sampled from."""
+    returns: bytes = b""
+    """float32: what was earned from the turn on, for a critic; empty without one. The advantages
+    are then weights of those that the critic estimates."""
+    domain: str = ""
 
     @property
     def tokens(self) -> int:
@@ -92,6 +96,10 @@ class Sample:
                 raise InvalidArgument(
                     f"{name} has {len(getattr(self, name))} bytes; {expected} expected"
                 )
+        if len(self.returns) not in (0, expected):
+            raise InvalidArgument(
+                f"returns has {len(self.returns)} bytes; 0 or {expected} expected"
+            )
         if not self.temperature > 0:
             raise InvalidArgument(
                 f"temperature is {self.temperature}; must be > 0 to be trained on"

@@ -129,7 +129,7 @@ class _Edges(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values_e: Tensor, part: RankPart, group: dist.ProcessGroup) -> Tensor:
         ctx.edges = part.part.edges_E.to(values_e.device)
-        all_E = values_e.new_zeros(part.edges)
+        all_E = values_e.new_zeros((part.edges, *values_e.shape[1:]))
         all_E[ctx.edges] = values_e
         dist.all_reduce(all_E, group=group)
         return all_E

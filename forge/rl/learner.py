@@ -21,12 +21,15 @@ from torch import Tensor
 from forge.core.errors import InvalidArgument
 from forge.core.packing import Sample
 from forge.rl.batch_plan import BatchPlan, plan_batch
+from forge.rl.critic import Credit, Critic, CriticConfig, CriticStats, critic_stats
 from forge.rl.losses import (
+    DomainStats,
     Objective,
     ObjectiveConfig,
     PolicyStats,
     TokenStats,
     TrainedTokens,
+    domain_stats,
     policy_stats,
 )
 from forge.rl.memory import memory_shortage, smaller_budgets
@@ -55,6 +58,8 @@ class LearnerConfig:
     grad_clip: float = 1.0
     """Largest gradient norm; a larger one is scaled down to it."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """Of an algorithm that has one."""
     passes: int = 1
     """Updates per batch, each on all of it."""
     token_budget: int = 16384
@@ -90,6 +95,10 @@ class StepResult:
     compute_s: float
     plan: BatchPlan
     """What was computed: not the plan given, if that did not fit into memory."""
+    domains: Mapping[str, DomainStats] = field(default_factory=dict)
+    """Of the first pass too."""
+    critic: CriticStats = CriticStats()  # noqa: RUF009
+    """Of the values as the batch began; zeros without a critic."""
     cut_short: str = ""
     """Why the batch's later passes were left out, after an update; "" when none was."""
     memory_retries: int = 0
@@ -104,6 +113,8 @@ class _Frozen:
 
     old: Tensor
     reference: Tensor | None
+    credit: Credit | None
+    """With a critic: advantages and values as the batch began."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,7 +153,17 @@ class Learner:
         """Optimizer steps taken so far."""
         self.token_budget = config.token_budget
         """In force: lowered when memory did not suffice, until the process ends."""
-        self._optimizer = Optimizers(policy.model, config.optimizer)
+        self._critic: Critic | None = None
+        if self.objective.critic:
+            size = policy.model.config.get_text_config().hidden_size
+            self._critic = Critic(size, config.critic, device=policy.device)
+            policy.value_head = self._critic.head
+        self._optimizer = Optimizers(
+            policy.model,
+            config.optimizer,
+            extra=list(self._critic.head.parameters()) if self._critic else (),
+            extra_rate_scale=config.critic.rate_scale,
+        )
 
     def plan(self, samples: Sequence[Sample]) -> BatchPlan:
         """`plan_batch` for this policy."""
@@ -167,6 +188,8 @@ class Learner:
             grad_norm=grad_norm,
             skipped=skipped,
             stats=policy_stats(first.stats, weight_version=weight_version),
+            domains=domain_stats(first.stats, weight_version=weight_version),
+            critic=critic_stats([one.credit for one in frozen if one.credit is not None]),
             compute_s=time.perf_counter() - began,
             plan=plan,
             cut_short=cut_short,
@@ -259,22 +282,29 @@ class Learner:
         stats = []
         self.policy.begin(plan.trees)
         for index, tree in enumerate(one.to(self.policy.device) for one in plan.trees):
-            logprobs_T, entropy_T = self.policy.logprobs(tree)
+            logprobs_T, values_T, entropy_T = self._evaluate(tree)
             if index == len(frozen):
-                frozen.append(self._freeze(tree, logprobs_T.detach()))
+                frozen.append(self._freeze(tree, logprobs_T.detach(), values_T))
+            credit = frozen[index].credit
             tokens = TrainedTokens(
                 logprobs=logprobs_T,
                 old=frozen[index].old,
                 behavior=tree.behavior_T,
-                advantages=tree.advantages_T,
+                advantages=tree.advantages_T if credit is None else credit.advantages,
                 lengths=tree.lengths_S,
                 staleness=weight_version - tree.versions_T,
                 entropy=entropy_T,
                 reference=frozen[index].reference,
             )
             share = self.objective.evaluate(tokens, size)
-            share.loss.backward()  # type: ignore[no-untyped-call]
-            loss += float(share.loss.detach())
+            total = share.loss
+            if self._critic is not None and values_T is not None and credit is not None:
+                value_loss_T = self._critic.loss(values_T, credit)
+                coef = self.config.critic.value_coef
+                total = total + coef * self.objective.normalized(value_loss_T, tokens, size)
+            logprobs_T.retain_grad()
+            total.backward()  # type: ignore[no-untyped-call]
+            loss += float(total.detach())
             stats.append(
                 TokenStats(
                     logprobs=logprobs_T.detach(),
@@ -284,19 +314,38 @@ class Learner:
                     clipped=share.clipped,
                     masked=share.masked,
                     reference_kl=share.reference_kl,
+                    pull=_magnitude(logprobs_T),
+                    lengths=tree.lengths_S,
+                    domains=tree.domains_S,
                 )
             )
         self.policy.reduce_gradients()
         return loss, stats
 
-    def _freeze(self, tree: TreeBatch, logprobs_T: Tensor) -> _Frozen:
+    def _evaluate(self, tree: TreeBatch) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Log-probs, values if there is a critic, entropies."""
+        if self._critic is None:
+            logprobs_T, entropy_T = self.policy.logprobs(tree)
+            return logprobs_T, None, entropy_T
+        return self.policy.logprobs_and_values(tree)
+
+    def _freeze(self, tree: TreeBatch, logprobs_T: Tensor, values_T: Tensor | None) -> _Frozen:
         """Taken in the first pass, before any update: recomputing costs no forward of its own."""
         recomputed = self.config.objective.old_logprobs == "recomputed"
         reference_T = None
         if self._reference is not None:
             with torch.no_grad():
                 reference_T, _ = self._reference.logprobs(tree)
-        return _Frozen(old=logprobs_T if recomputed else tree.behavior_T, reference=reference_T)
+        credit = None
+        if self._critic is not None and values_T is not None:
+            credit = self._critic.credit(
+                values_T, tree.returns_T, tree.advantages_T, tree.lengths_S
+            )
+        return _Frozen(
+            old=logprobs_T if recomputed else tree.behavior_T,
+            reference=reference_T,
+            credit=credit,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights that the next step depends on."""
@@ -304,10 +353,19 @@ class Learner:
             "optimizer": self._optimizer.state_dict(),
             "steps": self.steps,
             "torch_rng": torch.get_rng_state(),
+            "critic": self._critic.head.state_dict() if self._critic else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()`; load the weights first."""
+        critic = state.get("critic", {})
+        if bool(critic) != (self._critic is not None):
+            raise InvalidArgument(
+                f"algorithm = {self.config.objective.algorithm!r} cannot go on from a checkpoint "
+                f"{'with' if critic else 'without'} a critic"
+            )
+        if self._critic is not None:
+            self._critic.head.load_state_dict(critic)
         self._optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
         torch.set_rng_state(state["torch_rng"])
@@ -321,3 +379,9 @@ class Learner:
         self._optimizer.step(self.config.rate(self.steps))
         self.steps += 1
         return grad_norm, ""
+
+
+def _magnitude(logprobs_T: Tensor) -> Tensor:
+    """How strongly the loss just differentiated pulls at each token."""
+    gradient_T = logprobs_T.grad
+    return torch.zeros_like(logprobs_T) if gradient_T is None else gradient_T.abs()

@@ -9,7 +9,7 @@ Owns the choice and the parameter groups; rates and when to step are `forge.rl.l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,8 +37,16 @@ class OptimizerConfig:
 class Optimizers:
     """One or two torch optimizers over disjoint parameters, stepped as one."""
 
-    def __init__(self, model: Any, config: OptimizerConfig) -> None:
-        """Over the parameters of a transformers model that require a gradient.
+    def __init__(
+        self,
+        model: Any,
+        config: OptimizerConfig,
+        *,
+        extra: Sequence[Tensor] = (),
+        extra_rate_scale: float = 1.0,
+    ) -> None:
+        """Over the parameters of a transformers model that require a gradient, and `extra` ones,
+        by AdamW at a scaled rate.
 
         Raises `InvalidArgument` when the optimizer's package is missing.
         """
@@ -60,12 +68,17 @@ class Optimizers:
             )
         if others:
             self._parts.append(_adamw(others, config))
+        if extra:
+            own = torch.optim.AdamW([*extra], betas=config.betas, weight_decay=0.0, fused=True)
+            own.param_groups[0]["rate_scale"] = extra_rate_scale
+            self._parts.append(own)
+            self.parameters += extra
 
     def step(self, rate: float) -> None:
         """Update every parameter, at that learning rate."""
         for part in self._parts:
             for group in part.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group.get("rate_scale", 1.0)
             part.step()
 
     def zero_grad(self) -> None:

@@ -23,7 +23,7 @@ class PassOutput:
     """What a pass computes for the edges of its part."""
 
     logprobs_E: Tensor
-    """Differentiable."""
+    """Differentiable; with a critic two columns, the second of them values."""
     entropy_E: Tensor
     mass_X: Tensor | None = None
     """Probability mass per expert, differentiable; None where nothing is balanced."""

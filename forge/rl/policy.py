@@ -30,7 +30,7 @@ from forge.rl.passes import Passes, PassOutput, run_passes, with_loss
 from forge.rl.relay import Relay, RelayPrefix, shared_slots
 from forge.rl.tree_attention import TREE_ATTENTION, Prefix, TreeInput, register
 from forge.rl.tree_batch import TreeBatch, build_tree_batch
-from forge.rl.tree_parts import TreePart, single_sequences
+from forge.rl.tree_parts import HeadRows, TreePart, single_sequences
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,8 @@ class TreePolicy:
         self.balance = RouterBalance(config, coef=balance_coef) if balance_coef else None
         self.unmerged = ""
         """Why trees are computed sequence by sequence; "" if they are not."""
+        self.value_head: torch.nn.Linear | None = None
+        """Set by who has a critic: values then come with the log-probs, edge by edge."""
         self._group = group
         self._own_attention: str = model.config._attn_implementation
         self._pair_cost = pair_cost(self.channels)
@@ -91,16 +93,32 @@ class TreePolicy:
 
     def logprobs(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
         """Log-prob (differentiable) and entropy of the trained tokens, both [T]."""
+        columns_T, entropy_T = self._tokens(batch)
+        return columns_T if self.value_head is None else columns_T[:, 0], entropy_T
+
+    def logprobs_and_values(self, batch: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs, the values of the states sampled in (both differentiable), entropies."""
+        columns_T, entropy_T = self._tokens(batch)
+        return columns_T[:, 0], columns_T[:, 1], entropy_T
+
+    def _tokens(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
         if self.balance is not None and not self.balance.sealed:
             self.balance.reset()
-        logprobs_E, entropy_E = self._edges(batch)
-        edges_T = batch.edges_T.to(logprobs_E.device)
-        return logprobs_E[edges_T], entropy_E[edges_T]
+        columns_E, entropy_E = self._edges(batch)
+        edges_T = batch.edges_T.to(columns_E.device)
+        return columns_E[edges_T], entropy_E[edges_T]
 
     def reduce_gradients(self) -> None:
         """Add up what the ranks of the group have, after all trees of a batch."""
         if self._group is not None:
             sum_gradients(self.model.parameters(), self._group)
+            if self.balance is not None:
+                shares = torch.tensor(self.balance.value, dtype=torch.float64)
+                shares = shares.to(self.device)
+                dist.all_reduce(shares, group=self._group)
+                self.balance.value = float(shares)
+            if self.value_head is not None:
+                sum_gradients(self.value_head.parameters(), self._group)
 
     def _edges(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
         if self.unmerged:
@@ -182,6 +200,7 @@ class TreePolicy:
             self.device.type, dtype=self.autocast, enabled=self.autocast is not None
         ):
             if self.unmerged:
+                inputs["output_hidden_states"] = self.value_head is not None
                 output = self.model(**inputs, logits_to_keep=head.places_R)
                 logits_RV = output.logits[0]
             else:
@@ -195,6 +214,9 @@ class TreePolicy:
         else:
             hidden_LC = output.last_hidden_state[0] * self._logit_scale
             logprobs_E, entropy_R = edge_logprobs(hidden_LC, self._head, head)
+        if self.value_head is not None:
+            states_LC = output.hidden_states[-1][0] if self.unmerged else hidden_LC
+            logprobs_E = torch.stack([logprobs_E, self._values(states_LC, head)], dim=1)
         mass_X = None
         if self.balance is not None:
             weights_L = part.weights_L.to(self.device)
@@ -202,6 +224,16 @@ class TreePolicy:
             if count:
                 self.balance.count(output.router_logits, weights_L)
         return PassOutput(logprobs_E=logprobs_E, entropy_E=entropy_R[head.rows_E], mass_X=mass_X)
+
+    def _values(self, states_LC: Tensor, head: HeadRows) -> Tensor:
+        """[E]: of the state that each edge leaves from, in fp32 or wider like the log-probs."""
+        assert self.value_head is not None
+        with torch.autocast(self.device.type, enabled=False):
+            states_RC = states_LC.index_select(0, head.places_R)
+            wide = torch.promote_types(states_RC.dtype, torch.float32)
+            weight, bias = self.value_head.weight.to(wide), self.value_head.bias.to(wide)
+            values_R: Tensor = states_RC.to(wide) @ weight[0] + bias
+        return values_R[head.rows_E]
 
     def _compute_sequences(self, reason: str) -> None:
         self.unmerged = reason

@@ -37,6 +37,9 @@ class TreeBatch:
     versions_T: Tensor
     lengths_S: Tensor
     """Trained tokens of each sample; those of a sample follow each other in the [T] columns."""
+    returns_T: Tensor | None
+    """What was earned from the turn on; None without a critic."""
+    domains_S: tuple[str, ...]
     sample_tokens: int
     """What the samples would cost unmerged."""
 
@@ -60,7 +63,9 @@ class TreeBatch:
         if self.edges_T.device == device:
             return self
         columns = ("edges_T", "behavior_T", "advantages_T", "versions_T", "lengths_S")
-        return replace(self, **{name: getattr(self, name).to(device) for name in columns})
+        moved = {name: getattr(self, name).to(device) for name in columns}
+        returns_T = None if self.returns_T is None else self.returns_T.to(device)
+        return replace(self, **moved, returns_T=returns_T)
 
 
 def build_tree_batch(plan: TreePlan, samples: Sequence[Sample], *, channels: int) -> TreeBatch:
@@ -92,8 +97,16 @@ def build_tree_batch(plan: TreePlan, samples: Sequence[Sample], *, channels: int
         advantages_T=_column(chosen, "advantages", np.float32),
         versions_T=_column(chosen, "weight_versions", np.int32),
         lengths_S=torch.tensor([one.trained_tokens for one in chosen]),
+        returns_T=_returns(chosen),
+        domains_S=tuple(one.domain for one in chosen),
         sample_tokens=sum(one.tokens for one in chosen),
     )
+
+
+def _returns(samples: Sequence[Sample]) -> Tensor | None:
+    if not all(one.returns for one in samples):
+        return None
+    return _column(samples, "returns", np.float32)
 
 
 def _multiplicities(plan: TreePlan) -> np.ndarray:

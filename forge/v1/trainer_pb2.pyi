@@ -70,6 +70,27 @@ class StepMetrics(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class DomainsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___DomainMetrics: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___DomainMetrics | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STEP_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
@@ -100,6 +121,9 @@ class StepMetrics(_message.Message):
     INFERENCE_GAP_STALENESS_FIELD_NUMBER: _builtins.int
     TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
     MEMORY_RETRIES_FIELD_NUMBER: _builtins.int
+    VALUE_LOSS_FIELD_NUMBER: _builtins.int
+    VALUE_EXPLAINED_VARIANCE_FIELD_NUMBER: _builtins.int
+    DOMAINS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     weight_version: _builtins.int
     loss: _builtins.float
@@ -142,8 +166,14 @@ class StepMetrics(_message.Message):
     """Most tokens in one pass; lower than configured once memory did not suffice."""
     memory_retries: _builtins.int
     """How often this step was begun anew in smaller passes, for want of memory."""
+    value_loss: _builtins.float
+    """Half the mean squared error of the critic's values as the batch began; 0 without a critic."""
+    value_explained_variance: _builtins.float
+    """1 - Var(target - value) / Var(target); 0 without a critic."""
     @_builtins.property
     def reward_by_domain(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def domains(self) -> _containers.MessageMap[_builtins.str, Global___DomainMetrics]: ...
     def __init__(
         self,
         *,
@@ -177,14 +207,67 @@ class StepMetrics(_message.Message):
         inference_gap_staleness: _builtins.float = ...,
         token_budget: _builtins.int = ...,
         memory_retries: _builtins.int = ...,
+        value_loss: _builtins.float = ...,
+        value_explained_variance: _builtins.float = ...,
+        domains: _abc.Mapping[_builtins.str, Global___DomainMetrics] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["behavior_kl", b"behavior_kl", "clip_fraction", b"clip_fraction", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "publish_s", b"publish_s", "reference_kl", b"reference_kl", "reward_by_domain", b"reward_by_domain", "sample_tokens", b"sample_tokens", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behavior_kl", b"behavior_kl", "clip_fraction", b"clip_fraction", "domains", b"domains", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "publish_s", b"publish_s", "reference_kl", b"reference_kl", "reward_by_domain", b"reward_by_domain", "sample_tokens", b"sample_tokens", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepMetrics: _TypeAlias = StepMetrics  # noqa: Y015
+
+@_typing.final
+class DomainMetrics(_message.Message):
+    """One domain's part of a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEAN_REWARD_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    TRAINED_TOKENS_FIELD_NUMBER: _builtins.int
+    LENGTH_TOKENS_FIELD_NUMBER: _builtins.int
+    ENTROPY_FIELD_NUMBER: _builtins.int
+    CLIP_FRACTION_FIELD_NUMBER: _builtins.int
+    STALENESS_MEAN_FIELD_NUMBER: _builtins.int
+    GRADIENT_SHARE_FIELD_NUMBER: _builtins.int
+    YIELD_J_FIELD_NUMBER: _builtins.int
+    mean_reward: _builtins.float
+    """Mean outcome reward."""
+    trajectories: _builtins.int
+    trained_tokens: _builtins.int
+    length_tokens: _builtins.float
+    """Sampled tokens per trajectory, all turns together."""
+    entropy: _builtins.float
+    """Means over the domain's trained tokens, as in StepMetrics."""
+    clip_fraction: _builtins.float
+    staleness_mean: _builtins.float
+    gradient_share: _builtins.float
+    """The domain's share of the sum over tokens of |d loss / d log pi|."""
+    yield_j: _builtins.float
+    """The yield so far, of this domain's tokens, rewards and trajectories."""
+    def __init__(
+        self,
+        *,
+        mean_reward: _builtins.float = ...,
+        trajectories: _builtins.int = ...,
+        trained_tokens: _builtins.int = ...,
+        length_tokens: _builtins.float = ...,
+        entropy: _builtins.float = ...,
+        clip_fraction: _builtins.float = ...,
+        staleness_mean: _builtins.float = ...,
+        gradient_share: _builtins.float = ...,
+        yield_j: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip_fraction", b"clip_fraction", "entropy", b"entropy", "gradient_share", b"gradient_share", "length_tokens", b"length_tokens", "mean_reward", b"mean_reward", "staleness_mean", b"staleness_mean", "trained_tokens", b"trained_tokens", "trajectories", b"trajectories", "yield_j", b"yield_j"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DomainMetrics: _TypeAlias = DomainMetrics  # noqa: Y015
 
 @_typing.final
 class GetTrainerStatusRequest(_message.Message):

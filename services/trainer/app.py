@@ -25,6 +25,7 @@ from services.trainer.checkpoints import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.record import TrainingRecord
 from services.trainer.service import FULL_NAME, SCOPES, WEIGHTS_FULL_NAME, TrainerServicer
+from services.trainer.sinks import make_sinks
 from services.trainer.weights import Publisher, Superseded, WeightServicer
 
 _RETRY_S = 1.0
@@ -38,7 +39,9 @@ class TrainerApp:
         self._config: TrainerConfig = context.config
         self._weights = WeightServicer()
         self._record = TrainingRecord(
-            max_steps=self._config.max_steps, metrics_file=self._config.metrics_file
+            max_steps=self._config.max_steps,
+            metrics_file=self._config.metrics_file,
+            sinks=make_sinks(self._config),
         )
         self._address = ""
         self._training: ActorRef | None = None
@@ -91,6 +94,7 @@ class TrainerApp:
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.wait({self._driver})
+        await asyncio.to_thread(self._record.close_sinks)
 
     async def _drive(self, training: ActorRef) -> None:
         """Keep training going until it is finished."""

@@ -10,6 +10,7 @@ from typing import Any, cast
 from forge.core.advantages import AdvantageRules, Baseline, Spread
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.core.rewards import RewardWeights
+from forge.rl.critic import CriticConfig
 from forge.rl.learner import LearnerConfig, Schedule
 from forge.rl.losses import DEFAULT_RATIO_CAP, Objective, ObjectiveConfig
 from forge.rl.losses.algorithms import preset
@@ -35,6 +36,8 @@ class TrainerConfig(ServiceConfig):
     )
     seed: int = setting(0, help="seed of everything random in the trainer", minimum=0)
     metrics_file: str = setting("", help="file to append each step's metrics to; empty: none")
+    tensorboard_dir: str = setting("", help="directory of TensorBoard event files; empty: none")
+    wandb_project: str = setting("", help="project of Weights & Biases; empty: none")
     torch_threads: int = setting(
         0, help="threads of the tensor library; 0: half the cores, inference has the rest",
         minimum=0,
@@ -87,11 +90,19 @@ class TrainerConfig(ServiceConfig):
     )
     algorithm: str = setting(
         "cispo",
-        help="cispo, grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp, reinforce, ppo_clip, or a loss "
-        "of one's own: package.module:function",
+        help="cispo, grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp, reinforce, ppo (critic), "
+        "ppo_clip (none), or a loss of one's own: package.module:function",
     )
     loss_options: dict[str, float] = setting(  # noqa: RUF009
         {}, help="keyword arguments of a loss of one's own"
+    )
+    gae_lambda: float = setting(
+        1.0, help="of PPO's critic: below 1 less variance, and its bias", minimum=0, maximum=1
+    )
+    value_coef: float = setting(0.5, help="weight of the critic's loss", minimum=0)
+    value_clip: float = setting(0.2, help="how far a batch may move values; 0: any", minimum=0)
+    value_rate_scale: float = setting(
+        1.0, help="learning rate of the value head over that of the policy", minimum=0
     )
     ratio_cap: float = setting(
         DEFAULT_RATIO_CAP,
@@ -191,6 +202,13 @@ class TrainerConfig(ServiceConfig):
             own_baseline = self.credit_rules().advantages.baseline
         except InvalidArgument as error:
             raise ConfigError(f"trainer: {error}") from error
+        if preset(self.algorithm).critic:
+            for name in ("baseline", "normalize_std"):
+                if getattr(self, name) not in ("auto", "none"):
+                    raise ConfigError(
+                        f"trainer: {name} = {getattr(self, name)} is not allowed with algorithm = "
+                        f"{self.algorithm}: its advantages are the critic's"
+                    )
         if self.drop_flat_groups and own_baseline not in ("group_mean", "leave_one_out"):
             raise ConfigError(
                 f"trainer: drop_flat_groups = True is not allowed: with baseline {own_baseline} a "
@@ -213,6 +231,12 @@ class TrainerConfig(ServiceConfig):
             ),
             grad_clip=self.grad_clip,
             objective=self.objective(),
+            critic=CriticConfig(
+                gae_lambda=self.gae_lambda,
+                value_coef=self.value_coef,
+                value_clip=self.value_clip,
+                rate_scale=self.value_rate_scale,
+            ),
             passes=self.passes_per_batch,
             token_budget=self.token_budget,
             token_budget_floor=self.token_budget_floor,
@@ -265,6 +289,7 @@ class TrainerConfig(ServiceConfig):
             advantages=AdvantageRules(
                 baseline=baseline, spread=spread, domain_weights=self.domain_weights
             ),
+            critic=own.critic,
             drop_flat_groups=self.drop_flat_groups,
         )
 

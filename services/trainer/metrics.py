@@ -53,10 +53,24 @@ _GAUGES = {
         ("logprob_gap_p99", "99th percentile of |log pi - log pi_behavior|."),
         ("merge_ratio", "Tokens of all samples over tokens of the merged trees."),
         ("token_budget", "Most tokens in one pass: lowered when memory did not suffice."),
+        ("value_loss", "Half the mean squared error of the critic's values."),
+        ("value_explained_variance", "Share of the targets' variance that values explain."),
         ("yield_j", "Effective agent training yield so far."),
     )
 }
 _REWARD = gauge("forge_trainer_reward", "Mean outcome reward of the newest batch.", ["domain"])
+_DOMAIN_GAUGES = {
+    name: gauge(f"forge_trainer_domain_{name}", help, ["domain"])
+    for name, help in (
+        ("trained_tokens", "Tokens trained on in the newest step."),
+        ("length_tokens", "Mean sampled tokens per trajectory."),
+        ("entropy", "Mean entropy over trained tokens, nats."),
+        ("clip_fraction", "Share of tokens whose ratio met a bound of the loss."),
+        ("staleness_mean", "Mean weight versions between sampling and training."),
+        ("gradient_share", "Share of the sum over tokens of |d loss / d log pi|."),
+        ("yield_j", "Effective agent training yield so far."),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +125,34 @@ def step_metrics(
         inference_gap_staleness=stats.inference_gap_staleness,
         token_budget=plan.token_budget,
         memory_retries=result.memory_retries,
+        value_loss=result.critic.value_loss,
+        value_explained_variance=result.critic.explained_variance,
+        domains=_domains(batch, result),
     )
-    metrics.yield_j = training_yield([*earlier, metrics])
+    steps = [*earlier, metrics]
+    metrics.yield_j = training_yield(steps)
+    for domain, own in metrics.domains.items():
+        own.yield_j = domain_yield(steps, domain)
     return metrics
+
+
+def _domains(batch: BatchSamples, result: StepResult) -> dict[str, pb.DomainMetrics]:
+    domains = {}
+    for domain, outcomes in batch.outcomes.items():
+        shown = pb.DomainMetrics(
+            mean_reward=fmean(outcomes),
+            trajectories=len(outcomes),
+            length_tokens=fmean(batch.lengths.get(domain, [0])),
+        )
+        stats = result.domains.get(domain)
+        if stats is not None:
+            shown.trained_tokens = stats.tokens
+            shown.entropy = stats.entropy
+            shown.clip_fraction = stats.clip_fraction
+            shown.staleness_mean = stats.staleness_mean
+            shown.gradient_share = stats.gradient_share
+        domains[domain] = shown
+    return domains
 
 
 def training_yield(steps: Sequence[pb.StepMetrics]) -> float:
@@ -123,18 +162,36 @@ def training_yield(steps: Sequence[pb.StepMetrics]) -> float:
     waiting included. The gain is the mean reward of the last few steps less that of the first few,
     per trajectory consumed: 0 until there are two steps, negative when training makes it worse.
     """
-    few = min(_YIELD_STEPS, len(steps) // 2)
-    if not few:
-        return 0.0
-    seconds = sum(step.step_s + step.wait_s + step.publish_s for step in steps)
-    trajectories = sum(step.trajectories for step in steps)
-    if not seconds or not trajectories:
-        return 0.0
-    throughput = sum(step.trained_tokens for step in steps) / seconds
-    gain = fmean(step.mean_reward for step in steps[-few:]) - fmean(
-        step.mean_reward for step in steps[:few]
+    return _yield(
+        seconds=_seconds(steps),
+        tokens=sum(step.trained_tokens for step in steps),
+        trajectories=sum(step.trajectories for step in steps),
+        rewards=[step.mean_reward for step in steps],
     )
-    return throughput * gain / trajectories
+
+
+def domain_yield(steps: Sequence[pb.StepMetrics], domain: str) -> float:
+    """J of one domain: its tokens, rewards and trajectories, over all the time there was, so that
+    throughputs of domains add up to that of the whole."""
+    own = [step.domains[domain] for step in steps if domain in step.domains]
+    return _yield(
+        seconds=_seconds(steps),
+        tokens=sum(step.trained_tokens for step in own),
+        trajectories=sum(step.trajectories for step in own),
+        rewards=[step.mean_reward for step in own],
+    )
+
+
+def _seconds(steps: Sequence[pb.StepMetrics]) -> float:
+    return sum(step.step_s + step.wait_s + step.publish_s for step in steps)
+
+
+def _yield(*, seconds: float, tokens: int, trajectories: int, rewards: Sequence[float]) -> float:
+    few = min(_YIELD_STEPS, len(rewards) // 2)
+    if not (few and seconds and trajectories):
+        return 0.0
+    gain = fmean(rewards[-few:]) - fmean(rewards[:few])
+    return tokens / seconds * gain / trajectories
 
 
 def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
@@ -149,6 +206,9 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
         shown.set(getattr(metrics, name))
     for domain, reward in metrics.reward_by_domain.items():
         _REWARD.labels(domain).set(reward)
+    for domain, own in metrics.domains.items():
+        for name, shown in _DOMAIN_GAUGES.items():
+            shown.labels(domain).set(getattr(own, name))
 
 
 def show_checkpoint(step: int, write_s: float) -> None:

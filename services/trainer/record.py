@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format
+from google.protobuf.message import Message
 
 from forge.core.errors import Unavailable
 from forge.v1 import trainer_pb2 as pb
+from services.trainer.sinks import Sink
 
 
 class TrainingRecord:
     """The one account of a training run that everybody reads."""
 
-    def __init__(self, *, max_steps: int, metrics_file: str) -> None:
+    def __init__(self, *, max_steps: int, metrics_file: str, sinks: Sequence[Sink] = ()) -> None:
         self.phase = pb.TRAINER_PHASE_LOADING
         self.weight_version = 0
         self.checkpoint_step = 0
@@ -33,6 +35,7 @@ class TrainingRecord:
         self._news = asyncio.Event()
         self._closed = False
         self._file = Path(metrics_file) if metrics_file else None
+        self._sinks = sinks
 
     @property
     def step(self) -> int:
@@ -50,6 +53,8 @@ class TrainingRecord:
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(_to_json(metrics)) + "\n")
+        for sink in self._sinks:
+            sink.write(metrics)
         self._wake()
 
     def rewind(self, history: Sequence[dict[str, Any]]) -> None:
@@ -62,6 +67,8 @@ class TrainingRecord:
             temporary = self._file.with_name(self._file.name + ".new")
             temporary.write_text(text, encoding="utf-8")
             temporary.replace(self._file)
+        for sink in self._sinks:
+            sink.begin(self.step)
         self._wake()
 
     def history(self) -> list[dict[str, Any]]:
@@ -102,14 +109,25 @@ class TrainingRecord:
         self._closed = True
         self._wake()
 
+    def close_sinks(self) -> None:
+        """Once nothing more can be appended; blocks until they have written what they got."""
+        for sink in self._sinks:
+            sink.close()
+
     def _wake(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
 
 
-def _to_json(metrics: pb.StepMetrics) -> dict[str, Any]:
+def _to_json(metrics: Message) -> dict[str, Any]:
+    """Numbers as numbers and every field, which protobuf's own JSON has neither of."""
     fields: dict[str, Any] = {}
-    for field in pb.StepMetrics.DESCRIPTOR.fields:
+    for field in metrics.DESCRIPTOR.fields:
         value = getattr(metrics, field.name)
-        fields[field.name] = dict(value) if field.name == "reward_by_domain" else value
+        if field.is_repeated:
+            value = {
+                key: _to_json(entry) if isinstance(entry, Message) else entry
+                for key, entry in value.items()
+            }
+        fields[field.name] = value
     return fields

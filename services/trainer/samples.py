@@ -20,7 +20,7 @@ from forge.core.rewards import (
     returns_to_go,
     turn_rewards,
 )
-from forge.core.trajectory import TokenTree, TurnTokens
+from forge.core.trajectory import TokenTree, TurnTokens, float32_bytes
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2 as pb
 from services.trainer.masked import logprobs_without_mask, weighted_advantages
@@ -38,6 +38,8 @@ class CreditRules:
 
     weights: RewardWeights
     advantages: AdvantageRules = field(default_factory=AdvantageRules)
+    critic: bool = False
+    """Samples carry returns, which a critic turns into advantages."""
     drop_flat_groups: bool = False
     """Leave groups out whose rollouts all earned the same, and their tokens out of the count."""
 
@@ -49,6 +51,8 @@ class BatchSamples:
     samples: tuple[Sample, ...]
     outcomes: Mapping[str, Sequence[float]]
     """Outcome reward of each trajectory, by domain."""
+    lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Sampled tokens of each trajectory, by domain."""
     sampled_tokens: int
     groups: int
     trajectories: int
@@ -71,6 +75,10 @@ class _Rollout:
     returns: list[float]
     """Return-to-go of each turn."""
 
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(turn.sampled_tokens for turn in self.tree.turns)
+
 
 def build_samples(groups: Sequence[Sequence[pb.Trajectory]], rules: CreditRules) -> BatchSamples:
     """Samples of all sealed trajectories of a batch, group by group."""
@@ -78,16 +86,26 @@ def build_samples(groups: Sequence[Sequence[pb.Trajectory]], rules: CreditRules)
     credits = batch_advantages([_returns(rollouts) for rollouts in kept], rules.advantages)
     samples: list[Sample] = []
     outcomes: dict[str, list[float]] = {}
+    lengths: dict[str, list[int]] = {}
     for rollouts, credit in zip(kept, credits, strict=True):
         for rollout, advantages_T in zip(rollouts, credit.advantages, strict=True):
-            outcomes.setdefault(rollout.trajectory.domain, []).append(_outcome(rollout))
-            if not (credit.flat and rules.drop_flat_groups):
+            domain = rollout.trajectory.domain
+            outcomes.setdefault(domain, []).append(_outcome(rollout))
+            lengths.setdefault(domain, []).append(rollout.sampled_tokens)
+            if credit.flat and rules.drop_flat_groups:
+                continue
+            if rules.critic:
+                # The factor alone: what it is a factor of, the critic knows.
+                factor = rules.advantages.domain_weights.get(domain, 1.0)
+                samples.extend(_turn_samples(rollout, [factor] * len(advantages_T), critic=True))
+            else:
                 samples.extend(_turn_samples(rollout, advantages_T))
     everyone = [rollout for rollouts in kept for rollout in rollouts]
     return BatchSamples(
         samples=tuple(samples),
         outcomes=outcomes,
-        sampled_tokens=sum(turn.sampled_tokens for one in everyone for turn in one.tree.turns),
+        lengths=lengths,
+        sampled_tokens=sum(one.sampled_tokens for one in everyone),
         groups=len(groups),
         trajectories=len(everyone),
         flat_groups=sum(credit.flat for credit in credits),
@@ -119,7 +137,9 @@ def _rollout(trajectory: pb.Trajectory, weights: RewardWeights) -> _Rollout | No
     return _Rollout(trajectory=trajectory, tree=tree, returns=returns)
 
 
-def _turn_samples(rollout: _Rollout, advantages_T: Sequence[float]) -> list[Sample]:
+def _turn_samples(
+    rollout: _Rollout, advantages_T: Sequence[float], *, critic: bool = False
+) -> list[Sample]:
     samples = []
     for index, (turn, record) in enumerate(
         zip(rollout.tree.turns, rollout.trajectory.turns, strict=True)
@@ -139,6 +159,10 @@ def _turn_samples(rollout: _Rollout, advantages_T: Sequence[float]) -> list[Samp
                 weight_versions=turn.weight_versions,
                 advantages=weighted_advantages(record.sampled, advantages_T[index]),
                 temperature=record.temperature,
+                returns=float32_bytes([rollout.returns[index]]) * turn.sampled_tokens
+                if critic
+                else b"",
+                domain=rollout.trajectory.domain,
             )
         )
     return samples

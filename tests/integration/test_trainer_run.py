@@ -76,6 +76,9 @@ async def test_a_run_trains_every_batch_and_finishes(stack: Stack) -> None:
     assert last.trained_tokens == 2 * last.trajectories
     assert last.sample_tokens == 5 * last.trajectories and last.tree_tokens == 5
     assert 0 < last.mean_reward <= 1 and dict(last.reward_by_domain) == {"code": last.mean_reward}
+    code = last.domains["code"]
+    assert (code.trajectories, code.trained_tokens) == (last.trajectories, last.trained_tokens)
+    assert code.gradient_share == 1.0 and code.entropy == pytest.approx(last.entropy)
     assert stack.trainer.recorded_steps() == [1, 2, 3]
     assert sorted((await stack.trained()).values()) == [1, 1, 2, 2, 3, 3]
     assert_books_balance(await stack.cluster.status())
@@ -164,10 +167,12 @@ async def test_a_checkpoint_asked_for_and_a_stop_lose_no_step(stack: Stack) -> N
 
 
 async def test_training_survives_the_loss_of_scheduler_and_pool(stack: Stack) -> None:
-    """Both killed in mid-run and started again: the trainer waits and goes on."""
-    stack.trainer.start(max_steps=2)
+    """Both killed in mid-run and started again: the trainer, a critic's, waits and goes on."""
+    board = stack.trainer.checkpoints.parent / "board"
+    stack.trainer.start(max_steps=2, algorithm="ppo", tensorboard_dir=board)
     await stack.feed(0, GROUPS_PER_STEP)
-    await stack.client.until_step(1)
+    first = await stack.client.until_step(1)
+    assert first.value_loss > 0 and any(board.iterdir())
     stack.cluster.schedulers[0].kill()
     stack.cluster.pools["s0"].kill()
     stack.cluster.start_pool()

@@ -7,12 +7,13 @@ about tokens another policy sampled, `reference` the KL penalty, `objective` put
 
 from forge.rl.losses.objective import BatchSize, Objective, ObjectiveConfig
 from forge.rl.losses.objectives import DEFAULT_RATIO_CAP, cispo_loss
-from forge.rl.losses.stats import PolicyStats, TokenStats, policy_stats
+from forge.rl.losses.stats import DomainStats, PolicyStats, TokenStats, domain_stats, policy_stats
 from forge.rl.losses.tokens import LossFunction, TrainedTokens
 
 __all__ = [
     "DEFAULT_RATIO_CAP",
     "BatchSize",
+    "DomainStats",
     "LossFunction",
     "Objective",
     "ObjectiveConfig",
@@ -20,5 +21,6 @@ __all__ = [
     "TokenStats",
     "TrainedTokens",
     "cispo_loss",
+    "domain_stats",
     "policy_stats",
 ]

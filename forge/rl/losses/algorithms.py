@@ -32,6 +32,8 @@ class Preset:
     """What `global` divides by, with the number of samples."""
     baseline: Baseline = "group_mean"
     spread: Spread = "none"
+    critic: bool = False
+    """Advantages are a critic's, from returns: baseline and spread must be none."""
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -45,6 +47,7 @@ PRESETS: Mapping[str, Preset] = {
     "rloo": Preset(clip_low=0.2, clip_high=0.2, normalization="global", baseline="leave_one_out"),
     "reinforce_pp": Preset(clip_low=0.2, clip_high=0.2, baseline="batch_mean", spread="batch"),
     "reinforce": Preset(),
+    "ppo": Preset(clip_low=0.2, clip_high=0.2, baseline="none", critic=True),
     "ppo_clip": Preset(clip_low=0.2, clip_high=0.2),
 }
 CUSTOM = Preset()

@@ -90,6 +90,8 @@ class Objective:
         self.clip_high = config.clip_high or own.clip_high
         self.normalization: Normalization = config.normalization or own.normalization
         self.normalization_tokens = config.normalization_tokens or own.normalization_tokens
+        self.critic = own.critic
+        """Whether advantages are a critic's."""
         self._loss = self._objective()
 
     @property
@@ -119,7 +121,7 @@ class Objective:
             if self.config.kl_coef and self.config.kl_estimator != "k1":
                 loss_T = loss_T + self.config.kl_coef * kl_loss(tokens, self.config.kl_estimator)
         return PassLoss(
-            loss=self._normalized(loss_T, tokens, size),
+            loss=self.normalized(loss_T, tokens, size),
             clipped=self._clipped(penalized),
             masked=masked_T,
             reference_kl=distance_T,
@@ -132,7 +134,8 @@ class Objective:
             tokens, advantages=tokens.advantages - self.config.kl_coef * kl_to_go(tokens)
         )
 
-    def _normalized(self, loss_T: Tensor, tokens: TrainedTokens, size: BatchSize) -> Tensor:
+    def normalized(self, loss_T: Tensor, tokens: TrainedTokens, size: BatchSize) -> Tensor:
+        """The share of a pass in a mean over the batch, as this objective takes means."""
         match self.normalization:
             case "token":
                 return loss_T.sum() / size.tokens
@@ -174,7 +177,7 @@ class Objective:
         )
 
 
-_CLIPPED = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "ppo_clip")
+_CLIPPED = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "ppo", "ppo_clip")
 """Algorithms whose objective is `clipped_loss`."""
 
 

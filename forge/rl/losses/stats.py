@@ -27,6 +27,24 @@ class TokenStats:
     masked: Tensor
     """Bool: left out by the off-policy correction."""
     reference_kl: Tensor
+    pull: Tensor
+    """|d loss / d log pi|: how strongly the step pulls at the token."""
+    lengths: Tensor
+    """[S]: tokens of a sample follow each other."""
+    domains: tuple[str, ...]
+    """[S]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DomainStats:
+    """Means over one domain's tokens of a batch."""
+
+    tokens: int
+    entropy: float
+    clip_fraction: float
+    staleness_mean: float
+    gradient_share: float
+    """Of the sum over all tokens of |d loss / d log pi|."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +97,42 @@ def policy_stats(stats: Sequence[TokenStats], *, weight_version: int) -> PolicyS
         staleness_mean=float(staleness_T.mean()),
         staleness_max=float(staleness_T.max()),
     )
+
+
+def domain_stats(stats: Sequence[TokenStats], *, weight_version: int) -> dict[str, DomainStats]:
+    """By domain, over all tokens of a batch."""
+    names = sorted({name for one in stats for name in one.domains})
+    if not names:
+        return {}
+    kinds_T = torch.cat(
+        [
+            torch.tensor([names.index(name) for name in one.domains], device=one.lengths.device)
+            .repeat_interleave(one.lengths)
+            for one in stats
+        ]
+    )  # fmt: skip
+
+    def sums(parts: Sequence[Tensor]) -> list[float]:
+        values_T = torch.cat(list(parts)).double()
+        totals: list[float] = (
+            values_T.new_zeros(len(names)).index_add(0, kinds_T, values_T).tolist()
+        )
+        return totals
+
+    tokens = torch.bincount(kinds_T, minlength=len(names)).tolist()
+    entropy, clipped = sums([one.entropy for one in stats]), sums([one.clipped for one in stats])
+    staleness = sums([weight_version - one.versions for one in stats])
+    pulls = sums([one.pull for one in stats])
+    return {
+        name: DomainStats(
+            tokens=tokens[kind],
+            entropy=entropy[kind] / tokens[kind],
+            clip_fraction=clipped[kind] / tokens[kind],
+            staleness_mean=staleness[kind] / tokens[kind],
+            gradient_share=pulls[kind] / (sum(pulls) or 1.0),
+        )
+        for kind, name in enumerate(names)
+    }
 
 
 def _mean(parts: Sequence[Tensor]) -> float:

@@ -139,6 +139,22 @@ def test_a_plan_reports_what_merging_saves() -> None:
     assert (plan.sample_tokens, plan.tree_tokens, plan.trained_tokens) == (30, 14, 10)
 
 
+def test_a_step_tells_how_hard_each_domain_pulls() -> None:
+    """Shares of the sum of |d loss / d log pi|: here the token mean of ratio times advantage."""
+    one = learner()
+    mixed = [
+        replace(each, domain="qa" if index else "code", advantages=float32_bytes([1.0, -1.0]),
+                behavior_logprobs=float32_bytes([-50.0, -50.0]))
+        for index, each in enumerate(samples())
+    ]  # fmt: skip
+    domains = one.step(one.plan(mixed), weight_version=4).domains
+    # Every ratio is far beyond the cap, so every token pulls alike.
+    assert domains["code"].gradient_share == pytest.approx(0.2)
+    assert domains["qa"].gradient_share == pytest.approx(0.8)
+    assert (domains["code"].tokens, domains["qa"].tokens) == (2, 8)
+    assert domains["qa"].clip_fraction == 1.0 and domains["qa"].entropy > 0
+
+
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_dense_model_passes_the_check(family: str) -> None:
     """Merged log-probs equal the model's own."""

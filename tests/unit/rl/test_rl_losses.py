@@ -232,7 +232,11 @@ def summed(of: TrainedTokens) -> Tensor:
 
 def stats(logprobs: Tensor, behavior: Tensor, versions: list[int], **more: Any) -> TokenStats:
     nothing = torch.zeros(len(versions))
-    columns = {"entropy": nothing, "reference_kl": nothing, "clipped": nothing, "masked": nothing}
+    names = ("entropy", "reference_kl", "clipped", "masked", "pull")
+    columns = dict.fromkeys(names, nothing) | {
+        "lengths": torch.tensor([len(versions)]),
+        "domains": ("",),
+    }
     return TokenStats(
         logprobs=logprobs, behavior=behavior, versions=torch.tensor(versions), **(columns | more)
     )

@@ -71,6 +71,8 @@ def test_a_loss_of_ones_own_is_found_at_start() -> None:
         (("--normalization", "mean"), "normalization = 'mean' .*one of auto, token"),
         (("--kl-coef", "-1"), "kl_coef = '-1' .*at least 0"),
         (("--baseline", "batch_mean", "--drop-flat-groups"), "drop_flat_groups = True"),
+        (("--algorithm", "ppo", "--baseline", "group_mean"), "baseline = group_mean .*= ppo"),
+        (("--algorithm", "ppo", "--normalize-std", "batch"), "normalize_std = batch .*= ppo"),
         (("--domain-weights", "code=-1"), "domain_weights = 'code=-1'"),
         (("--learning-rate-schedule", "linear"), "learning_rate_schedule = linear .*max_steps = 0"),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 from forge.core.errors import Unavailable
 from forge.v1 import trainer_pb2 as pb
-from services.trainer.metrics import training_yield
+from services.trainer.metrics import domain_yield, training_yield
 from services.trainer.record import TrainingRecord
 
 
@@ -19,6 +19,7 @@ def step(number: int, *, reward: float = 0.0) -> pb.StepMetrics:
         step=number,
         mean_reward=reward,
         reward_by_domain={"code": reward},
+        domains={"code": pb.DomainMetrics(entropy=reward)},
         trained_tokens=100,
         trajectories=10,
         step_s=1.0,
@@ -82,6 +83,8 @@ def test_the_metrics_file_follows_the_lineage(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[2]["mean_reward"] == 0.75 and lines[0]["reward_by_domain"] == {"code": 0.25}
+    assert lines[0]["domains"]["code"]["entropy"] == 0.25
+    assert other.steps[0].domains["code"].entropy == 0.25
 
 
 def test_status_tells_where_training_stands() -> None:
@@ -97,6 +100,16 @@ def test_the_yield_is_throughput_times_gain_per_trajectory() -> None:
     """100 tokens in 2 s a step; reward from .2 to .6 over 40 trajectories: 50 * .4 / 40."""
     steps = [step(1, reward=0.2), step(2, reward=0.2), step(3, reward=0.6), step(4, reward=0.6)]
     assert training_yield(steps) == pytest.approx(50 * 0.4 / 40)
+
+
+def test_a_domains_yield_is_of_its_own_tokens_and_rewards_over_all_the_time() -> None:
+    """qa has 30 tokens and 4 trajectories in two of four steps: 60/8 * (.5 - .1) / 8."""
+    steps = [step(number) for number in range(1, 5)]
+    for index, reward in ((0, 0.1), (3, 0.5)):
+        own = pb.DomainMetrics(mean_reward=reward, trained_tokens=30, trajectories=4)
+        steps[index].domains["qa"].CopyFrom(own)
+    assert domain_yield(steps, "qa") == pytest.approx(60 / 8 * 0.4 / 8)
+    assert domain_yield(steps, "code") == 0.0
 
 
 def test_there_is_no_yield_before_there_is_a_difference() -> None:

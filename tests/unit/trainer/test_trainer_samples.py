@@ -94,6 +94,23 @@ def test_advantages_are_returns_to_go_less_the_group_mean() -> None:
     assert [float32_array(one.advantages).tolist() for one in samples] == [[0.25], [0.75], [-0.25]]
 
 
+def test_a_critic_gets_returns_and_the_factors_of_its_advantages() -> None:
+    """Each turn's return-to-go on its tokens; the domain's weight where advantages were."""
+    first = trajectory(
+        [turn(0, [1], [2, 3]), turn(1, [4], [5], parent=0, prefix=3)],
+        [reward(pb.REWARD_KIND_PROCESS, -1.0, 0), outcome(1)],
+    )
+    rules = replace(
+        RULES,
+        critic=True,
+        advantages=AdvantageRules(baseline="none", domain_weights={"code": 2.0}),
+    )
+    samples = build_samples([[first]], rules).samples
+    assert [float32_array(one.returns).tolist() for one in samples] == [[0.5, 0.5], [1.0]]
+    assert [float32_array(one.advantages).tolist() for one in samples] == [[2.0, 2.0], [2.0]]
+    assert not build_samples([[first]], RULES).samples[0].returns
+
+
 def test_groups_do_not_share_a_baseline() -> None:
     """Each group is compared with itself; equal rewards make it flat."""
     batch = build_samples(
@@ -103,6 +120,8 @@ def test_groups_do_not_share_a_baseline() -> None:
     assert advantages == [0.0, 0.0, 0.5, -0.5]
     assert (batch.groups, batch.trajectories, batch.flat_groups) == (2, 4, 1)
     assert batch.outcomes == {"code": [1, 1, 1], "qa": [0]}
+    assert batch.lengths == {"code": [1, 1, 1], "qa": [1]}
+    assert [one.domain for one in batch.samples] == ["code", "code", "code", "qa"]
     assert batch.mean_outcome == 0.75
     assert batch.sampled_tokens == 4
 

@@ -1,0 +1,129 @@
+"""The critic of PPO: values on the policy's own trunk, advantages from them, and their loss.
+
+Owns the value head, generalized advantage estimation (GAE, arXiv 1506.02438) and the clipped value
+loss. The value of a token is that of the state it was sampled in, so it is a number per row of the
+merged tree: samples that share a context share its value, and what differs per sample is only what
+was earned from there on. The head is saved with the learner's state and never sent to inference.
+
+The episode of GAE is one turn: its last token is paid the turn's return-to-go, which holds all
+that the trajectory earned from there on, and tokens within a turn are not discounted.
+
+    delta_t = V_{t+1} - V_t,   delta_last = G - V_last,   A_t = delta_t + lambda A_{t+1}
+
+Shapes: T trained tokens, sample after sample; S samples; L tokens of the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from forge.core.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticConfig:
+    """How values are learned, and what becomes of them."""
+
+    gae_lambda: float = 1.0
+    """1: return less value, without bias; below, less variance and the values' bias."""
+    value_coef: float = 0.5
+    """Weight of the value loss beside the policy's."""
+    value_clip: float = 0.2
+    """Values move at most this far from those at the beginning of the batch before the loss stops
+    pulling further; 0: any."""
+    rate_scale: float = 1.0
+    """Learning rate of the head over that of the policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """Of one tree's tokens, fixed before the batch changes anything; all [T], no gradient."""
+
+    values: Tensor
+    targets: Tensor
+    """What the values are to become: A + V."""
+    advantages: Tensor
+
+
+class Critic:
+    """A value head with its rules."""
+
+    def __init__(self, channels: int, config: CriticConfig, *, device: torch.device) -> None:
+        """`channels` is the size of the trunk's hidden states. All values begin at 0."""
+        self.config = config
+        self.head = nn.Linear(channels, 1, dtype=torch.float32, device=device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def credit(
+        self, values_T: Tensor, returns_T: Tensor | None, weights_T: Tensor, lengths_S: Tensor
+    ) -> Credit:
+        """Advantages times `weights_T`: the domain's, and the share a grammar allowed.
+
+        Raises `InvalidArgument` for samples that came without returns.
+        """
+        if returns_T is None:
+            raise InvalidArgument("a critic learns from returns: the samples have none")
+        values_T = values_T.detach()
+        advantages_T = gae(values_T, returns_T, lengths_S, lam=self.config.gae_lambda)
+        return Credit(
+            values=values_T,
+            targets=advantages_T + values_T,
+            advantages=advantages_T * weights_T,
+        )
+
+    def loss(self, values_T: Tensor, credit: Credit) -> Tensor:
+        """[T], before `value_coef`: half the squared error, or the clipped value's if more."""
+        error_T = (values_T - credit.targets).square()
+        if self.config.value_clip:
+            away_T = (values_T - credit.values).clamp(
+                -self.config.value_clip, self.config.value_clip
+            )
+            error_T = torch.maximum(error_T, (credit.values + away_T - credit.targets).square())
+        return error_T / 2
+
+
+def gae(values_T: Tensor, returns_T: Tensor, lengths_S: Tensor, *, lam: float) -> Tensor:
+    """[T] advantages of each sample's tokens; `returns_T` holds the sample's return everywhere."""
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    lasts_T = torch.zeros_like(values_T, dtype=torch.bool)
+    lasts_T[lengths_S.cumsum(0) - 1] = True
+    following_T = torch.where(lasts_T, returns_T, values_T.roll(-1))
+    delta_T = following_T - values_T
+    advantages_T = torch.zeros_like(delta_T)
+    carried_S = delta_T.new_zeros(len(lengths_S))
+    for offset in reversed(range(int(lengths_S.max()))):
+        # Only samples that long have a token there; the others carry nothing yet.
+        here = offset < lengths_S
+        places = starts_S[here] + offset
+        carried_S[here] = delta_T[places] + lam * carried_S[here]
+        advantages_T[places] = carried_S[here]
+    return advantages_T
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticStats:
+    """How good the values were at the beginning of the batch."""
+
+    value_loss: float = 0.0
+    explained_variance: float = 0.0
+    """1 - Var(target - V) / Var(target): 1 is perfect, 0 no better than a constant, or nothing to
+    explain."""
+
+
+def critic_stats(credits: Sequence[Credit]) -> CriticStats:
+    """Over all tokens of a batch."""
+    if not credits:
+        return CriticStats()
+    values_T = torch.cat([one.values for one in credits]).double()
+    targets_T = torch.cat([one.targets for one in credits]).double()
+    variance = float(targets_T.var(correction=0))
+    residual = float((targets_T - values_T).var(correction=0))
+    return CriticStats(
+        value_loss=float((values_T - targets_T).square().mean() / 2),
+        explained_variance=1.0 - residual / variance if variance > 0 else 0.0,
+    )

@@ -1,0 +1,150 @@
+"""Where else the metrics of each step go: TensorBoard, Weights & Biases.
+
+Owns their names and writing. Both are optional packages, imported only when asked for; both get
+what the record has, under the names of docs/training.md (`domains/code/entropy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from google.protobuf.message import Message
+
+from forge.core.errors import ConfigError
+from forge.runtime.telemetry import log
+from forge.v1 import trainer_pb2 as pb
+from services.trainer.config import TrainerConfig
+
+
+class Sink(Protocol):
+    """Gets every step once per lineage."""
+
+    def begin(self, step: int) -> None:
+        """Steps after `step` come now, and replace any that came before."""
+
+    def write(self, metrics: pb.StepMetrics) -> None:
+        """One more step."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+
+def make_sinks(config: TrainerConfig) -> list[Sink]:
+    """Those that are configured. Raises `ConfigError` when a package is missing."""
+    sinks: list[Sink] = []
+    if config.tensorboard_dir:
+        sinks.append(QueuedSink(TensorBoardSink(Path(config.tensorboard_dir))))
+    if config.wandb_project:
+        sinks.append(QueuedSink(WandbSink(config.wandb_project, name=config.cluster)))
+    return sinks
+
+
+class QueuedSink:
+    """A sink on a thread of its own: neither its disk nor its network is training's concern."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
+        self._failed = False
+
+    def begin(self, step: int) -> None:
+        self._submit(lambda: self._sink.begin(step))
+
+    def write(self, metrics: pb.StepMetrics) -> None:
+        self._submit(lambda: self._sink.write(metrics))
+
+    def close(self) -> None:
+        self._submit(self._sink.close)
+        self._thread.shutdown()
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        self._thread.submit(work).add_done_callback(self._done)
+
+    def _done(self, future: Future[None]) -> None:
+        error = future.exception()
+        # One line until it works again, not one per step.
+        if error is not None and not self._failed:
+            log.warning("metrics_not_written", sink=type(self._sink).__name__, error=repr(error))
+        self._failed = error is not None
+
+
+def scalars(metrics: Message) -> dict[str, float]:
+    """Every number of a step by its path; the step itself is the axis."""
+    values: dict[str, float] = {}
+    for field in metrics.DESCRIPTOR.fields:
+        value = getattr(metrics, field.name)
+        if field.name == "step":
+            continue
+        if not field.is_repeated:
+            values[field.name] = float(value)
+            continue
+        for key, entry in value.items():
+            if isinstance(entry, Message):
+                values |= {f"{field.name}/{key}/{k}": v for k, v in scalars(entry).items()}
+            else:
+                values[f"{field.name}/{key}"] = float(entry)
+    return values
+
+
+class TensorBoardSink:
+    """Event files in a directory that `tensorboard --logdir` shows."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"tensorboard_dir = {str(directory)!r} needs the package tensorboardX: "
+                "pip install 'forge-rl[tensorboard]'"
+            ) from error
+        self._make: Any = SummaryWriter
+        self._directory = directory
+        self._writer: Any = None
+
+    def begin(self, step: int) -> None:
+        self.close()
+        # Steps that a restore took back are hidden from there on.
+        self._writer = self._make(logdir=str(self._directory), purge_step=step + 1)
+
+    def write(self, metrics: pb.StepMetrics) -> None:
+        for name, value in scalars(metrics).items():
+            self._writer.add_scalar(name, value, metrics.step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class WandbSink:
+    """A run of Weights & Biases; the package reads its own settings (WANDB_API_KEY, WANDB_MODE)."""
+
+    def __init__(self, project: str, *, name: str) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"wandb_project = {project!r} needs the package wandb: pip install wandb"
+            ) from error
+        self._wandb: Any = wandb
+        self._project, self._name = project, name
+        self._run: Any = None
+
+    def begin(self, step: int) -> None:
+        # It takes no step back: what is trained again after a restore is a run of its own.
+        self.close()
+        self._run = self._wandb.init(
+            project=self._project, name=f"{self._name}-from-{step}", reinit="finish_previous"
+        )
+
+    def write(self, metrics: pb.StepMetrics) -> None:
+        self._run.log(scalars(metrics), step=metrics.step)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None

@@ -1,0 +1,118 @@
+"""Metrics elsewhere: TensorBoard's files, Weights & Biases, and neither in training's way."""
+
+from __future__ import annotations
+
+import builtins
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import structlog
+from tensorboardX.proto import event_pb2
+
+from forge.core.errors import ConfigError
+from forge.v1 import trainer_pb2 as pb
+from services.trainer.config import TrainerConfig
+from services.trainer.record import TrainingRecord
+from services.trainer.sinks import make_sinks, scalars
+
+STEP = pb.StepMetrics(
+    step=3,
+    loss=0.5,
+    reward_by_domain={"code": 0.25},
+    domains={"code": pb.DomainMetrics(entropy=1.5)},
+)
+
+
+def record(**settings: str) -> TrainingRecord:
+    return TrainingRecord(max_steps=9, metrics_file="", sinks=make_sinks(TrainerConfig(**settings)))
+
+
+def events(directory: Path) -> Iterator[tuple[int, str, float]]:
+    """Every scalar in the files TensorBoard reads."""
+    for file in sorted(directory.iterdir()):
+        data = file.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            event = event_pb2.Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
+            for value in event.summary.value:
+                yield event.step, value.tag, value.simple_value
+
+
+def test_names_are_those_of_the_record() -> None:
+    """Maps become paths; the step is the axis."""
+    named = scalars(STEP)
+    assert named["loss"] == 0.5 and named["reward_by_domain/code"] == 0.25
+    assert named["domains/code/entropy"] == 1.5
+    assert "step" not in named
+
+
+def test_every_step_is_in_tensorboards_files(tmp_path: Path) -> None:
+    """All that the record has, under the step's number."""
+    run = record(tensorboard_dir=str(tmp_path / "board"))
+    run.rewind([])
+    run.append(STEP)
+    run.close_sinks()
+    found = list(events(tmp_path / "board"))
+    assert (3, "loss", 0.5) in found and (3, "domains/code/entropy", 1.5) in found
+
+
+def test_steps_go_to_wandb_and_a_restore_begins_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package takes no step back."""
+    calls: list[Any] = []
+
+    def init(**settings: Any) -> Any:
+        calls.append(settings["name"])
+        return SimpleNamespace(
+            log=lambda values, step: calls.append((step, values["loss"])),
+            finish=lambda: calls.append("finish"),
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    run = record(wandb_project="p", cluster="c")
+    run.rewind([])
+    run.append(STEP)
+    run.rewind([])
+    run.close_sinks()
+    assert calls == ["c-from-0", (3, 0.5), "finish", "c-from-0", "finish"]
+
+
+def test_a_sink_that_fails_stops_nothing_and_is_one_line(tmp_path: Path) -> None:
+    """However many steps it fails for."""
+    (tmp_path / "file").touch()
+    with structlog.testing.capture_logs() as logged:
+        run = record(tensorboard_dir=str(tmp_path / "file" / "board"))
+        run.rewind([])
+        for _ in range(3):
+            run.append(STEP)
+        run.close_sinks()
+    assert [line["event"] for line in logged] == ["metrics_not_written"]
+    assert run.step == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing", "install"),
+    [
+        ({"tensorboard_dir": "x"}, "tensorboardX", r"pip install 'forge-rl\[tensorboard\]'"),
+        ({"wandb_project": "x"}, "wandb", "pip install wandb"),
+    ],
+)
+def test_a_missing_package_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], missing: str, install: str
+) -> None:
+    """Naming the setting and what to install."""
+    real: Callable[..., Any] = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == missing:
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match=f"{next(iter(settings))} = 'x' .*{install}"):
+        make_sinks(TrainerConfig(**settings))
