@@ -20,7 +20,7 @@ from forge.runtime.rpc.remote import Remote
 from forge.runtime.security import Keyring, Security
 from forge.v1 import pool_pb2_grpc
 from tests.support.etcd import EtcdServer
-from tests.support.pool_load import Ledger, Writer, audit
+from tests.support.pool_load import Ledger, Writer
 from tests.support.pool_shard import ReplicatedShard
 
 pytestmark = pytest.mark.timeout(1800)
@@ -69,7 +69,7 @@ async def test_three_replicated_shards_lose_nothing_acknowledged(
                 await strike(draw, shards, ledgers)
             for name, ledger in ledgers.items():
                 await ledger.reach(ledger.count + MORE)
-                await audit_leader(shards[name], ledger)
+                await shards[name].audit(ledger)
             for task in (*writers, *keepers):
                 task.cancel()
     finally:
@@ -103,11 +103,5 @@ async def strike(
         case _:
             shard.stop()
             shard.start()
-    await audit_leader(shard, ledger)
+    await shard.audit(ledger)
     shard.start()
-
-
-async def audit_leader(shard: ReplicatedShard, ledger: Ledger) -> None:
-    client = await shard.client()
-    await audit(client, ledger)
-    await client.close()

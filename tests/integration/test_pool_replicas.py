@@ -19,7 +19,7 @@ from forge.runtime.rpc.status import translated
 from forge.runtime.security import Keyring, Security
 from forge.v1 import pool_pb2, pool_pb2_grpc
 from tests.support.etcd import EtcdServer
-from tests.support.pool_load import Ledger, Writer, audit
+from tests.support.pool_load import Ledger, Writer
 from tests.support.pool_process import PoolClient
 from tests.support.pool_records import make_group
 from tests.support.pool_shard import ReplicatedShard
@@ -100,16 +100,12 @@ async def test_a_killed_leader_takes_nothing_acknowledged_with_it(shard, pools):
         ]
         await ledger.reach(20)
         await replicas.kill_leader()
-        client = await replicas.client()
-        await audit(client, ledger)
-        await client.close()
+        await replicas.audit(ledger)
         replicas.start()
         await ledger.reach(ledger.count + 20)
         for writer in writers:
             writer.cancel()
-    client = await replicas.client()
-    await audit(client, ledger)
-    await client.close()
+    await replicas.audit(ledger)
 
 
 async def test_a_deposed_leader_is_refused_everything(shard):

@@ -125,6 +125,9 @@ class Writer:
                 await self._append(missing)
             except ForgeError as error:
                 assert error.retryable, error
+                # grpc may tell of a cancelled task as of a cancelled call.
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise asyncio.CancelledError from error
             await asyncio.sleep(_RETRY_S)
         seal = pool_pb2.SealTrajectoryRequest(
             trajectory_id=trajectory_id,

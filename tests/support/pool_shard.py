@@ -6,10 +6,13 @@ import asyncio
 import signal
 from pathlib import Path
 
+from forge.core.errors import ForgeError
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.status import translated
 from forge.runtime.security import Security
 from tests.support.etcd import EtcdServer
+from tests.support.pool_load import Ledger, audit
 from tests.support.pool_process import START_S, PoolClient, PoolProcess
 
 
@@ -75,6 +78,20 @@ class ReplicatedShard:
         """Speaks to the leader."""
         process, instance = await self.leader()
         return PoolClient(instance.address, Channels(Security(process.keyring, subject="test")))
+
+    async def audit(self, ledger: Ledger) -> None:
+        """What was acknowledged is with whoever leads."""
+        while True:
+            client = await self.client()
+            try:
+                async with translated():
+                    return await audit(client, ledger)
+            except ForgeError as error:
+                # On a busy machine an election may come in between.
+                assert error.retryable, error
+                await asyncio.sleep(0.2)
+            finally:
+                await client.close()
 
     async def kill_leader(self) -> PoolProcess:
         process, _ = await self.leader()

@@ -10,7 +10,9 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.errors import FailedPrecondition, NotFound, Unavailable
+from forge.core.admission import QueueSettings
+from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from forge.core.generation import GenerationQueue
 from forge.v1 import common_pb2, trainer_pb2
 from services.pool import retention
 from services.pool.commands import FreeGroups
@@ -19,6 +21,9 @@ from services.pool.readers import Readers
 from services.pool.records import Table
 from services.pool.retention import Retention, RetentionPolicy, TrainersCoverage
 from services.pool.store import PoolStore
+from services.scheduler.recovery import stored_group
+from services.scheduler.state import TermState
+from services.scheduler.validation import digest_of
 from tests.support.pool_records import make_group, make_reward, make_turn
 from tests.support.pool_store import (
     ABANDONED,
@@ -269,6 +274,42 @@ def test_who_comes_late_is_told_and_changes_nothing(store):
     with pytest.raises(NotFound, match="task:0:0 was freed: only its summary is left"):
         fetch(store)
     assert records_of(store) == counts
+
+
+def test_a_new_scheduler_keeps_the_same_books_from_a_freed_pool(store):
+    """accepted = trained + tombstoned + pending, the order of the queue, rewards by domain and
+    known tasks are what they were before anything was freed."""
+    for index, task_id in enumerate(("a", "b", "c", "d")):
+        add_group(store, task_id, index)
+        record = store.groups().groups[index].group
+        record.task_digest = digest_of(record.task)
+        store.change(
+            lambda records, record=record: records.put(
+                Table.GROUPS, record.task.task_id.encode(), record.SerializeToString()
+            )
+        )
+    tasks = {one.group.task.task_id: one.group.task for one in store.groups().groups}
+    train(store, "a", step=1)
+    train(store, "b", step=2)
+    set_states(store, change("c", TOMBSTONED, reason="hung"))
+    before = scheduler_of(store)
+    assert free_now(store, "a", "b", "c", "d", step=1).groups == 2
+    after = scheduler_of(store)
+    assert after.status() == before.status()
+    books = after.queue.books.status()
+    assert (books.accepted, books.trained, books.tombstoned, books.pending) == (4, 2, 1, 1)
+    assert after.find_new(tasks) == []
+    tasks["a"].payload_json = "{}"
+    with pytest.raises(InvalidArgument, match="'a' was submitted before with different"):
+        after.find_new(tasks)
+
+
+def scheduler_of(store: PoolStore) -> TermState:
+    """What a scheduler that takes office makes of the shard."""
+    state = TermState(GenerationQueue(QueueSettings(concurrency=8), term=1), max_pending=100)
+    for response in store.groups().groups:
+        state.restore(stored_group(response), now_s=0.0)
+    return state
 
 
 def test_a_group_without_a_digest_keeps_its_payload(store):
