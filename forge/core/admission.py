@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 from forge.core.errors import InvalidArgument
 
+UNBOUNDED = 2**53
+"""W of a trainer that sees every group."""
+
 
 class Admission(enum.Enum):
     RUNNING = "running"
@@ -25,14 +28,33 @@ class Admission(enum.Enum):
     the oldest group that is not consumed."""
 
 
+class Mode(enum.Enum):
+    FIFO = "fifo"
+    """A batch is the next groups of the queue, in order: nothing overtakes."""
+    GREEDY = "greedy"
+    """Whatever is complete may be trained on."""
+    WINDOWED = "windowed"
+    """Whatever is complete in [H, H+W) may be trained on."""
+    ADAPTIVE = "adaptive"
+    """The window, and how many groups run, follow bounds on staleness and shift."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSettings:
     """The rules of one generation queue."""
 
     concurrency: int
     """N: most groups that run at once."""
+    mode: Mode = Mode.WINDOWED
     window: int = 0
-    """W: how many positions from the head a trainer sees; 0 means ceil(0.3 N)."""
+    """W of the mode `windowed`: how many positions from the head a trainer sees; 0 means
+    ceil(0.3 N)."""
+    batch_groups: int = 8
+    """What a trainer takes as a rule: W of the mode `fifo`, and what `adaptive` reckons with."""
+    max_staleness_p99: float = 8.0
+    """Of the mode `adaptive`, in optimizer steps."""
+    max_shift_kl: float = 0.05
+    """Of the mode `adaptive`."""
     admission: Admission = Admission.WINDOW
     ahead: int = 0
     """M of the policy `ahead`; 0 means N."""
@@ -58,7 +80,16 @@ class QueueSettings:
 
     @property
     def window_size(self) -> int:
-        return self.window or math.ceil(0.3 * self.concurrency)
+        """Positions from the head that are visible at all times."""
+        match self.mode:
+            case Mode.FIFO:
+                return self.batch_groups
+            case Mode.GREEDY:
+                return UNBOUNDED
+            case Mode.WINDOWED:
+                return self.window or math.ceil(0.3 * self.concurrency)
+            case Mode.ADAPTIVE:
+                return 0
 
     def backoff_s(self, failures: int) -> float:
         """Wait after this many failures of one rollout."""

@@ -63,17 +63,19 @@ class Batches:
             if held.trainer_id == trainer_id:
                 held.expires_s = expires_s
                 return held
-        groups = self._books.window.take(
-            max_groups,
-            away=self._books.away,
-            sampling=can_progress,
-            more_coming=self._more_coming(now_s),
-        )
+        groups = self._choose(max_groups, can_progress=can_progress, now_s=now_s)
         if not groups:
             return None
         batch_id = _batch_id(self._term, self._issued)
         self._issued += 1
         return self._hold(batch_id, trainer_id, groups, expires_s)
+
+    def _choose(self, size: int, *, can_progress: bool, now_s: float) -> list[Group]:
+        window, away, more_coming = self._books.window, self._books.away, self._more_coming(now_s)
+        if self._books.adaptive is None:
+            return window.take(size, away=away, sampling=can_progress, more_coming=more_coming)
+        waiting = more_coming or (can_progress and window.sampling(away))
+        return self._books.adaptive.choose(window, size, away=away, waiting=waiting)
 
     def adopt(self, batch_id: str, task_ids: Sequence[str], *, now_s: float) -> None:
         """Hold what an earlier term granted and its trainer still works on.

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forge.core.adaptive import Adaptive
 from forge.core.dispatch import Dispatch
 from forge.core.errors import InvalidArgument, NotFound
 from forge.core.groups import Group, Phase
@@ -38,8 +39,9 @@ class BookStatus:
 class Books:
     """All groups of one leader's term."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: Window, adaptive: Adaptive | None = None) -> None:
         self.window = window
+        self.adaptive = adaptive
         self.dispatch = Dispatch()
         self.away: frozenset[str] = frozenset()
         """Pool shards that do not answer: nothing on them is handed out or waited for."""
@@ -82,7 +84,9 @@ class Books:
             self.next_eval_index = max(self.next_eval_index, spec.index + 1)
         else:
             self.window.add(group)
-        if not self.close_if_sealed(group) and group.phase is Phase.QUEUED:
+            if self.adaptive and group.phase.consumed:
+                self.adaptive.gave_up(group)
+        if not self.close_if_sealed(group, now_s) and group.phase is Phase.QUEUED:
             self.dispatch.list_group(group)
 
     def move(self, group: Group, phase: Phase) -> None:
@@ -104,8 +108,18 @@ class Books:
         self._counts[False, before] -= len(groups)
         self._counts[False, phase] += len(groups)
         self.window.moved_together(groups, before)
+        if self.adaptive and phase is Phase.COMPLETE:
+            self.adaptive.came_back(groups)
+        elif self.adaptive and phase is Phase.BATCHED:
+            self.adaptive.taken(groups)
 
-    def close_if_sealed(self, group: Group) -> bool:
+    def start(self, group: Group, now_s: float) -> None:
+        """Its first rollout goes out."""
+        self.move(group, Phase.RUNNING)
+        if self.adaptive and not group.spec.evaluation:
+            self.adaptive.started(group, now_s)
+
+    def close_if_sealed(self, group: Group, now_s: float) -> bool:
         """Once all its rollouts are sealed, a group is complete, or evaluated."""
         if not group.phase.open or group.sealed < group.spec.size:
             return False
@@ -113,6 +127,8 @@ class Books:
         self.move(group, Phase.EVALUATED if group.spec.evaluation else Phase.COMPLETE)
         if group.spec.evaluation:
             self._settled.append(group)
+        elif self.adaptive:
+            self.adaptive.completed(group, now_s)
         return True
 
     def tombstone(self, group: Group, reason: str) -> None:
@@ -122,6 +138,8 @@ class Books:
         group.reason = reason
         self.move(group, Phase.TOMBSTONED)
         self._settled.append(group)
+        if self.adaptive and not group.spec.evaluation:
+            self.adaptive.gave_up(group)
 
     def train(self, groups: Sequence[Group], *, step: int) -> None:
         """The groups of a batch were trained on."""
@@ -129,6 +147,9 @@ class Books:
             group.step = step
         self._trained[step] += groups
         self.move_batch(groups, Phase.BATCHED, Phase.TRAINED)
+        if self.adaptive:
+            self.adaptive.trained(groups, head=self.window.head)
+            self.window.resize(self.adaptive.window_size)
 
     def trained_after(self, step: int) -> list[Group]:
         return [g for known, groups in self._trained.items() if known > step for g in groups]
@@ -144,6 +165,8 @@ class Books:
             del self._trained[later]
         if undone:
             self.window.rebuild(min(group.spec.index for group in undone))
+        if self.adaptive:
+            self.adaptive.came_back(undone)
         return undone
 
     def settled(self) -> tuple[Group, ...]:

@@ -11,7 +11,8 @@ writes first and applies then. Every operation is O(log n) or amortized O(1) in 
 
 from __future__ import annotations
 
-from forge.core.admission import QueueSettings
+from forge.core.adaptive import Adaptive, Bounds
+from forge.core.admission import Mode, QueueSettings
 from forge.core.batches import Batch, Batches
 from forge.core.books import Books
 from forge.core.groups import Group, Phase
@@ -37,7 +38,7 @@ class GenerationQueue:
         back for good, see `Batches.void_before`."""
         self.settings = settings
         self.shares = DomainShares(settings.domain_shares)
-        self.books = Books(Window(size=settings.window_size, shares=self.shares))
+        self.books = _books(settings, self.shares)
         self.rollouts = Rollouts(self.books, settings, term=term, hold_until_s=hold_leases_until_s)
         self.batches = Batches(self.books, settings, term=term, void_before=void_before)
 
@@ -65,3 +66,17 @@ class GenerationQueue:
         """When something may change by time alone, at the earliest."""
         events = self.rollouts.next_event_s() + self.batches.next_event_s()
         return min((event for event in events if event is not None and event > now_s), default=None)
+
+
+def _books(settings: QueueSettings, shares: DomainShares) -> Books:
+    strict = settings.mode is Mode.FIFO
+    if settings.mode is not Mode.ADAPTIVE:
+        return Books(Window(size=settings.window_size, shares=shares, strict=strict))
+    bounds = Bounds(
+        concurrency=settings.concurrency,
+        batch_groups=settings.batch_groups,
+        staleness_p99=settings.max_staleness_p99,
+        shift_kl=settings.max_shift_kl,
+    )
+    adaptive = Adaptive(bounds)
+    return Books(Window(size=adaptive.window_size, shares=shares), adaptive)

@@ -95,6 +95,8 @@ class GroupSpec:
     size: int
     """Rollouts."""
     evaluation: bool = False
+    difficulty: float = 0.0
+    """From 0 to 1; 0 when nobody said."""
 
 
 class AttemptState(enum.IntEnum):

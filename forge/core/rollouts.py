@@ -63,7 +63,7 @@ class Rollouts:
             if slot.group.phase is Phase.RUNNING:
                 self._books.dispatch.list_rollout(slot)
         claims: list[RolloutClaim] = []
-        while len(claims) < max_rollouts and (slot_found := self._next_slot()) is not None:
+        while len(claims) < max_rollouts and (slot_found := self._next_slot(now_s)) is not None:
             claims.append(self._claim(slot_found, runner_id, now_s))
         return tuple(claims)
 
@@ -78,7 +78,7 @@ class Rollouts:
         lease.expires_s = min(now_s + self._settings.rollout_lease_s, lease.deadline_s)
         return lease.expires_s > now_s
 
-    def complete(self, trajectory_id: str) -> bool:
+    def complete(self, trajectory_id: str, *, now_s: float = 0.0) -> bool:
         """Its trajectory is sealed in the pool; False when that changes nothing.
 
         Any attempt may be the one: a runner whose claim was lost did the work all the same.
@@ -92,7 +92,7 @@ class Rollouts:
         self._claims.drop(slot.rollout)
         slot.rollout.phase, slot.rollout.attempt = RolloutPhase.SEALED, attempt
         group.sealed += 1
-        self._books.close_if_sealed(group)
+        self._books.close_if_sealed(group, now_s)
         return True
 
     def fail(self, trajectory_id: str, *, reason: str, permanent: bool, now_s: float) -> bool:
@@ -134,14 +134,14 @@ class Rollouts:
     def next_event_s(self) -> tuple[float | None, ...]:
         return (self._hold_until_s, self._claims.next_expiry_s(), self._claims.next_retry_s())
 
-    def _next_slot(self) -> Slot | None:
+    def _next_slot(self, now_s: float) -> Slot | None:
         for evaluation in (True, False):
-            slot = self._first_of(evaluation)
+            slot = self._first_of(evaluation, now_s)
             if slot is not None:
                 return slot
         return None
 
-    def _first_of(self, evaluation: bool) -> Slot | None:
+    def _first_of(self, evaluation: bool, now_s: float) -> Slot | None:
         order, away = self._books.dispatch, self._books.away
         while True:
             slot = order.first_rollout(evaluation=evaluation, away=away)
@@ -150,21 +150,27 @@ class Rollouts:
                 return slot
             if not self._may_start(fresh):
                 return slot
-            self._start(fresh)
+            self._start(fresh, now_s)
 
     def _may_start(self, group: Group) -> bool:
         running = self._books.running()
         if group.spec.evaluation:
             return running < self._settings.concurrency
-        return running < self._settings.concurrency and self._settings.admits(
+        if running >= self._settings.concurrency:
+            return False
+        if self._books.adaptive:
+            return self._books.adaptive.admits(
+                running=self._books.running_training(), unfetched=self._books.complete()
+            )
+        return self._settings.admits(
             index=group.spec.index,
             head=self._books.window.head,
             running=self._books.running_training(),
             unfetched=self._books.complete(),
         )
 
-    def _start(self, group: Group) -> None:
-        self._books.move(group, Phase.RUNNING)
+    def _start(self, group: Group, now_s: float) -> None:
+        self._books.start(group, now_s)
         for index in range(group.spec.size):
             if group.rollout(index).phase is RolloutPhase.READY:
                 self._books.dispatch.list_rollout(Slot(group.spec.index, index, group))
@@ -202,7 +208,7 @@ class Rollouts:
         if group.phase is Phase.QUEUED:
             if self._books.running() >= self._settings.concurrency:
                 return False
-            self._start(group)
+            self._start(group, now_s)
         slot.rollout.attempt = attempt
         self._hold(slot, attempt, "", now_s)
         return True

@@ -6,8 +6,9 @@ Owns the head, the far edge, and the choice of a batch. The rules (MiniMax Forge
 - The head H is the lowest index whose group is not consumed. Consumed means TRAINED (its batch is
   committed) or TOMBSTONED. A batch that is handed out but not committed is *not* consumed: H rests
   on what is durable, so a lost batch never moves it back; only a rewind does.
-- Only a COMPLETE group below the edge is ever handed out, and any of them at once. The edge is
-  H+W, or where `announce` has put it; it never comes back but by a rewind.
+- Only a COMPLETE group below the edge, H+W, is ever handed out, and any of them at once. When W
+  becomes smaller the edge stays until the head has come closer: what was announced holds. Only a
+  rewind moves it back.
 
 How groups become complete, and time, are `forge.core.generation`'s business.
 """
@@ -19,11 +20,10 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from operator import attrgetter
 
+from forge.core.admission import UNBOUNDED
 from forge.core.groups import Group, Phase
 from forge.core.shares import DomainShares
 
-UNBOUNDED = 2**53
-"""W of a trainer that sees every group."""
 _EVERY_OTHER = ""
 """Lane of all domains without a share of their own."""
 _OPEN = (Phase.QUEUED, Phase.RUNNING)
@@ -35,19 +35,15 @@ _INDEX = attrgetter("spec.index")
 class Window:
     """The view over one training queue. Call `moved` after each change of phase."""
 
-    def __init__(
-        self, *, size: int, shares: DomainShares, at_least: int = 0, strict: bool = False
-    ) -> None:
-        """`at_least`: so many groups that are neither consumed nor in a batch are inside, whatever
-        `size` is, while the queue has them. `strict`: nothing overtakes, so that a batch is the
-        next groups of the queue, and shares do not count."""
+    def __init__(self, *, size: int, shares: DomainShares, strict: bool = False) -> None:
+        """`strict`: nothing overtakes, so that a batch is the next groups of the queue, and shares
+        do not count."""
         self.size = size
         self.head = 0
         self.edge = 0
         """One above the highest index inside; at most `next_index`."""
         self.next_index = 0
         """One above the highest index known."""
-        self._at_least = at_least
         self._strict = strict
         self._shares = shares
         self._groups: dict[int, Group] = {}
@@ -55,10 +51,10 @@ class Window:
         """Groups inside that are not consumed, by (phase, domain, pool shard)."""
         self._waiting = 0
         """Those of them that are in no batch."""
+        self.ready = 0
+        """Those of them that are complete."""
         self._complete: defaultdict[str, list[int]] = defaultdict(list)
         """Sorted complete indices inside, by lane; one whose group moved on is dropped lazily."""
-        self._hidden: list[int] = []
-        """The same, outside."""
 
     def add(self, group: Group) -> None:
         """A group joined the queue, usually at its end."""
@@ -69,81 +65,39 @@ class Window:
             self.rebuild(index)
         elif index < self.edge:
             self._count_in((group,))
-        elif group.phase is Phase.COMPLETE:
-            _insert(self._hidden, index)
         self._advance()
 
     def moved(self, group: Group, before: Phase) -> None:
         """The phase of a group changed, not by a rewind."""
         spec = group.spec
         if spec.index < self.edge:
-            self._counts[before, spec.domain, spec.shard] -= 1
-            if before is not Phase.BATCHED:
-                self._waiting -= 1
-            if not group.phase.consumed:
-                self._counts[group.phase, spec.domain, spec.shard] += 1
-                if group.phase is not Phase.BATCHED:
-                    self._waiting += 1
+            self._count(before, spec.domain, spec.shard, -1)
+            self._count(group.phase, spec.domain, spec.shard, 1)
             if group.phase is Phase.COMPLETE:
                 _insert(self._complete[self._lane(spec.domain)], spec.index)
-        elif group.phase is Phase.COMPLETE:
-            _insert(self._hidden, spec.index)
-        if group.phase.consumed or self._waiting < self._at_least:
+        if group.phase.consumed:
             self._advance()
 
     def moved_together(self, groups: Sequence[Group], before: Phase) -> None:
         """`moved` for many that went from one phase to another."""
         inside = [group for group in groups if group.spec.index < self.edge]
-        counts = self._counts
         for (domain, shard), count in Counter(map(_PLACE, inside)).items():
-            counts[before, domain, shard] -= count
-        if before is not Phase.BATCHED:
-            self._waiting -= len(inside)
+            self._count(before, domain, shard, -count)
         self._count_in(inside)
-        if len(inside) < len(groups):
-            for group in groups:
-                if group.phase is Phase.COMPLETE and group.spec.index >= self.edge:
-                    _insert(self._hidden, group.spec.index)
         self._advance()
 
     def rebuild(self, head: int) -> None:
         """Move the head back: consumed groups from `head` on became visible again."""
         self.head = self.edge = min(self.head, head)
         self._counts.clear()
-        self._waiting = 0
+        self._waiting = self.ready = 0
         self._complete.clear()
-        self._hidden = sorted(
-            index
-            for index in range(self.head, self.next_index)
-            if index in self._groups and self._groups[index].phase is Phase.COMPLETE
-        )
         self._advance()
 
-    def announce(self, edge: int) -> None:
-        """From now on everything below `edge` is inside."""
-        if edge <= self.edge:
-            return
-        fresh = range(self.edge, edge)
-        self.edge = edge
-        groups = [self._groups[index] for index in fresh if index in self._groups]
-        self._count_in([group for group in groups if not group.phase.consumed])
-        del self._hidden[: bisect_left(self._hidden, edge)]
-
-    def hidden(self, limit: int) -> list[Group]:
-        """The oldest complete groups outside."""
-        found: list[Group] = []
-        for index in self._hidden:
-            if len(found) == limit:
-                break
-            if self._groups[index].phase is Phase.COMPLETE:
-                found.append(self._groups[index])
-        return found
-
-    def visible(self) -> list[Group]:
-        """The complete groups inside, by lane."""
-        indices = (index for lane in self._complete.values() for index in lane)
-        groups = (self._groups[index] for index in indices)
-        return [group for group in groups if group.phase is Phase.COMPLETE]
+    def resize(self, size: int) -> None:
+        """W is another from now on, as far as nothing that is inside has to leave."""
+        self.size = size
+        self._advance()
 
     def inside(self, phase: Phase, *, away: frozenset[str] = frozenset()) -> int:
         """Groups of a phase in the window, without those on pool shards that are away."""
@@ -153,10 +107,14 @@ class Window:
             if counted is phase and shard not in away
         )
 
+    def sampling(self, away: frozenset[str]) -> bool:
+        """Whether groups inside are still to complete, on shards that answer."""
+        return any(self.inside(phase, away=away) for phase in _OPEN)
+
     @property
     def full(self) -> bool:
         """Whether a longer queue would bring nothing more into the window."""
-        return self.next_index >= self.head + self.size and self._waiting >= self._at_least
+        return self.next_index >= self.head + self.size
 
     @property
     def width(self) -> int:
@@ -173,6 +131,8 @@ class Window:
         when the window can give no more. `sampling` says whether open groups can make progress,
         `more_coming` whether the head may move, or the queue grow, by somebody else's doing.
         """
+        if self.ready < size and sampling and not away and self._waiting > self.ready:
+            return []
         if self._strict:
             return self._take_next(size, away, waiting=more_coming or sampling)
         complete, still_open = self._by_lane(away, (Phase.COMPLETE,)), self._by_lane(away, _OPEN)
@@ -252,22 +212,28 @@ class Window:
                 break
             head += 1
         self.head = head
-        self.announce(min(max(head, head + self.size), self.next_index))
-        while self._waiting < self._at_least and self.edge < self.next_index:
-            missing = self._at_least - self._waiting
-            self.announce(min(self.edge + missing, self.next_index))
+        edge = min(head + self.size, self.next_index)
+        if edge > self.edge:
+            fresh = [groups[index] for index in range(self.edge, edge) if index in groups]
+            self.edge = edge
+            self._count_in(fresh)
 
     def _count_in(self, groups: Sequence[Group]) -> None:
         """Groups inside, all of them as they are now."""
-        for key, count in Counter(map(_PHASE_AND_PLACE, groups)).items():
-            phase = key[0]
-            if not phase.consumed:
-                self._counts[key] += count
-                if phase is not Phase.BATCHED:
-                    self._waiting += count
+        for (phase, domain, shard), count in Counter(map(_PHASE_AND_PLACE, groups)).items():
+            self._count(phase, domain, shard, count)
         for group in groups:
             if group.phase is Phase.COMPLETE:
                 _insert(self._complete[self._lane(group.spec.domain)], group.spec.index)
+
+    def _count(self, phase: Phase, domain: str, shard: str, count: int) -> None:
+        if phase.consumed:
+            return
+        self._counts[phase, domain, shard] += count
+        if phase is not Phase.BATCHED:
+            self._waiting += count
+        if phase is Phase.COMPLETE:
+            self.ready += count
 
     def _lane(self, domain: str) -> str:
         return domain if domain in self._shares.shares else _EVERY_OTHER

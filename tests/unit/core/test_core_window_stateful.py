@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
-from forge.core.admission import Admission, QueueSettings
+from forge.core.admission import Admission, Mode, QueueSettings
 from forge.core.batches import Batch
 from forge.core.errors import NotFound
 from forge.core.generation import GenerationQueue
@@ -19,13 +19,14 @@ from forge.core.groups import AttemptState, Group, GroupSpec, Phase, RolloutPhas
 from forge.core.rollouts import RolloutClaim
 from forge.core.trajectory import TaskId, parse_trajectory_id
 from tests.support.durable_group import Durable
+from tests.support.queue_invariants import QueueInvariants
 
 DOMAINS = ("code", "qa", "general")
 SHARDS = ("s0", "s1")
 TRAINERS = ("t0", "t1")
 
 
-class GenerationQueueMachine(RuleBasedStateMachine):
+class GenerationQueueMachine(QueueInvariants):
     """See the module's docstring."""
 
     @initialize(
@@ -33,13 +34,23 @@ class GenerationQueueMachine(RuleBasedStateMachine):
         window=st.integers(1, 6),
         admission=st.sampled_from(Admission),
         shares=st.sampled_from([{}, {"code": 1.0, "qa": 1.0}, {"code": 3.0, "general": 1.0}]),
+        mode=st.sampled_from([*Mode, Mode.WINDOWED, Mode.ADAPTIVE]),
     )
     def begin(
-        self, concurrency: int, window: int, admission: Admission, shares: dict[str, float]
+        self,
+        concurrency: int,
+        window: int,
+        admission: Admission,
+        shares: dict[str, float],
+        mode: Mode,
     ) -> None:
         self.settings = QueueSettings(
             concurrency=concurrency,
+            mode=mode,
             window=window,
+            batch_groups=window,
+            max_staleness_p99=2.0,
+            max_shift_kl=0.2,
             admission=admission,
             domain_shares=shares,
             rollout_lease_s=10.0,
@@ -67,6 +78,7 @@ class GenerationQueueMachine(RuleBasedStateMachine):
         self.void_before = (0, 0)
         """What of that is durable."""
         self.queue = GenerationQueue(self.settings)
+        self.announced = self.queue.books.window, 0
 
     # Operator
 
@@ -93,7 +105,12 @@ class GenerationQueueMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def lease(self, count: int) -> None:
+        books, running = self.queue.books, self.queue.books.running_training()
         claims = self.queue.rollouts.lease(runner_id="r", max_rollouts=count, now_s=self.now_s)
+        if books.adaptive and books.running_training() > running:
+            assert books.running_training() <= books.adaptive.running_limit
+            ahead = books.running_training() + books.complete()
+            assert ahead <= books.adaptive.window_size, "the queue ran ahead of the bound"
         for claim in claims:
             assert claim.trajectory_id not in self.held, "an attempt was handed out twice"
             self.held[claim.trajectory_id] = claim
@@ -173,7 +190,7 @@ class GenerationQueueMachine(RuleBasedStateMachine):
         name = parse_trajectory_id(trajectory_id)
         attempts = self.pool[name.task_id].attempts
         if attempts.get((name.rollout_index, name.attempt)) is AttemptState.SEALED:
-            self.queue.rollouts.complete(trajectory_id)
+            self.queue.rollouts.complete(trajectory_id, now_s=self.now_s)
         elif self.queue.rollouts.fail(
             trajectory_id, reason="died", permanent=permanent, now_s=self.now_s
         ):
@@ -196,20 +213,21 @@ class GenerationQueueMachine(RuleBasedStateMachine):
     @rule(trainer=st.sampled_from(TRAINERS), size=st.integers(1, 5))
     def take(self, trainer: str, size: int) -> None:
         head, away = self._head(), self.queue.books.away
+        edge = self.queue.books.window.edge
         batch = self.queue.take(trainer_id=trainer, max_groups=size, now_s=self.now_s)
         if batch is None:
             return
         held = self.batches.get(trainer)
         if held is None or held[0] != batch.batch_id:
-            self._check_batch(batch, size, head, away)
+            self._check_batch(batch, size, range(head, edge), away)
         self.batches[trainer] = (batch.batch_id, batch.task_ids)
 
-    def _check_batch(self, batch: Batch, size: int, head: int, away: frozenset[str]) -> None:
+    def _check_batch(self, batch: Batch, size: int, seen: range, away: frozenset[str]) -> None:
         assert 0 < len(batch.task_ids) <= size
         assert len(set(batch.task_ids)) == len(batch.task_ids)
         for task_id in batch.task_ids:
             durable = self.pool[task_id]
-            assert head <= durable.spec.index < head + self.settings.window_size
+            assert durable.spec.index in seen, "beyond what was announced"
             assert not durable.spec.evaluation
             assert durable.spec.shard not in away
             assert task_id not in self.trained
@@ -300,6 +318,7 @@ class GenerationQueueMachine(RuleBasedStateMachine):
             del self.trained[task_id]
             self.pool[task_id].phase = Phase.QUEUED
         assert self.queue.batches.rewind(step) == len(undone)
+        self.announced = self.queue.books.window, self.queue.books.window.edge
         self.step = step
         assert all(group.phase is not Phase.BATCHED for group in self._groups())
 
@@ -313,42 +332,6 @@ class GenerationQueueMachine(RuleBasedStateMachine):
         self.queue = GenerationQueue(self.settings, term=self.term, void_before=self.void_before)
         for durable in sorted(self.pool.values(), key=lambda one: one.spec.index):
             self.queue.add(durable.restored(), now_s=self.now_s)
-
-    # What must always hold
-
-    @invariant()
-    def books_balance(self) -> None:
-        status = self.queue.books.status()
-        training = [one for one in self.pool.values() if not one.spec.evaluation]
-        assert status.accepted == len(training)
-        assert status.accepted == status.trained + status.tombstoned + status.pending
-        assert status.trained == len(self.trained)
-
-    @invariant()
-    def head_is_the_oldest_unconsumed_group(self) -> None:
-        assert self.queue.books.window.head == self._head()
-
-    @invariant()
-    def window_counts_what_is_in_it(self) -> None:
-        head = self._head()
-        status = self.queue.books.status()
-        complete = [
-            group.spec.index
-            for group in self._groups()
-            if group.phase is Phase.COMPLETE and not group.spec.evaluation
-        ]
-        inside = [index for index in complete if index < head + self.settings.window_size]
-        assert status.complete_in_window == len(inside)
-        assert status.complete_outside_window == len(complete) - len(inside)
-
-    @invariant()
-    def at_most_n_groups_run(self) -> None:
-        running = [group for group in self._groups() if group.phase is Phase.RUNNING]
-        assert len(running) == self.queue.books.status().running <= self.settings.concurrency
-        claims = sum(
-            rollout.phase is RolloutPhase.LEASED for group in running for rollout in group.rollouts
-        )
-        assert claims == len(self.queue.rollouts)
 
     def teardown(self) -> None:
         """From wherever this went, the queue can be worked off to its end."""
@@ -374,19 +357,8 @@ class GenerationQueueMachine(RuleBasedStateMachine):
         status = self.queue.books.status()
         return status.pending == 0 and status.eval_pending == 0
 
-    def _groups(self) -> list[Group]:
-        return [self.queue.books.group(task_id) for task_id in self.pool]
-
     def _spec(self, trajectory_id: str) -> GroupSpec:
         return self.pool[parse_trajectory_id(trajectory_id).task_id].spec
-
-    def _head(self) -> int:
-        waiting = [
-            group.spec.index
-            for group in self._groups()
-            if not group.spec.evaluation and not group.phase.consumed
-        ]
-        return min(waiting, default=self.next_index[False])
 
 
 GenerationQueueMachine.TestCase.settings = settings(

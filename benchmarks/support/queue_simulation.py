@@ -1,0 +1,205 @@
+"""A training run in virtual time, driven by the real core of the scheduler.
+
+Owns the world around `forge.core.generation`: tasks of random length, runners that are never
+short, a trainer that takes every batch there is, and the measures. It decides nothing itself.
+
+Tasks are lognormal (sigma 1.2), and half of them nine times slower; a rollout that takes longer
+than the time-out is ended there and scored as it stands. A group is one rollout: it stands for the
+slowest of its members.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from random import Random
+
+from forge.core.admission import QueueSettings
+from forge.core.generation import GenerationQueue
+from forge.core.groups import Group, GroupSpec
+from forge.core.trajectory import TaskId
+
+SIGMA = 1.2
+BINS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """How long rollouts take."""
+
+    mean: float = 1.0
+    """Before the time-out; the unit of virtual time is up to the caller."""
+    slow_share: float = 0.5
+    slow_factor: float = 9.0
+    timeout_over_mean: float = 4.0
+
+    @property
+    def timeout(self) -> float:
+        return self.timeout_over_mean * self.mean
+
+    def draw(self, rng: Random) -> float:
+        blend = (1 - self.slow_share) + self.slow_share * self.slow_factor
+        median = self.mean / (blend * math.exp(SIGMA**2 / 2))
+        slow = rng.random() < self.slow_share
+        drawn = median * (self.slow_factor if slow else 1.0) * math.exp(SIGMA * rng.gauss(0, 1))
+        return min(drawn, self.timeout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is submitted, and how much of the run is measured."""
+
+    batch: int
+    steps: int
+    """Optimizer steps to simulate."""
+    skip: int = 0
+    """Steps before the measures begin: 0 measures the cold start too."""
+    until: int = 0
+    """Steps after which they end; 0: the last."""
+    durations: Durations = Durations()
+    later: Durations | None = None
+    """From the middle of the submitted groups on."""
+    wave: int = 0
+    """Groups submitted at a time, each time when the queue has run dry; 0: never dry."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One run, measured."""
+
+    throughput: float
+    """Groups trained per unit of time, over what N slots that are never idle would generate."""
+    kl: float
+    """Mean over batches of the divergence of their durations from the queue's, over deciles."""
+    staleness_mean: float
+    staleness_p99: float
+    """In optimizer steps between start and training of a group."""
+
+
+class Simulation:
+    """One run. `play` it once."""
+
+    def __init__(self, settings: QueueSettings, workload: Workload) -> None:
+        self._settings = settings
+        self._load = workload
+        self.queue = GenerationQueue(settings)
+        self.now_s = 0.0
+        self.step = 0
+        self._events: list[tuple[float, str]] = []
+        self._rng = Random(workload.seed)
+        self._durations: list[tuple[float, bool]] = []
+        """Of each group, and whether it is of the later kind."""
+        self._leased = 0
+        self._started_step: dict[int, int] = {}
+        self.batches: list[tuple[float, list[int]]] = []
+        """When each step was taken, and the groups in it."""
+        self.staleness: list[list[int]] = []
+        self.widths: list[int] = []
+
+    def play(self) -> Outcome:
+        self._submit()
+        self._lease()
+        while self.step < self._load.steps and self._events:
+            self.now_s, trajectory_id = heappop(self._events)
+            self.queue.rollouts.complete(trajectory_id, now_s=self.now_s)
+            self._train()
+            self._submit()
+            self._lease()
+        return self._measure()
+
+    def _submit(self) -> None:
+        """Keep the queue longer than anybody looks, or send the next wave."""
+        pending = len(self._durations) - self._leased
+        if self._load.wave:
+            wanted = self._load.wave if not pending and not self._events else 0
+        else:
+            wanted = 0 if pending > self._settings.concurrency else 4 * self._settings.concurrency
+        half = self._load.batch * self._load.steps // 2
+        for _ in range(wanted):
+            index = len(self._durations)
+            is_later = self._load.later is not None and index >= half
+            kind = self._load.later if self._load.later and is_later else self._load.durations
+            self._durations.append((kind.draw(self._rng), is_later))
+            spec = GroupSpec(
+                task_id=TaskId(f"t{index}"), index=index, domain="any", shard="s0", size=1
+            )
+            self.queue.add(Group(spec), now_s=self.now_s)
+
+    def _lease(self) -> None:
+        claims = self.queue.rollouts.lease(runner_id="r", max_rollouts=2**20, now_s=self.now_s)
+        self._leased += len(claims)
+        for claim in claims:
+            index = int(claim.task_id[1:])
+            self._started_step[index] = self.step
+            heappush(self._events, (self.now_s + self._durations[index][0], claim.trajectory_id))
+
+    def _train(self) -> None:
+        while True:
+            batch = self.queue.take(trainer_id="t", max_groups=self._load.batch, now_s=self.now_s)
+            if batch is None:
+                return
+            self.step += 1
+            indices = [int(task_id[1:]) for task_id in batch.task_ids]
+            self.staleness.append([self.step - self._started_step.pop(i) for i in indices])
+            self.widths.append(self.queue.books.window.edge - self.queue.books.window.head)
+            self.batches.append((self.now_s, indices))
+            self.queue.batches.prepare_commit(
+                batch.batch_id, step=self.step, task_ids=(), now_s=self.now_s
+            )
+            self.queue.batches.commit(batch.batch_id, step=self.step)
+
+    def _measure(self) -> Outcome:
+        first, last = self._load.skip, self._load.until or len(self.batches)
+        chosen = self.batches[first:last]
+        began_s = self.batches[first - 1][0] if first else 0.0
+        trained = [index for _, indices in chosen for index in indices]
+        work_s = sum(self._durations[index][0] for index in trained)
+        elapsed_s = chosen[-1][0] - began_s
+        stale = sorted(value for step in self.staleness[first:last] for value in step)
+        return Outcome(
+            # What the trained groups took of all the places there were: 1 when none was idle.
+            throughput=work_s / (self._settings.concurrency * elapsed_s),
+            kl=self._mean_kl([indices for _, indices in chosen]),
+            staleness_mean=sum(stale) / len(stale),
+            staleness_p99=stale[math.ceil(0.99 * len(stale)) - 1],
+        )
+
+    def _mean_kl(self, batches: Sequence[Sequence[int]]) -> float:
+        edges = {
+            later: Deciles.of([d for d, kind in self._durations if kind is later])
+            for later in {kind for _, kind in self._durations}
+        }
+        return sum(self._kl(batch, edges) for batch in batches) / len(batches)
+
+    def _kl(self, batch: Sequence[int], edges: Mapping[bool, Deciles]) -> float:
+        """Of the batch's durations from those of all tasks of the same kind, over deciles."""
+        seen = [0.0] * BINS
+        expected = [0.0] * BINS
+        for index in batch:
+            duration, later = self._durations[index]
+            deciles = edges[later]
+            seen[bisect_right(deciles.edges, duration)] += 1 / len(batch)
+            for at, mass in enumerate(deciles.masses):
+                expected[at] += mass / len(batch)
+        return sum(p * math.log(p / q) for p, q in zip(seen, expected, strict=True) if p)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deciles:
+    """Where a tenth of all durations ends, and what really lies between (ties are many at the
+    time-out)."""
+
+    edges: Sequence[float]
+    masses: Sequence[float]
+
+    @classmethod
+    def of(cls, durations: Sequence[float]) -> Deciles:
+        edges = statistics.quantiles(durations, n=BINS)
+        counts = Counter(bisect_right(edges, duration) for duration in durations)
+        return cls(edges=edges, masses=[counts[at] / len(durations) for at in range(BINS)])

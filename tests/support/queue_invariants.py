@@ -1,0 +1,78 @@
+"""What must hold of the generation queue after every operation, whatever it was."""
+
+from __future__ import annotations
+
+from hypothesis.stateful import RuleBasedStateMachine, invariant
+
+from forge.core.admission import QueueSettings
+from forge.core.generation import GenerationQueue
+from forge.core.groups import Group, Phase, RolloutPhase
+from forge.core.trajectory import TaskId
+from forge.core.window import Window
+from tests.support.durable_group import Durable
+
+
+class QueueInvariants(RuleBasedStateMachine):
+    """A machine around a real queue, with the simplest possible model of it."""
+
+    queue: GenerationQueue
+    settings: QueueSettings
+    pool: dict[TaskId, Durable]
+    trained: dict[TaskId, int]
+    next_index: dict[bool, int]
+    announced: tuple[Window, int]
+    """The window and its edge, as they were."""
+
+    @invariant()
+    def books_balance(self) -> None:
+        status = self.queue.books.status()
+        training = [one for one in self.pool.values() if not one.spec.evaluation]
+        assert status.accepted == len(training)
+        assert status.accepted == status.trained + status.tombstoned + status.pending
+        assert status.trained == len(self.trained)
+
+    @invariant()
+    def head_is_the_oldest_unconsumed_group(self) -> None:
+        assert self.queue.books.window.head == self._head()
+
+    @invariant()
+    def window_counts_what_is_in_it(self) -> None:
+        status = self.queue.books.status()
+        complete = [
+            group.spec.index
+            for group in self._groups()
+            if group.phase is Phase.COMPLETE and not group.spec.evaluation
+        ]
+        edge = self.queue.books.window.edge
+        inside = [index for index in complete if index < edge]
+        assert status.complete_in_window == len(inside)
+        assert status.complete_outside_window == len(complete) - len(inside)
+
+    @invariant()
+    def announced_window_is_never_taken_back(self) -> None:
+        """Only a rewind or another leader may; and it is no wider than W, or what was announced."""
+        window, (earlier, edge) = self.queue.books.window, self.announced
+        known = edge if window is earlier else 0
+        assert window.edge >= known
+        assert window.edge <= max(known, window.head + window.size)
+        self.announced = window, window.edge
+
+    @invariant()
+    def at_most_n_groups_run(self) -> None:
+        running = [group for group in self._groups() if group.phase is Phase.RUNNING]
+        assert len(running) == self.queue.books.status().running <= self.settings.concurrency
+        claims = sum(
+            rollout.phase is RolloutPhase.LEASED for group in running for rollout in group.rollouts
+        )
+        assert claims == len(self.queue.rollouts)
+
+    def _groups(self) -> list[Group]:
+        return [self.queue.books.group(task_id) for task_id in self.pool]
+
+    def _head(self) -> int:
+        waiting = [
+            group.spec.index
+            for group in self._groups()
+            if not group.spec.evaluation and not group.phase.consumed
+        ]
+        return min(waiting, default=self.next_index[False])
