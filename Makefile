@@ -62,6 +62,7 @@ chaos: setup  ## Kill each service in the middle of a run, for real
 bench: setup  ## What training and the gateway cost, on this machine and beside peers
 	@$(PY) -m benchmarks.prefix_tree
 	@$(PY) -m benchmarks.gateway
+	@$(PY) -m benchmarks.pool
 
 bench-peers: .venv-peers/.installed  ## Install what the benchmarks compare with
 

@@ -42,7 +42,10 @@ class AppendStream:
     def __init__(self, writer: WriterRef, *, max_turn_bytes: int) -> None:
         self._writer = writer
         self._assembly = _Assembly(max_turn_bytes)
-        self._changed = asyncio.Condition()
+        self._arrived = asyncio.Event()
+        """Set when something waits, or nothing more will come."""
+        self._room = asyncio.Event()
+        self._room.set()
         self._waiting: deque[_Arrival] = deque()
         self._waiting_bytes = 0
         self._ended = False
@@ -77,23 +80,25 @@ class AppendStream:
                 arrival = self._assembly.add(request)
                 if arrival is None:
                     continue
-                async with self._changed:
-                    await self._changed.wait_for(lambda: self._waiting_bytes < WINDOW_BYTES)
-                    self._waiting.append(arrival)
-                    self._waiting_bytes += arrival.size_bytes
-                    self._changed.notify_all()
+                self._waiting.append(arrival)
+                self._waiting_bytes += arrival.size_bytes
+                self._arrived.set()
+                if self._waiting_bytes >= WINDOW_BYTES:
+                    self._room.clear()
+                    await self._room.wait()
         finally:
-            async with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+            self._ended = True
+            self._arrived.set()
 
     async def _next_batch(self) -> list[_Arrival]:
         """What has arrived since the last one; empty when nothing more will."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._waiting or self._ended)
-            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), BATCH_TURNS))]
-            self._waiting_bytes -= sum(arrival.size_bytes for arrival in batch)
-            self._changed.notify_all()
+        await self._arrived.wait()
+        batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), BATCH_TURNS))]
+        self._waiting_bytes -= sum(arrival.size_bytes for arrival in batch)
+        if self._waiting_bytes < WINDOW_BYTES:
+            self._room.set()
+        if not self._waiting and not self._ended:
+            self._arrived.clear()
         return batch
 
     async def _store(self, batch: list[_Arrival]) -> list[pool_pb2.AppendTurnsResponse]:

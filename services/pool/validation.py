@@ -64,27 +64,47 @@ def _turn_head(turn: common_pb2.Turn) -> TurnHead:
     _check_not_negative("prompt_ids", turn.prompt_ids)
     _check_not_negative("sampled.ids", sampled.ids)
     _check_not_negative("sampled.weight_versions", sampled.weight_versions)
-    # A sum is finite only if every term is, and it runs at the speed of C.
-    if not math.isfinite(sum(float32_array(sampled.logprobs))):
+    if not _all_finite(sampled.logprobs):
         raise InvalidArgument("sampled.logprobs holds a value that is not finite")
     if not (math.isfinite(turn.temperature) and turn.temperature >= 0):
         raise InvalidArgument(f"temperature {turn.temperature} must be finite and not negative")
-    versions = int32_array(sampled.weight_versions)
+    low, high = _range(sampled.weight_versions)
     return TurnHead(
         turn_index=turn.turn_index,
         parent_turn=turn.parent_turn,
         prefix_tokens=turn.prefix_tokens,
         prompt_tokens=len(turn.prompt_ids) // 4,
-        sampled_tokens=len(versions),
-        min_weight_version=min(versions, default=-1),
-        max_weight_version=max(versions, default=-1),
+        sampled_tokens=len(sampled.ids) // 4,
+        min_weight_version=low,
+        max_weight_version=high,
     )
 
 
+# Columns are looked at as bytes where that tells as much: a turn of 200k tokens must not keep the
+# event loop for as long as it takes to make an int of each.
+
+
 def _check_not_negative(field: str, column: bytes) -> None:
-    lowest = min(int32_array(column), default=0)
-    if lowest < 0:
+    # Every fourth byte has the sign bit, and is ASCII without it.
+    if not column[3::4].isascii():
+        lowest = min(int32_array(column))
         raise InvalidArgument(f"{field} holds {lowest}, which must not be negative")
+
+
+def _all_finite(column: bytes) -> bool:
+    highest = column[3::4]
+    if 0x7F not in highest and 0xFF not in highest:
+        return True  # All exponents are small.
+    # A sum is finite only if every term is.
+    return math.isfinite(sum(float32_array(column)))
+
+
+def _range(column: bytes) -> tuple[int, int]:
+    """Lowest and highest number; -1 for none."""
+    if column == column[:4] * (len(column) // 4):
+        column = column[:4]  # Nearly always all are the same.
+    numbers = int32_array(column)
+    return min(numbers, default=-1), max(numbers, default=-1)
 
 
 def append_rewards(request: pool_pb2.AppendRewardsRequest) -> AppendRewards:
