@@ -125,6 +125,17 @@ async def linked(leader: Node, follower: Node) -> AsyncIterator[Link]:
         timeout_s=60.0,
         on_confirmed=lambda position: _confirmed(leader, position),
     )
+    try:
+        async with delivering(link, follower):
+            yield link
+    finally:
+        leader.link = None
+        await readers.close()
+
+
+@asynccontextmanager
+async def delivering(link: Link, follower: Node) -> AsyncIterator[None]:
+    """What `link` sends reaches `follower`, and its confirmations come back."""
     confirmations: asyncio.Queue[pb.FollowRequest] = asyncio.Queue()
 
     async def requests() -> AsyncIterator[pb.FollowRequest]:
@@ -144,13 +155,11 @@ async def linked(leader: Node, follower: Node) -> AsyncIterator[Link]:
 
     delivery = asyncio.create_task(deliver())
     try:
-        yield link
+        yield
     finally:
-        leader.link = None
         delivery.cancel()
         await asyncio.wait({delivery})
         link.end(Unavailable("cut"))
-        await readers.close()
 
 
 def _confirmed(leader: Node, position: int) -> None:

@@ -1,0 +1,338 @@
+"""A leader's office: who is accepted, what is recorded when, and what is told to whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from forge.core.errors import (
+    Conflict,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    StaleFence,
+    Unavailable,
+)
+from forge.runtime.coordination import Versioned
+from services.pool.config import PoolConfig
+from services.pool.leader import Leader
+from services.pool.leading import Gate
+from services.pool.membership import ReplicaSet
+from services.pool.readers import Readers
+from services.pool.replica import LeadersReaders, LeadersWriter
+from tests.support.pool_records import make_group
+from tests.support.pool_replicas import LINEAGE, SHARD, Node, delivering
+from tests.support.pool_store import put_groups
+
+FENCE = 7
+
+
+@dataclass
+class Etcd:
+    """Stands in for the coordinator: one key, which may be out of reach."""
+
+    stored: Versioned | None = None
+    down: bool = False
+    before_write: Callable[[], None] = lambda: None
+
+    async def get(self, key: str) -> Versioned | None:
+        await asyncio.sleep(0)
+        self._check()
+        return self.stored
+
+    async def compare_and_swap(self, key: str, value: bytes, *, expected_revision: int) -> int:
+        await asyncio.sleep(0)
+        self._check()
+        revision = self.stored.mod_revision if self.stored else 0
+        if revision != expected_revision:
+            raise StaleFence(f"{key} is at revision {revision}")
+        self.before_write()
+        self.stored = Versioned(value=value, mod_revision=revision + 1)
+        return revision + 1
+
+    def _check(self) -> None:
+        if self.down:
+            raise Unavailable("etcd does not answer")
+
+
+class Lease:
+    """Stands in for a leadership that holds."""
+
+    fence = FENCE
+    alive = True
+
+    async def lost(self) -> None:
+        await asyncio.Event().wait()
+
+
+@dataclass
+class Office:
+    """A leader with its store, its etcd, and a follower that may join."""
+
+    leader: Leader
+    node: Node
+    other: Node
+    etcd: Etcd
+
+    async def in_sync(self) -> frozenset[str]:
+        found = await ReplicaSet.read(self.etcd, SHARD)
+        return found.in_sync if found else frozenset()
+
+    @property
+    def ids(self) -> tuple[str, str]:
+        return self.node.state().replica_id, self.other.state().replica_id
+
+    async def until_joined(self) -> None:
+        while (
+            self.leader.gate.is_shut
+            or not self.leader.gate.required
+            or await self.in_sync() != set(self.ids)
+        ):
+            await asyncio.sleep(0)
+
+    def write(self, task_id: str) -> None:
+        put_groups(self.node.store, make_group(task_id))
+
+
+@pytest_asyncio.fixture
+async def make_office(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[[int], Office]]:
+    """An office with that many copies wanted; it has not begun."""
+    monkeypatch.setattr("services.pool.leader.RETRY_S", 0.001)
+    readers = Readers(1)
+    made: list[Office] = []
+
+    def make(min_copies: int) -> Office:
+        node, other = Node(tmp_path / "a"), Node(tmp_path / "b")
+        node.lead()
+        etcd = Etcd()
+        state = node.state()
+        members = ReplicaSet(
+            shard=SHARD,
+            lineage=LINEAGE,
+            in_sync=frozenset({state.replica_id, other.state().replica_id}),
+            fence=FENCE,
+        )
+        leader = Leader(
+            PoolConfig(min_copies=min_copies),
+            etcd,
+            Lease(),
+            members,
+            node.store,
+            readers,
+            state=state,
+            on_members=lambda: None,
+        )
+        node.store.count_commits(leader.committed)
+        made.append(Office(leader, node, other, etcd))
+        return made[-1]
+
+    yield make
+    for office in made:
+        await office.leader.close()
+        office.node.store.close()
+        office.other.store.close()
+    await readers.close()
+
+
+async def test_nobody_goes_alone_before_the_record_says_so(make_office):
+    """With etcd out of reach a lone leader takes nothing, although one copy would do."""
+    office = make_office(1)
+    office.etcd.down = True
+    with pytest.raises(Unavailable):
+        await office.leader.begin()
+    with pytest.raises(Unavailable, match="acknowledges nothing"):
+        office.leader.gate.admit()
+    office.etcd.down = False
+    await office.leader.begin()
+    assert await office.in_sync() == {office.ids[0]}
+    office.leader.gate.admit()
+
+
+async def test_two_copies_wanted_means_that_a_lone_leader_takes_nothing(make_office):
+    """The record stays: who was in sync has all that was acknowledged."""
+    office = make_office(2)
+    await office.leader.begin()
+    assert await office.in_sync() == set(office.ids)
+    with pytest.raises(Unavailable, match="min_copies is 2"):
+        office.leader.gate.admit()
+
+
+async def test_a_follower_has_everything_before_it_is_recorded(make_office):
+    """From the moment in which it is named in the record it may be elected."""
+    office = make_office(1)
+    await office.leader.begin()
+    office.write("alone")
+    seen = []
+    office.etcd.before_write = lambda: seen.append(
+        office.other.state().position >= office.leader.gate.position
+    )
+    link = office.leader.accept(office.other.follower_state())
+    office.write("while-it-joins")
+    async with delivering(link, office.other):
+        await office.until_joined()
+        assert seen == [True]
+        assert office.leader.gate.required
+
+
+@pytest.mark.parametrize("min_copies", [1, 2])
+async def test_a_lost_follower_is_recorded_before_anything_is_told(make_office, min_copies):
+    """What waits for it is told once the leader is recorded as alone, or, where two copies are
+    wanted, refused."""
+    office = make_office(min_copies)
+    await office.leader.begin()
+    link = office.leader.accept(office.other.follower_state())
+    async with delivering(link, office.other):
+        await office.until_joined()
+        office.etcd.down = True
+    office.write("unconfirmed")
+    waiting = asyncio.create_task(office.leader.gate.passed(timeout_s=60.0))
+    await asyncio.sleep(0.02)
+    if min_copies == 1:
+        assert not waiting.done()
+        office.etcd.down = False
+        await waiting
+        assert await office.in_sync() == {office.ids[0]}
+    else:
+        with pytest.raises(Unavailable, match="its follower is away"):
+            await waiting
+
+
+async def test_a_deposed_leader_finds_the_record_changed(make_office):
+    """Another has written it under its own fence: what waits is refused, and the office ends."""
+    office = make_office(1)
+    await office.leader.begin()
+    link = office.leader.accept(office.other.follower_state())
+    async with delivering(link, office.other):
+        await office.until_joined()
+        found = await ReplicaSet.read(office.etcd, SHARD)
+        assert found is not None
+        successor = ReplicaSet(
+            shard=SHARD,
+            lineage=LINEAGE,
+            in_sync=found.in_sync,
+            fence=FENCE + 1,
+            revision=found.revision,
+        )
+        await successor.write(office.etcd)
+    office.write("unconfirmed")
+    with pytest.raises(Unavailable):
+        await office.leader.gate.passed(timeout_s=60.0)
+    await office.leader.hold()
+    with pytest.raises(Unavailable, match="leads no more"):
+        office.leader.gate.admit()
+    assert (await ReplicaSet.read(office.etcd, SHARD)).fence == FENCE + 1
+
+
+async def test_a_write_of_unknown_outcome_that_took_is_our_own(make_office):
+    """The record at a later revision than expected deposes nobody if it is under our fence."""
+    office = make_office(1)
+    ours = ReplicaSet(
+        shard=SHARD, lineage=LINEAGE, in_sync=office.leader.members.in_sync, fence=FENCE
+    )
+    await ours.write(office.etcd)
+    await office.leader.begin()
+    assert await office.in_sync() == {office.ids[0]}
+    assert not office.leader.deposed.is_set()
+
+
+async def test_who_may_follow(make_office):
+    """Another shard, foreign data, another schema and a second follower are refused by name."""
+    office = make_office(2)
+    await office.leader.begin()
+    state = office.other.follower_state()
+    for change, error, complaint in (
+        ({"pool_shard": "s9"}, InvalidArgument, "'s9' is not led here"),
+        ({"lineage": "unreplicated"}, FailedPrecondition, "empty data_dir"),
+        ({"schema_version": 1}, FailedPrecondition, "stores schema 1"),
+    ):
+        wrong = type(state)()
+        wrong.CopyFrom(state)
+        for name, value in change.items():
+            setattr(wrong, name, value)
+        with pytest.raises(error, match=complaint):
+            office.leader.accept(wrong)
+    office.leader.accept(state)
+    second = type(state)()
+    second.CopyFrom(state)
+    second.replica_id = "another"
+    with pytest.raises(ResourceExhausted, match="has a follower"):
+        office.leader.accept(second)
+
+
+def test_data_that_was_never_replicated_is_not_taken_for_empty(make_office):
+    """A follower that holds something of its own says so, and is not overwritten."""
+    office = make_office(2)
+    office.other.store.change(lambda records: None)
+    assert office.other.follower_state().lineage == ""
+    put_groups(office.other.store, make_group())
+    assert office.other.follower_state().lineage == "unreplicated"
+
+
+# What stands before writer and readers
+
+
+@dataclass
+class Held:
+    """Stands in for a Replica that leads, and for its writer."""
+
+    gate: Gate = field(default_factory=lambda: Gate(SHARD, position=5, leads=lambda: True))
+    outcome: Any = "answer"
+
+    @property
+    def leader(self) -> Held:
+        return self
+
+    def check_readable(self) -> None:
+        return None
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        yield
+
+    async def ask(self, message: Any, *, timeout_s: float) -> Any:
+        self.gate.position += 1
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+    async def run(self, read: Callable[[], Any]) -> Any:
+        return read()
+
+
+@pytest.mark.parametrize("outcome", ["answer", Conflict("another was first")])
+async def test_an_answer_is_given_when_the_follower_has_its_commit(outcome):
+    """Not before, be it a refusal: it may rest on what only the leader has."""
+    held = Held(outcome=outcome)
+    held.gate.require(5)
+    held.gate.open()
+    answer = asyncio.create_task(LeadersWriter(held, held).ask("change", timeout_s=60.0))
+    await asyncio.sleep(0.01)
+    assert not answer.done()
+    held.gate.confirm(6)
+    if isinstance(outcome, Exception):
+        with pytest.raises(Conflict):
+            await answer
+    else:
+        assert await answer == "answer"
+
+
+async def test_nothing_is_shown_that_an_election_could_undo():
+    """A read waits for the commits it may have seen."""
+    held = Held()
+    held.gate.require(5)
+    held.gate.open()
+    held.gate.position = 6
+    shown = asyncio.create_task(LeadersReaders(held, held).run(lambda: "seen"))
+    await asyncio.sleep(0.01)
+    assert not shown.done()
+    held.gate.confirm(6)
+    assert await shown == "seen"
