@@ -3,7 +3,7 @@ PY := .venv/bin/python
 MODEL ?= tiny
 SEED ?= 0
 
-.PHONY: run setup test test-clients test-trl lint protos chaos bench bench-peers
+.PHONY: run setup test test-clients test-trl lint protos chaos crash bench bench-peers
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -58,6 +58,9 @@ lint: setup  ## Format, rules, types, import contracts, protos
 
 chaos: setup  ## Kill each service in the middle of a run, for real
 	@$(PY) -m pytest tests/chaos
+
+crash: setup  ## Kill the pool 200 times under load and read everything back
+	@FORGE_CRASH_ROUNDS=200 $(PY) -m pytest --timeout=7200 -s tests/integration/test_pool_crash.py
 
 bench: setup  ## What training and the gateway cost, on this machine and beside peers
 	@$(PY) -m benchmarks.prefix_tree

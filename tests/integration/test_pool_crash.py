@@ -1,6 +1,6 @@
 """kill -9 of a real pool under load, at random points: what was acknowledged is there, and right.
 
-FORGE_CRASH_ROUNDS sets how often (default 10).
+FORGE_CRASH_ROUNDS sets how often (default 10); `make crash` does it 200 times.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ async def test_kill_9_loses_nothing_acknowledged(pool: PoolProcess, coordinator:
         # A small first map: some of the kills hit while it grows.
         pool.start("--map-bytes", str(1 << 20))
         client = await PoolClient.connect(pool, coordinator)
-        await audit(client, ledger)
+        # All of them after every kill would cost the square of the rounds; at the end it is all.
+        await audit(client, ledger, ledger.sample(draw))
         names = (f"t{number}" for number in numbers)
         writers = [asyncio.create_task(write(client, ledger, names)) for _ in range(WRITERS)]
         await ledger.reach(ledger.count + draw.randrange(1, 60))
@@ -92,3 +93,7 @@ async def test_kill_9_loses_nothing_acknowledged(pool: PoolProcess, coordinator:
     await audit(client, ledger)
     await client.close()
     assert ledger.count > ROUNDS
+    print(
+        f"{ROUNDS} kills: {len(ledger.turns)} turns, {len(ledger.sealed)} seals and "
+        f"{len(ledger.groups)} groups acknowledged, none missing or changed"
+    )

@@ -23,6 +23,9 @@ from tests.support.pool_records import make_group, make_reward, make_turn
 
 TURNS = 3
 """Of each trajectory."""
+_RECENT, _OLDER = 60, 20
+_FETCHED = 10
+"""Trajectories in memory at a time."""
 _CALL_S = 10.0
 _RETRY_FOR_S = 300.0
 _RETRY_S = 0.1
@@ -56,7 +59,15 @@ class Ledger:
             await self._news.wait()
 
     def trajectories(self) -> list[str]:
-        return sorted({trajectory_id for trajectory_id, _ in self.turns} | set(self.sealed))
+        """In the order in which they were begun."""
+        names = {trajectory_id for trajectory_id, _ in self.turns} | set(self.sealed)
+        return sorted(names, key=lambda name: int(name[1:].partition(":")[0]))
+
+    def sample(self, draw: random.Random) -> list[str]:
+        """Those begun last, and some of the others."""
+        names = self.trajectories()
+        older = names[:-_RECENT]
+        return names[-_RECENT:] + draw.sample(older, min(_OLDER, len(older)))
 
 
 def turn_of(trajectory_id: str, index: int) -> common_pb2.Turn:
@@ -76,23 +87,33 @@ def requests_of(turns: Iterable[common_pb2.Turn]) -> Iterator[pool_pb2.AppendTur
             yield pool_pb2.AppendTurnsRequest(sequence=turn.turn_index, turn=chunk)
 
 
-async def audit(client: PoolClient, ledger: Ledger) -> None:
-    """Every acknowledged turn, seal and group is there and equal, and nothing is half there."""
+async def audit(client: PoolClient, ledger: Ledger, names: list[str] | None = None) -> None:
+    """Every acknowledged group is there; every acknowledged turn and seal, or those of `names`, is
+    there and equal, and nothing is half there."""
     # What is acknowledged while we look need not be in what we see.
     groups, turns, seals = set(ledger.groups), set(ledger.turns), dict(ledger.sealed)
     listed = {response.group.task.task_id: response for response in await client.groups()}
     assert groups <= set(listed)
-    for trajectory in await client.fetch(*ledger.trajectories()):
+    expected: dict[str, set[int]] = {}
+    for name, index in turns:
+        expected.setdefault(name, set()).add(index)
+    names = ledger.trajectories() if names is None else names
+    async for trajectory in _each(client, names):
         stored = {turn.turn_index: turn for turn in trajectory.turns}
         for index, turn in stored.items():
             assert turn == turn_of(trajectory.trajectory_id, index)
-        expected = {index for name, index in turns if name == trajectory.trajectory_id}
-        assert expected <= set(stored)
+        assert expected.get(trajectory.trajectory_id, set()) <= set(stored)
         sealed = seals.get(trajectory.trajectory_id)
         if sealed is not None:
             assert trajectory.state == common_pb2.TRAJECTORY_STATE_SEALED
             assert len(stored) == TURNS
             assert sealed in listed[trajectory.task_id].trajectories
+
+
+async def _each(client: PoolClient, names: list[str]) -> AsyncIterator[common_pb2.Trajectory]:
+    for begin in range(0, len(names), _FETCHED):
+        for trajectory in await client.fetch(*names[begin : begin + _FETCHED]):
+            yield trajectory
 
 
 class Writer:
