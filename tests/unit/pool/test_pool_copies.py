@@ -223,7 +223,10 @@ def test_compacting_gives_room_back_and_changes_no_record(open_store, tmp_path):
     tamper(
         directory,
         lambda records: records.delete_prefix(
-            Table.TURNS, trajectory_key(parse_trajectory_id("t:0:0")), limit=100
+            Table.TURNS,
+            trajectory_key(parse_trajectory_id("t:0:0")),
+            limit=100,
+            limit_bytes=1 << 30,
         ),
     )
     before, after = copies.compact(directory, quiet)
