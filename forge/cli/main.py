@@ -163,6 +163,19 @@ def model_fetch(
     _model(name, 0, root)
 
 
+@model_app.command(
+    "warm-start",
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
+)
+def model_warm_start(context: typer.Context) -> None:
+    """Teach a model from conversations before it is trained by reward. See --help."""
+    os.execv(sys.executable, [sys.executable, "-m", "services.trainer.supervised", *context.args])
+
+
 @app.command(
     context_settings={
         "allow_extra_args": True,

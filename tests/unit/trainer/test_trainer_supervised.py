@@ -1,0 +1,112 @@
+"""A supervised warm start: what is taught from a conversation, and that it is learned."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from forge.core.errors import InvalidArgument
+from services.trainer.demonstrations import lesson_samples, read_conversations
+from services.trainer.supervised import main
+from services.trainer.trainee import load_model
+
+WORDS = ["end", "user", "assistant", "begin", "red", "blue", "one", "two", "call"]
+TEMPLATE = (
+    "{% for m in messages %}begin {{ m.role }} {{ m.content }} "
+    "{% for c in m.tool_calls or [] %}call {{ c.function.arguments.x }} {% endfor %}end "
+    "{% endfor %}{% if add_generation_prompt %}begin assistant {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="end"))
+    backend.pre_tokenizer = Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="end")
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=16, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        )
+    ).save_pretrained(path)  # fmt: skip
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+TALK = [
+    message("user", "red"), message("assistant", "one"),
+    message("user", "blue"), message("assistant", "two"),
+]  # fmt: skip
+
+
+def words(ids: array[int]) -> str:
+    return " ".join(WORDS[i] for i in ids)
+
+
+def test_every_answer_is_taught_in_its_context(tokenizer: PreTrainedTokenizerFast) -> None:
+    """With the token that ends it; nothing the user said or the template wrote is."""
+    samples = lesson_samples({"messages": TALK}, tokenizer, source="here")
+    ids = [array("i", one.ids) for one in samples]
+    assert words(ids[0]) == "begin user red end begin assistant one end"
+    taught = [
+        words(one[slice(*sample.trained[0])]) for one, sample in zip(ids, samples, strict=True)
+    ]
+    assert taught == ["one end", "two end"]
+
+
+def test_arguments_of_calls_are_objects_to_the_template(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """They travel as text."""
+    call = {"function": {"name": "f", "arguments": '{"x": "two"}'}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    (sample,) = lesson_samples({"messages": [TALK[0], answer]}, tokenizer, source="here")
+    assert words(array("i", sample.ids)).endswith("assistant call two end")
+
+
+@pytest.mark.parametrize("line", ["{", '{"messages": 3}', "[]"])
+def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> None:
+    """By file and number."""
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps({"messages": TALK}) + "\n" + line)
+    with pytest.raises(InvalidArgument, match=r"data.jsonl:2: "):
+        read_conversations(file)
+
+
+def test_a_model_learns_what_it_is_shown(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The held-out loss falls, and what is written is a model directory with its tokenizer."""
+    data, out = tmp_path / "data.jsonl", tmp_path / "taught"
+    data.write_text("\n".join(json.dumps({"messages": TALK}) for _ in range(10)))
+    argv = [
+        *("--model", str(model), "--data", str(data), "--out", str(out), "--epochs", "20"),
+        *("--learning-rate", "0.02", "--batch-tokens", "100", "--held-out", "0.2"),
+    ]
+    assert main(argv) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert told[0]["held_out_loss"] > 1.5 and told[-1]["held_out_loss"] < 0.2
+    assert load_model(out).config.vocab_size == 16
+    assert PreTrainedTokenizerFast.from_pretrained(out).chat_template == TEMPLATE
+    assert main(argv) == 2
+    assert capsys.readouterr().err == f"supervised: out = {str(out)!r} is there already\n"
