@@ -16,9 +16,29 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from forge.core.packing import Sample, Span
 
@@ -26,35 +46,96 @@ VOCABULARY = 13
 CAP = 1.5
 
 
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+WINDOW = 5
+"""Shorter than most sequences of the tests."""
+
+
 def tiny_model(family: str, dtype: torch.dtype) -> Any:
-    """Two layers, grouped-query attention, untied (Qwen3) or tied (Llama) head."""
+    """Two layers, grouped-query attention, an untied or a tied head."""
     torch.manual_seed(0)
-    shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-    }
-    if family == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=8)).to(dtype)
-    return LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True)).to(dtype)
+    match family:
+        case "qwen3":
+            model: Any = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8))
+        case "llama":
+            model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
+        case "qwen3_moe":
+            moe = Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=8, num_experts=4)
+            model = Qwen3MoeForCausalLM(moe)
+        case "mixtral":
+            model = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4))
+        case "mistral":  # every layer sees a window
+            model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=WINDOW))
+        case "gemma3":  # one layer sees a window, one everything
+            layers = ["sliding_attention", "full_attention"]
+            gemma = Gemma3TextConfig(
+                **SHAPE, head_dim=8, sliding_window=WINDOW, layer_types=layers, pad_token_id=None
+            )
+            model = Gemma3ForCausalLM(gemma)
+        case "mamba":  # a state instead of attention
+            mamba = MambaConfig(
+                vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2
+            )
+            model = MambaForCausalLM(mamba)
+        case _:
+            assert family == "qwen3_next"  # linear attention beside full, and experts
+            hybrid = Qwen3NextConfig(
+                **SHAPE,
+                **EXPERTS,
+                head_dim=8,
+                num_experts=4,
+                shared_expert_intermediate_size=8,
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
+                layer_types=["linear_attention", "full_attention"],
+            )
+            model = Qwen3NextForCausalLM(hybrid)
+    if hasattr(model.config, "_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped kernels take no fp64
+    return model.to(dtype)
 
 
 @contextmanager
 def wide_norms() -> Iterator[None]:
-    """RMSNorm in the parameters' own type: transformers' fp32 upcast would hide fp64 errors."""
+    """Norms and routers in the parameters' own type: transformers' fp32 would hide fp64 errors."""
 
     def forward(self: Any, hidden: Tensor) -> Tensor:
         variance = hidden.pow(2).mean(-1, keepdim=True)
         normed: Tensor = self.weight * hidden * torch.rsqrt(variance + self.variance_epsilon)
         return normed
 
+    narrow, softmax = Tensor.float, nn.functional.softmax
+
+    def as_wide(self: Tensor) -> Tensor:
+        return self if self.dtype == torch.float64 else narrow(self)
+
+    def wide_softmax(scores: Tensor, *places: Any, **options: Any) -> Tensor:
+        if scores.dtype == torch.float64:
+            options.pop("dtype", None)
+        return softmax(scores, *places, **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        for norm in (modeling_qwen3.Qwen3RMSNorm, modeling_llama.LlamaRMSNorm):
+        for norm in (
+            modeling_qwen3.Qwen3RMSNorm,
+            modeling_llama.LlamaRMSNorm,
+            modeling_qwen3_moe.Qwen3MoeRMSNorm,
+            modeling_mixtral.MixtralRMSNorm,
+            modeling_mistral.MistralRMSNorm,
+        ):
             patch.setattr(norm, "forward", forward)
+        patch.setattr(Tensor, "float", as_wide)
+        patch.setattr(nn.functional, "softmax", wide_softmax)
         yield
 
 
@@ -84,16 +165,23 @@ class Gradient:
     """Per parameter, the summed norms of the samples' gradients: what rounding is relative to."""
 
 
-def reference_gradient(model: Any, samples: Sequence[Sample]) -> Gradient:
-    """CISPO's token mean, one sample at a time, through the model's stock attention."""
+def reference_gradient(
+    model: Any, samples: Sequence[Sample], *, balance_coef: float = 0.0
+) -> Gradient:
+    """CISPO's token mean, one sample at a time, through the model's stock attention.
+
+    The load-balance loss is the library's own, over the router logits of all samples.
+    """
     # The eager attention takes its softmax in fp32 whatever the type of the model.
-    model.set_attn_implementation("sdpa")
+    if "forge" in str(model.config._attn_implementation):
+        model.set_attn_implementation("sdpa")
     normalizer = sum(sample.trained_tokens for sample in samples)
     total: dict[str, Tensor] = {}
     scale: dict[str, float] = {}
     loss = loss_scale = 0.0
-    for sample in samples:
-        one = _sample_loss(model, sample) / normalizer
+
+    def add(one: Tensor) -> None:
+        nonlocal loss, loss_scale
         model.zero_grad()
         one.backward()  # type: ignore[no-untyped-call]
         loss += float(one.detach())
@@ -101,7 +189,34 @@ def reference_gradient(model: Any, samples: Sequence[Sample]) -> Gradient:
         for name, gradient in gradients(model).items():
             total[name] = total.get(name, torch.zeros_like(gradient)) + gradient
             scale[name] = scale.get(name, 0.0) + float(gradient.norm())
+
+    for sample in samples:
+        add(_sample_loss(model, sample) / normalizer)
+    if balance_coef:
+        add(balance_coef * _balance_loss(model, samples))
     return Gradient(loss=loss, of=total, loss_scale=loss_scale, scale=scale)
+
+
+def _balance_loss(model: Any, samples: Sequence[Sample]) -> Tensor:
+    apart = [
+        model(
+            input_ids=torch.tensor([array("i", one.ids)]),
+            use_cache=False,
+            output_router_logits=True,
+        ).router_logits
+        for one in samples
+    ]
+    layers = tuple(
+        torch.cat([logits.flatten(0, -2) for logits in each]) for each in zip(*apart, strict=True)
+    )
+    top_k = model.config.num_experts_per_tok
+    with pytest.MonkeyPatch.context() as patch:
+        if layers[0].dtype == torch.float64:  # it would count, and divide, in fp32
+            zeros = torch.zeros
+            patch.setattr(torch, "zeros", lambda size, **named: zeros(size).double())
+        loss = modeling_mixtral.load_balancing_loss_func(layers, layers[0].shape[-1], top_k)
+    assert isinstance(loss, Tensor)
+    return loss
 
 
 def _sample_loss(model: Any, sample: Sample) -> Tensor:

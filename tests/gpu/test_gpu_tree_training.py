@@ -1,0 +1,104 @@
+"""What only a CUDA device can show: `python -m pytest tests/gpu`. Skipped where there is none."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from forge.core.packing import Sample, plan_trees
+from forge.rl.attention_schedule import AttentionSchedule
+from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.losses import ObjectiveConfig
+from forge.rl.policy import TreePolicy
+from forge.rl.tree_attention import tree_attention
+from forge.rl.tree_batch import build_tree_batch
+from forge.rl.tree_parts import cut_part
+from tests.support.rl_models import CAP, Gradient, gradients, make_sample, relative_errors
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+VOCABULARY = 512
+
+
+def model_of(device: str) -> Any:
+    torch.manual_seed(0)
+    shape = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    return Qwen3ForCausalLM(shape).to(device)
+
+
+def forest() -> list[Sample]:
+    """A trunk of 300 tokens with branches of up to 200."""
+    rng = Random(5)
+
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+    trunk = ids(300)
+    leaves = [trunk + ids(200), trunk + ids(40), trunk[:100] + ids(150)]
+    return [make_sample(one, (len(one) - 30, len(one)), rng=rng) for one in leaves]
+
+
+def schedule_of(start: int) -> AttentionSchedule:
+    samples = forest()
+    (plan,) = plan_trees(samples, token_budget=1 << 30)
+    batch = build_tree_batch(plan, samples, channels=256)
+    return cut_part(batch.layout, (start, batch.tokens)).schedule
+
+
+def gradient_on(device: str, *, budget: int, autocast: torch.dtype | None) -> Gradient:
+    model = model_of(device)
+    policy = TreePolicy(model, autocast=autocast)
+    config = LearnerConfig(token_budget=budget, objective=ObjectiveConfig(ratio_cap=CAP))
+    learner = Learner(policy, config)
+    loss, _ = learner.accumulate(learner.plan(forest()))
+    of = {name: gradient.cpu() for name, gradient in gradients(model).items()}
+    scale = {name: float(gradient.norm()) for name, gradient in of.items()}
+    return Gradient(loss=loss, of=of, loss_scale=abs(loss), scale=scale)
+
+
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("start", [0, 350])
+def test_flex_attention_and_its_backward_equal_dense_calls(start: int, window: int | None) -> None:
+    """Compiled, in fp32, with a prefix and without, against the CPU's calls in fp64."""
+    schedule = schedule_of(start)
+    torch.manual_seed(0)
+    own = schedule.tokens - schedule.prefix
+    host = [
+        torch.randn(1, heads, tokens, 64, dtype=torch.float64, requires_grad=True)
+        for heads, tokens in ((4, own), (2, schedule.tokens), (2, schedule.tokens))
+    ]
+    device = [x.detach().float().cuda().requires_grad_() for x in host]
+    expected = tree_attention(*host, schedule, scale=0.125, window=window)
+    found = tree_attention(*device, schedule, scale=0.125, window=window)
+    expected.sin().sum().backward()
+    found.sin().sum().backward()
+    assert torch.allclose(found.double().cpu(), expected, rtol=1e-3, atol=1e-4)
+    for mine, other in zip(device, host, strict=True):
+        assert mine.grad is not None and other.grad is not None
+        assert torch.allclose(mine.grad.double().cpu(), other.grad, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("budget", [1 << 30, 200])
+def test_a_step_on_a_gpu_equals_one_on_a_cpu(budget: int) -> None:
+    """Whole and relayed, in fp32: loss and every gradient."""
+    expected = gradient_on("cpu", budget=1 << 30, autocast=None)
+    found = gradient_on("cuda", budget=budget, autocast=None)
+    assert max(relative_errors(found, expected)) <= 1e-3
+
+
+def test_bf16_with_an_fp32_head_stays_close() -> None:
+    """A bf16 trunk moves gradients by bf16 rounding, and logits are never all held."""
+    expected = gradient_on("cpu", budget=1 << 30, autocast=None)
+    found = gradient_on("cuda", budget=1 << 30, autocast=torch.bfloat16)
+    assert max(relative_errors(found, expected)) <= 0.1

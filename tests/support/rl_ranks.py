@@ -1,0 +1,112 @@
+"""Errors of trees computed by several ranks: `python -m tests.support.rl_ranks`.
+
+Prints one JSON object: {"<ranks> <family> <type> <kind>": the largest relative error of loss and
+gradients}. The ranks are forks of one process that has imported what is slow to import and has
+not yet used autograd, which does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.losses import ObjectiveConfig
+from forge.rl.policy import TreePolicy
+from tests.support.rl_forests import KINDS, forest
+from tests.support.rl_models import (
+    CAP,
+    Gradient,
+    gradients,
+    reference_gradient,
+    relative_errors,
+    tiny_model,
+    wide_norms,
+)
+
+RANKS = 4
+BALANCE = 0.1
+KINDS_OF = {
+    "qwen3": KINDS,
+    "gemma3": ("think_stripped", "compacted", "prefix"),
+    "qwen3_moe": ("linear", "compacted", "single_token"),
+}
+
+
+def error_of(
+    family: str,
+    kind: str,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    *,
+    checkpointing: bool = False,
+) -> float:
+    """On this rank."""
+    samples = forest(kind)
+    coef = BALANCE if "moe" in family else 0.0
+    model = tiny_model(family, dtype)
+    expected = reference_gradient(model, samples, balance_coef=coef)
+    model = tiny_model(family, dtype)
+    if checkpointing:
+        model.activation_checkpointing_enable()
+        model.train()
+    policy = TreePolicy(model, balance_coef=coef, group=group)
+    # A small budget makes several trees; each is computed by all ranks.
+    budget = 24 if kind == "compacted" else 1 << 30
+    config = LearnerConfig(token_budget=budget, objective=ObjectiveConfig(ratio_cap=CAP))
+    learner = Learner(policy, config)
+    loss, _ = learner.accumulate(learner.plan(samples))
+    if policy.balance is not None:
+        loss += policy.balance.value
+    return max(relative_errors(Gradient(loss=loss, of=gradients(model)), expected))
+
+
+def run_rank(rank: int, meeting: str, results: str) -> None:
+    """All cases; every rank takes part in each, the first one tells."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(meeting, RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    pair = dist.new_group([0, 1])
+    found: dict[str, float] = {}
+    with wide_norms():
+        for family, kinds in KINDS_OF.items():
+            for kind in kinds:
+                found[f"4 {family} fp64 {kind}"] = error_of(
+                    family, kind, torch.float64, dist.group.WORLD
+                )
+        if rank < 2:
+            for kind in ("forked", "compacted", "roots"):
+                found[f"2 qwen3 fp64 {kind}"] = error_of("qwen3", kind, torch.float64, pair)
+    for kind in ("think_stripped", "forked"):
+        found[f"4 qwen3 fp32 {kind}"] = error_of("qwen3", kind, torch.float32, dist.group.WORLD)
+        found[f"4 qwen3 fp32 checkpointed {kind}"] = error_of(
+            "qwen3", kind, torch.float32, dist.group.WORLD, checkpointing=True
+        )
+    if rank == 0:
+        Path(results).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        results = str(Path(folder) / "results")
+        fork = multiprocessing.get_context("fork")
+        ranks = [
+            fork.Process(target=run_rank, args=(rank, str(Path(folder) / "meeting"), results))
+            for rank in range(RANKS)
+        ]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+        assert not any(each.exitcode for each in ranks), [each.exitcode for each in ranks]
+        print(Path(results).read_text())
+
+
+if __name__ == "__main__":
+    main()

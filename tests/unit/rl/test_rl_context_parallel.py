@@ -1,0 +1,43 @@
+"""A tree computed by several ranks has the loss and the gradients of one sample at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+LIMITS = {"fp64": 1e-12, "fp32": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, float]:
+    """All cases, from one start of four ranks over gloo."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.rl_ranks"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    errors: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+    return errors
+
+
+@pytest.mark.parametrize(("ranks", "precision"), [(4, "fp64"), (2, "fp64"), (4, "fp32")])
+def test_ranks_that_share_a_tree_are_exact(
+    ranks: int, precision: str, found: dict[str, float]
+) -> None:
+    """Whatever the tree, also where there are more ranks than tokens, with sliding windows, with
+    experts balanced over all ranks, with activations recomputed."""
+    cases = {
+        case: error
+        for case, error in found.items()
+        if case.startswith(f"{ranks} ") and precision in case
+    }
+    assert cases
+    limits = {case: 1e-8 if "moe" in case else LIMITS[precision] for case in cases}
+    assert not {case: error for case, error in cases.items() if not error <= limits[case]}
