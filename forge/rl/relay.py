@@ -43,7 +43,7 @@ class Slots:
 
 def shared_tokens(prefixes: Sequence[Tensor]) -> Tensor:
     """Layout indices [N] of all that is in some part's prefix, ascending."""
-    shared_N: Tensor = torch.unique(torch.cat(list(prefixes)))  # type: ignore[no-untyped-call]
+    shared_N: Tensor = torch.unique(torch.cat(list(prefixes)))
     return shared_N
 
 
