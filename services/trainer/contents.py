@@ -64,17 +64,27 @@ class Contents:
 
     def write(self, directory: Path) -> None:
         """Raises `OSError`, a full disk's among them."""
+        write_model(directory, self.weights, self.weights_file, self.model_path)
         try:
-            save_file(dict(self.weights), directory / self.weights_file, metadata={"format": "pt"})
             torch.save(dict(self.learner), directory / _LEARNER)
-        except (SafetensorError, RuntimeError) as error:
-            # Both libraries have their own word for a write that failed.
+        except RuntimeError as error:
+            # Torch has a word of its own for a write that failed.
             raise OSError(0, str(error).splitlines()[0]) from error
-        for pattern in ("*.json", "*.jinja", "*.txt", "*.model"):
-            for file in self.model_path.glob(pattern):
-                shutil.copyfile(file, directory / file.name)
         for name, text in self.sidecars.items():
             (directory / name).write_text(text, encoding="utf-8")
+
+
+def write_model(
+    directory: Path, weights: Mapping[str, Tensor], weights_file: str, model_path: Path
+) -> None:
+    """Weights, and beside them configuration and tokenizer of `model_path`. Raises `OSError`."""
+    try:
+        save_file(dict(weights), directory / weights_file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(0, str(error)) from error
+    for pattern in ("*.json", "*.jinja", "*.txt", "*.model"):
+        for file in model_path.glob(pattern):
+            shutil.copyfile(file, directory / file.name)
 
 
 def read(directory: Path, weights_file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -1,0 +1,191 @@
+"""Supervised warm start of any model: `python -m services.trainer.supervised --help`.
+
+Teaches a model from conversations (JSON lines of `messages`, optionally `tools`) and writes a model
+directory to train from. The loss is the mean negative log-probability of the assistant's tokens; it
+is computed on merged trees like everything the trainer does, so turns of a conversation share their
+history. A held-out part of the conversations says whether it helped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from forge.core.errors import ForgeError, InvalidArgument
+from forge.core.packing import Sample
+from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.losses import ObjectiveConfig
+from forge.rl.optimizers import NAMES, OptimizerConfig
+from forge.rl.policy import TreePolicy
+from services.trainer.contents import write_model
+from services.trainer.demonstrations import lesson_samples, read_conversations
+from services.trainer.trainee import load_model, own_tensors
+
+Lessons = Sequence[Sequence[Sample]]
+"""The samples of each conversation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """How the model is taught."""
+
+    epochs: int
+    batch_tokens: int
+    """Tokens of the conversations of an update, about."""
+    eval_every: int
+    """Updates between two looks at what is held out."""
+    seed: int
+
+
+def split(lessons: Lessons, *, share: float, seed: int) -> tuple[Lessons, Lessons]:
+    """(taught, held out), by conversation; the same for the same seed."""
+    order = list(range(len(lessons)))
+    Random(seed).shuffle(order)
+    held = round(len(order) * share)
+    return [lessons[i] for i in order[held:]], [lessons[i] for i in order[:held]]
+
+
+def batches(lessons: Lessons, course: Course) -> Iterator[list[Sample]]:
+    """Every conversation once per epoch, in another order each time."""
+    for epoch in range(course.epochs):
+        order = list(lessons)
+        Random(f"{course.seed}/{epoch}").shuffle(order)
+        batch: list[Sample] = []
+        for samples in order:
+            batch += samples
+            if sum(sample.tokens for sample in batch) >= course.batch_tokens:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+
+@torch.no_grad()
+def mean_loss(learner: Learner, lessons: Lessons) -> float:
+    """Nats per token of the assistant; 0 when there is nothing held out."""
+    total, tokens = 0.0, 0
+    for samples in lessons:
+        for tree in learner.plan(samples).trees:
+            logprobs_T, _ = learner.policy.logprobs(tree.to(learner.policy.device))
+            total -= float(logprobs_T.double().sum())
+            tokens += tree.trained_tokens
+    return total / max(1, tokens)
+
+
+def teach(learner: Learner, taught: Lessons, held: Lessons, course: Course) -> None:
+    """Tells of every update as a line of JSON. Raises `InvalidArgument` for one that failed."""
+    _tell(update=0, held_out_loss=mean_loss(learner, held))
+    for update, batch in enumerate(batches(taught, course), 1):
+        result = learner.step(learner.plan(batch), weight_version=0)
+        if result.skipped:
+            raise InvalidArgument(f"update {update}: {result.skipped}")
+        told = {"update": update, "loss": result.loss, "tokens": result.plan.trained_tokens}
+        if update % course.eval_every == 0:
+            told["held_out_loss"] = mean_loss(learner, held)
+        _tell(**told)
+    _tell(update=learner.steps, held_out_loss=mean_loss(learner, held))
+
+
+def warm_start(options: argparse.Namespace) -> None:
+    """Read, teach, save: all or nothing. Raises `ForgeError`."""
+    if options.out.exists():
+        raise InvalidArgument(f"out = {str(options.out)!r} is there already")
+    model = load_model(options.model)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
+    lessons = [
+        lesson_samples(conversation, tokenizer, source=f"conversation {number}")
+        for number, conversation in enumerate(read_conversations(options.data), 1)
+    ]
+    course = Course(
+        epochs=options.epochs,
+        batch_tokens=options.batch_tokens,
+        eval_every=options.eval_every,
+        seed=options.seed,
+    )
+    taught, held = split(lessons, share=options.held_out, seed=options.seed)
+    updates = sum(1 for _ in batches(taught, course))
+    if not updates:
+        raise InvalidArgument(f"data = {str(options.data)!r}: no conversation to learn from")
+    torch.manual_seed(options.seed)
+    policy = TreePolicy(model)
+    policy.check()
+    learner = Learner(policy, _learner_config(options, updates))
+    teach(learner, taught, held, course)
+    _save(model, options.model, options.out)
+
+
+def _learner_config(options: argparse.Namespace, updates: int) -> LearnerConfig:
+    # With advantages of 1 the plain policy gradient is that of the negative log-likelihood.
+    return LearnerConfig(
+        learning_rate=options.learning_rate,
+        warmup_steps=max(1, updates // 30),
+        schedule="cosine",
+        total_updates=updates,
+        optimizer=OptimizerConfig(name=options.optimizer),
+        objective=ObjectiveConfig(algorithm="reinforce"),
+        token_budget=options.token_budget,
+    )
+
+
+def _save(model: Any, source: Path, out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        write_model(temporary, own_tensors(model), "model.safetensors", source)
+        temporary.rename(out)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _tell(**values: float) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.trainer.supervised", description=(__doc__ or "").split("\n\n")[1]
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="model directory to start from")
+    add("--data", type=Path, required=True, help="JSON lines of conversations")
+    add("--out", type=Path, required=True, help="model directory to write; must not exist")
+    add("--epochs", type=int, default=1)
+    add("--learning-rate", type=float, default=1e-5, help="after a short rise; falls to a tenth")
+    add("--batch-tokens", type=int, default=65536, help="tokens of an update's conversations")
+    add("--token-budget", type=int, default=16384, help="most tokens in one forward pass")
+    add("--held-out", type=float, default=0.05, help="share of conversations only evaluated on")
+    add("--eval-every", type=int, default=50, help="updates between evaluations")
+    add("--optimizer", choices=NAMES, default="adamw")
+    add("--seed", type=int, default=0)
+    add("--threads", type=int, default=1, help="threads torch computes with")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse, teach, save. Returns the exit code."""
+    options = _parser().parse_args(argv)
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(options.threads)
+    try:
+        warm_start(options)
+    except (ForgeError, OSError) as error:
+        print(f"supervised: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
