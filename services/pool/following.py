@@ -31,6 +31,8 @@ BATCH_BYTES = 8 << 20
 WINDOW_BYTES = 16 << 20
 """What may wait for the disk; then the stream is not read, and the leader waits."""
 RETRY_S = 0.3
+REFUSED_S = 5.0
+"""Pause after a refusal that only an operator can do something about."""
 _FIND_S = 60.0
 _COMMIT_S = 60.0
 _STREAM_ENDED = "the leader ended the stream"
@@ -57,15 +59,17 @@ class Following:
     async def run(self) -> None:
         """Follows whoever leads, until cancelled."""
         while True:
+            pause_s = RETRY_S
             try:
                 await self._follow_leader()
             except* ForgeError as group:
                 for error in group.exceptions:
-                    retry = isinstance(error, ForgeError) and error.retryable
-                    (log.info if retry else log.error)(
+                    passing = isinstance(error, ForgeError) and error.retryable
+                    pause_s = pause_s if passing else REFUSED_S
+                    (log.info if passing else log.error)(
                         "follows_no_more", pool_shard=self._store.shard, error=str(error)
                     )
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(pause_s)
 
     async def _follow_leader(self) -> None:
         leader, stub = await self._leaders.pick(where=self._leads, timeout_s=_FIND_S)

@@ -166,7 +166,8 @@ class Leader:
         return link
 
     async def close(self) -> None:
-        """Lets the follower go."""
+        """Lets the follower go, which stays in sync: it has all that was acknowledged."""
+        self.gate.shut("its leader ends")
         if self._link is not None:
             self._link.end(Unavailable("the leader of the shard ends"))
         if self._attending is not None:

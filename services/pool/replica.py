@@ -156,10 +156,19 @@ class Replica:
         if await self._is_first_and_empty():
             # One that has data may be about to come: it goes first.
             await asyncio.sleep(self._config.lease_ttl_s)
+        told = False
         while True:
             # An outage of etcd only prolongs it.
             with suppress(Unavailable):
-                eligible, _ = await self._standing()
+                eligible, members = await self._standing()
+                if members is None and not eligible and not told:
+                    told = True
+                    log.error(
+                        "replicas_unknown",
+                        pool_shard=self._store.shard,
+                        error="etcd has no record of who has all that was acknowledged: start the "
+                        'replica to go on with once with durability = "local"',
+                    )
                 if eligible:
                     found = await self._campaign()
                     if found is not None:

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from forge.core.errors import (
+    ConfigError,
     Conflict,
     FailedPrecondition,
     InvalidArgument,
@@ -23,10 +24,10 @@ from forge.core.errors import (
 from forge.runtime.coordination import Versioned
 from services.pool.config import PoolConfig
 from services.pool.leader import Leader
-from services.pool.leading import Gate
+from services.pool.leading import CatchUp, Gate
 from services.pool.membership import ReplicaSet
 from services.pool.readers import Readers
-from services.pool.replica import LeadersReaders, LeadersWriter
+from services.pool.replica import LeadersReaders, LeadersWriter, serve_alone
 from tests.support.pool_records import make_group
 from tests.support.pool_replicas import LINEAGE, SHARD, Node, delivering
 from tests.support.pool_store import put_groups
@@ -36,16 +37,17 @@ FENCE = 7
 
 @dataclass
 class Etcd:
-    """Stands in for the coordinator: one key, which may be out of reach."""
+    """Stands in for the coordinator: the record and the leader's key, which may be out of reach."""
 
     stored: Versioned | None = None
+    leader: Versioned | None = None
     down: bool = False
     before_write: Callable[[], None] = lambda: None
 
     async def get(self, key: str) -> Versioned | None:
         await asyncio.sleep(0)
         self._check()
-        return self.stored
+        return self.leader if key.startswith("leader/") else self.stored
 
     async def compare_and_swap(self, key: str, value: bytes, *, expected_revision: int) -> int:
         await asyncio.sleep(0)
@@ -275,6 +277,34 @@ def test_data_that_was_never_replicated_is_not_taken_for_empty(make_office):
     assert office.other.follower_state().lineage == ""
     put_groups(office.other.store, make_group())
     assert office.other.follower_state().lineage == "unreplicated"
+
+
+# Going on alone for good
+
+
+async def test_a_shard_that_was_replicated_is_served_alone_by_who_has_all(make_office):
+    """It leaves the set as the only one in sync, and whoever follows it later copies everything; a
+    shard that was never replicated asks nobody."""
+    office = make_office(2)
+    await office.leader.begin()
+    await serve_alone(office.etcd, office.node.store)
+    assert await office.in_sync() == {office.ids[0]}
+    assert CatchUp(office.node.state(), office.other.follower_state()).from_scratch
+    before = office.etcd.stored
+    await serve_alone(office.etcd, office.other.store)
+    assert office.etcd.stored is before
+
+
+async def test_nobody_serves_alone_what_another_leads_or_may_have_more_of(make_office):
+    """Each is refused with the way out."""
+    office = make_office(1)
+    await office.leader.begin()
+    office.other.lead()
+    with pytest.raises(ConfigError, match="may lack what another has acknowledged"):
+        await serve_alone(office.etcd, office.other.store)
+    office.etcd.leader = Versioned(value=b"pool-host-1", mod_revision=9)
+    with pytest.raises(Unavailable, match="is led by pool-host-1"):
+        await serve_alone(office.etcd, office.node.store)
 
 
 # What stands before writer and readers
