@@ -37,7 +37,7 @@ class Preset:
 # Chosen in docs/tiny_model.md.
 TINY = Preset(
     domains={"reasoning": 0.25, "qa": 0.25, "code": 0.25, "general": 0.25},
-    steps=40,
+    steps=45,
     groups_per_step=8,
     group_size=8,
     concurrency=32,

@@ -28,7 +28,7 @@ from services.trainer.tiny.lessons import Lesson, batches, conversations, lesson
 from services.trainer.tiny.policy import new_policy
 from services.trainer.tiny.tokenizer import build_tokenizer, chat_template
 
-VOCABULARY_ROUNDS = 400
+VOCABULARY_ROUNDS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class Course:
 
     flawless_steps: int = 800
     imperfect_steps: int = 220
-    batch_tokens: int = 640
-    learning_rate: float = 2.5e-3
+    batch_tokens: int = 320
+    learning_rate: float = 2e-3
     warmup_steps: int = 20
     cooldown_share: float = 0.5
     """Share of the steps, at the end, over which the learning rate falls to a twentieth."""
@@ -98,7 +98,7 @@ def make_schedule(
         chosen: list[list[Lesson]] = []
         part = 0
         while len(chosen) < steps:
-            rows = lessons(tokenizer, f"{seed}/{name}/{part}", 200, flawless=flawless)
+            rows = lessons(tokenizer, f"{seed}/{name}/{part}", 100, flawless=flawless)
             chosen += batches(rows, course.batch_tokens, rng)
             part += 1
         return chosen[:steps]

@@ -12,6 +12,7 @@ import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
+from statistics import median_low
 from typing import Any, Final
 
 from forge.agents.environments.base import Message, Reward, ToolError, Transcript
@@ -25,7 +26,13 @@ from forge.agents.environments.teaching import (
 from forge.agents.sandbox import SANDBOX
 from forge.core.errors import InvalidArgument
 
-HABITS: Final = {"program": 0.34, "guess": 0.26, "wrong_formula": 0.2, "no_print": 0.1, "typo": 0.1}
+HABITS: Final = {
+    "program": 0.26,
+    "guess": 0.4,
+    "wrong_formula": 0.1,
+    "no_print": 0.12,
+    "typo": 0.12,
+}
 """How often the teacher does what."""
 OUTPUT_CHARS: Final = 200
 """Longest output shown to the model."""
@@ -46,17 +53,12 @@ QUANTITIES: Final = {
     "sum": Quantity(phrase="sum", formula="sum(v)", value=sum),
     "largest": Quantity(phrase="largest", formula="max(v)", value=max),
     "smallest": Quantity(phrase="smallest", formula="min(v)", value=min),
-    "range": Quantity(phrase="range", formula="max(v) - min(v)", value=lambda v: max(v) - min(v)),
-    "squares": Quantity(
-        phrase="sum of squares",
-        formula="sum(x * x for x in v)",
-        value=lambda v: sum(x * x for x in v),
-    ),
+    "low_median": Quantity(phrase="low median", formula="sorted(v)[1]", value=median_low),
 }
 
 
 class CodeDomain:
-    """Quantities too tedious to guess: "Find the range of [41, 17, 32]."."""
+    """Quantities too tedious to guess: "Find the low median of [41, 17, 32]."."""
 
     name = "code"
     scaffold = "blackbox"

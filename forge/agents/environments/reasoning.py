@@ -17,13 +17,13 @@ from forge.agents.environments.payload import required
 from forge.agents.environments.teaching import Demonstration, Rehearsal, a_habit
 from forge.core.errors import InvalidArgument
 
-HABITS: Final = {"work": 0.32, "guess": 0.36, "hurry": 0.32}
+HABITS: Final = {"work": 0.24, "guess": 0.42, "hurry": 0.34}
 """How often the teacher does what."""
 _ANSWER: Final = re.compile(r"Answer: (-?\d+)\s*\.?\s*$")
 
 
 class ReasoningDomain:
-    """Sums told as a story: "Tom has 4 figs: Mon +3, Tue -2, Wed +4. How many?"."""
+    """Sums told as a story: "Tom has 4 figs: Mon +2, Tue -2, Wed +1. How many?"."""
 
     name = "reasoning"
     scaffold = "blackbox"
@@ -35,7 +35,7 @@ class ReasoningDomain:
         start = held = rng.randint(1, 9)
         changes: list[int] = []
         for _ in range(rng.choice((2, 3))):
-            change = rng.choice([d for d in range(-3, 4) if d and 0 <= held + d <= 9])
+            change = rng.choice([d for d in range(-2, 3) if d and 0 <= held + d <= 9])
             changes.append(change)
             held += change
         return {

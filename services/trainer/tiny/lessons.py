@@ -21,7 +21,7 @@ from forge.agents.environments.reasoning import ReasoningDomain
 from services.trainer.tiny.tokenizer import END, START
 
 ATTEMPTS: Final = (
-    (ReasoningDomain(), 5),
+    (ReasoningDomain(), 7),
     (QaDomain(), 2),
     (CodeDomain(), 5),
     (GeneralDomain(), 2),

@@ -31,7 +31,7 @@ _PIECE: Final = r"[A-Za-z]+| ?[+-][0-9]{1,2}|[0-9]{1,2}(?:, (?=[0-9]))?|[^A-Za-z
 """A number takes its sign, and the comma that ends it in a list: what follows one number then
 depends on that number alone, which is easily copied."""
 _MARK: Final = re.compile("|".join(map(re.escape, (*_SPECIAL, *_FORMAT_MARKS))))
-_MIN_COUNT: Final = 8
+_MIN_COUNT: Final = 4
 
 
 def chat_template() -> str:
