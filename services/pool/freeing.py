@@ -219,6 +219,8 @@ def _drop_payload(records: Records, task_id: str) -> int:
         return 0
     freed_bytes = len(group.task.payload_json.encode())
     group.task.payload_json = ""
+    # LMDB joins pages that have become empty when a record goes, not when one gets smaller.
+    records.delete(Table.GROUPS, group_key(task_id))
     records.put(Table.GROUPS, group_key(task_id), group.SerializeToString())
     return freed_bytes
 
