@@ -19,7 +19,13 @@ from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2_grpc, pool_pb2_grpc, scheduler_pb2_grpc, trainer_pb2_grpc
 from services.trainer.actors.checkpointing import CheckpointWriter
 from services.trainer.actors.learner import LearnerActor
-from services.trainer.actors.training import UNBOUNDED_S, Advance, SaveCheckpoint, Training
+from services.trainer.actors.training import (
+    UNBOUNDED_S,
+    Advance,
+    Diverged,
+    SaveCheckpoint,
+    Training,
+)
 from services.trainer.batches import BatchSource, SourceSettings
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.config import TrainerConfig
@@ -105,8 +111,8 @@ class TrainerApp:
                 more = await training.ask(Advance(), timeout_s=UNBOUNDED_S)
             except ActorStopped:
                 return
-            except Superseded as error:
-                log.error("superseded", error=str(error))
+            except (Superseded, Diverged) as error:
+                log.error(type(error).__name__.lower(), error=str(error))
                 self._context.stop()
                 return
             except ForgeError as error:

@@ -34,6 +34,10 @@ class TrainerConfig(ServiceConfig):
     batch_groups: int = setting(
         0, help="groups in a batch; 0: the scheduler's setting", minimum=0, maximum=4096
     )
+    max_skipped_batches: int = setting(
+        10, help="batches without a usable gradient, in a row, that end the run; 0: none do",
+        minimum=0,
+    )  # fmt: skip
     seed: int = setting(0, help="seed of everything random in the trainer", minimum=0)
     metrics_file: str = setting("", help="file to append each step's metrics to; empty: none")
     tensorboard_dir: str = setting("", help="directory of TensorBoard event files; empty: none")

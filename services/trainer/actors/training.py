@@ -36,6 +36,10 @@ UNBOUNDED_S = 7 * 24 * 3600.0
 _BATCH_WAIT_S = 1.0
 
 
+class Diverged(FailedPrecondition):
+    """Batch after batch gives no usable gradient: it is not the batches."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advance:
     """Do the next thing; answered by whether there is more to do."""
@@ -72,6 +76,8 @@ class Training(Actor):
         self._published_step = -1
         self._saving: asyncio.Task[Path] | None = None
         """A checkpoint being written while training goes on."""
+        self._skipped = 0
+        """Batches in a row that were given up."""
         self._failing = False
         """The newest attempt at a checkpoint failed, and was told about."""
         self._idle_since_s = 0.0
@@ -135,6 +141,7 @@ class Training(Actor):
             times = metrics.StepTimes(step_s=result.compute_s, wait_s=wait_s, publish_s=publish_s)
             self._tell(batch, result, step, times)
             self._consistent = True
+            self._skipped = 0
             await self._save_if_due(step)
         self._idle_since_s = self._now_s()
 
@@ -150,6 +157,12 @@ class Training(Actor):
         await self._source.tombstone(batch.claim, f"step {step} skipped: {result.skipped}")
         metrics.show_skipped(batch.samples)
         self._consistent = True
+        self._skipped += 1
+        if self._skipped == self._config.max_skipped_batches:
+            # Going on would only use up the queue.
+            raise Diverged(
+                f"{self._skipped} batches in a row were skipped, the last one for: {result.skipped}"
+            )
 
     async def _committed(self, batch: PreparedBatch, step: int) -> bool:
         try:

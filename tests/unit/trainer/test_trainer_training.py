@@ -20,7 +20,7 @@ from forge.runtime.actor import Actor, ActorRef, ActorSystem
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.actors.checkpointing import Flush, Write
 from services.trainer.actors.learner import Capture, Restore, Step, TakeSnapshot
-from services.trainer.actors.training import Advance, SaveCheckpoint, Training
+from services.trainer.actors.training import Advance, Diverged, SaveCheckpoint, Training
 from services.trainer.batches import Claim, PreparedBatch
 from services.trainer.checkpoints import Checkpoint
 from services.trainer.config import TrainerConfig
@@ -289,6 +289,23 @@ async def test_a_step_that_is_not_finite_is_tombstoned(run: Run) -> None:
     assert events == ["take", "prepare", "step", "tombstone step 1 skipped: loss nan"]
     assert run.record.step == 0
     assert await run.advance() == ["take", "prepare", "step", "commit 1", "publish 1"]
+
+
+async def test_batch_after_batch_without_a_gradient_ends_the_run(run: Run) -> None:
+    """Ten in a row by default; one good step in between begins the count anew."""
+    await run.advance()
+
+    async def skipped(times: int) -> None:
+        for _ in range(times):
+            run.world.skip = "loss nan"
+            await run.advance()
+
+    await skipped(9)
+    assert "commit 1" in await run.advance()
+    await skipped(9)
+    with pytest.raises(Diverged, match=r"10 batches in a row were skipped, .* loss nan"):
+        await skipped(1)
+    assert run.record.step == 1
 
 
 async def test_an_etcd_outage_only_delays_publication(run: Run) -> None:
