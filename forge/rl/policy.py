@@ -144,7 +144,11 @@ class TreePolicy:
                 f"{type(self.model).__name__} cannot be trained by a group of ranks per tree: "
                 f"{self.unmerged}"
             )
-        parts = list(single_sequences(batch.layout))
+        parts = [
+            part
+            for part in single_sequences(batch.layout)
+            if len(part.edges_E) or self.balance is not None
+        ]
         held = accumulate(part.tokens for part in reversed(parts))
         kept = sum(tokens <= batch.pass_tokens for tokens in held)
         return self._several(parts, [None] * len(parts), kept=max(1, kept))
@@ -212,7 +216,9 @@ class TreePolicy:
         if self.unmerged:
             logprobs_E, entropy_R = logits_logprobs(logits_RV, head)
         else:
-            hidden_LC = output.last_hidden_state[0] * self._logit_scale
+            hidden_LC = output.last_hidden_state[0]
+            if self._logit_scale != 1.0:
+                hidden_LC = hidden_LC * self._logit_scale
             logprobs_E, entropy_R = edge_logprobs(hidden_LC, self._head, head)
         if self.value_head is not None:
             states_LC = output.hidden_states[-1][0] if self.unmerged else hidden_LC
