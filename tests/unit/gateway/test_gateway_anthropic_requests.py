@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.core.formats import get_format
+from forge.core.history import History
 from forge.core.messages import Message, ToolCall
 from forge.v1 import common_pb2
 from services.gateway.conversation import Conversation
@@ -74,6 +75,19 @@ def test_accounting_of_claude_code_is_dropped() -> None:
     line = "x-anthropic-billing-header: cc_version=2; cch=1f;"
     blocks = read(USER, system=[text(line), text("Be brief.")])
     assert blocks == read(USER, system=f"{line}\nBe brief.") == read(USER, system="Be brief.")
+
+
+def test_accounting_does_not_make_a_request_be_read_again() -> None:
+    """With another such line before it, a request is known by its beginning, and read behind it."""
+
+    def request(number: int, *messages: Any) -> History:
+        system = [text(f"x-anthropic-billing-header: cch={number};"), text("Be brief.")]
+        return messages_of(asked(messages=[*messages], system=system))
+
+    known = request(1, USER).mark()
+    later = request(22, USER, said(text("ok")), USER)
+    assert later.known([known]) == known
+    assert later.behind(known) == read(USER, said(text("ok")), USER)[1:]
 
 
 def test_user_message_falls_apart_at_tool_results() -> None:
