@@ -7,7 +7,7 @@ The real core (`forge.core.generation`) with a simulated world around it, which
 are those of a steady state; the cold start, the waves (a queue that runs dry and is filled again)
 and a change of tasks in the middle are measured by themselves, from the first step on.
 
-N is 16 batches; the full size has N = 2048, `--quick` N = 512. The smaller the batch, the larger
+N is 16 batches; the full size has N = 1024, `--quick` N = 256. The smaller the batch, the larger
 the divergence that chance alone gives it, which is printed too.
 """
 
@@ -50,7 +50,7 @@ class Size:
 
 
 QUICK = Size(concurrency=256, steps=300)
-FULL = Size(concurrency=2048, steps=600)
+FULL = Size(concurrency=1024, steps=480)
 
 
 def fixed_settings(size: Size) -> Iterator[tuple[str, QueueSettings]]:

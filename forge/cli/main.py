@@ -12,6 +12,7 @@ import typer
 
 from forge.cli.outcome import console, fail, finish
 from forge.cli.pool import pool_app
+from forge.cli.queue import queue_app
 from forge.core.errors import ForgeError
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 model_app = typer.Typer(no_args_is_help=True, help="Get starting weights.")
 app.add_typer(model_app, name="model")
 app.add_typer(pool_app, name="pool")
+app.add_typer(queue_app, name="queue")
 
 Root = Annotated[Path, typer.Option(help="Where runs and models are kept.", envvar="FORGE_ROOT")]
 RunDir = Annotated[

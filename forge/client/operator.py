@@ -84,6 +84,11 @@ class Operator:
         )
         return status
 
+    async def set_activity(self, activity: scheduler_pb2.Activity.ValueType) -> None:
+        """Pause, drain or resume the queue; every later leader keeps to it."""
+        request = scheduler_pb2.SetActivityRequest(activity=activity)
+        await self._ask_scheduler("SetActivity", request, timeout_s=5.0)
+
     async def inference_status(self) -> inference_pb2.GetInferenceStatusResponse:
         """What is served, and how busy it is."""
         request = inference_pb2.GetInferenceStatusRequest()

@@ -3,6 +3,7 @@
     staleness  the 99th percentile, in optimizer steps from the start of a group to its training
     shift      how far the mix of a batch (duration, domain, difficulty) is from the queue's:
                the Kullback-Leibler divergence, less what chance alone gives a batch of its size
+               (mean and one standard deviation)
 
 Owns three decisions, and what must be remembered for them: how many groups may run, how wide the
 window is, and which of the groups in it make a batch. It moves the edge of the window out alone.
@@ -99,7 +100,7 @@ class Adaptive:
         """By queue index, of groups that have ended and are not trained on."""
         self._carry: defaultdict[Kind, float] = defaultdict(float)
         self._staleness: deque[int] = deque(
-            maxlen=max(1000, math.ceil(bounds.staleness_p99) * bounds.batch_groups)
+            maxlen=min(8192, max(1000, math.ceil(bounds.staleness_p99) * bounds.batch_groups))
         )
         self._changes = 0
         self._weighed_at = -math.inf
@@ -315,7 +316,9 @@ def _divergence(counts: Counter[object], expected: Counter[object]) -> float:
         for kind, count in counts.items()
         if count
     )
-    return max(0.0, divergence - (len(kinds) - 1) / (2 * groups))
+    # Of a fair batch, 2 n times the divergence is distributed like chi-squared.
+    freedom = len(kinds) - 1
+    return max(0.0, divergence - (freedom + math.sqrt(2 * freedom)) / (2 * groups))
 
 
 def _p99(values: Sequence[float] | deque[int]) -> float:

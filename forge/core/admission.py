@@ -59,6 +59,8 @@ class QueueSettings:
     ahead: int = 0
     """M of the policy `ahead`; 0 means N."""
     domain_shares: Mapping[str, float] = field(default_factory=dict)
+    domain_limits: Mapping[str, int] = field(default_factory=dict)
+    """Most groups of a domain that run at once; a domain at its limit is passed over."""
     rollout_lease_s: float = 30.0
     rollout_timeout_s: float = 7200.0
     """Longest life of one attempt, renewed or not."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from forge.core.activity import Activity
 from forge.core.admission import QueueSettings
 from forge.core.books import Books
 from forge.core.errors import FailedPrecondition, NotFound
@@ -63,6 +64,8 @@ class Batches:
             if held.trainer_id == trainer_id:
                 held.expires_s = expires_s
                 return held
+        if self._books.activity is Activity.PAUSED:
+            return None
         groups = self._choose(max_groups, can_progress=can_progress, now_s=now_s)
         if not groups:
             return None
@@ -174,7 +177,10 @@ class Batches:
     def _more_coming(self, now_s: float) -> bool:
         """Whether the head may move, or the queue grow, by somebody else's doing."""
         window = self._books.window
-        growing = now_s < self._books.added_s + self._settings.short_batch_after_s
+        growing = (
+            self._books.activity is Activity.RUNNING
+            and now_s < self._books.added_s + self._settings.short_batch_after_s
+        )
         return window.inside(Phase.BATCHED) > 0 or (growing and not window.full)
 
     def _hold(

@@ -9,9 +9,10 @@ phase is for `forge.core.rollouts` (sampling) and `forge.core.batches` (training
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from forge.core.activity import Activity
 from forge.core.adaptive import Adaptive
 from forge.core.dispatch import Dispatch
 from forge.core.errors import InvalidArgument, NotFound
@@ -39,12 +40,23 @@ class BookStatus:
 class Books:
     """All groups of one leader's term."""
 
-    def __init__(self, window: Window, adaptive: Adaptive | None = None) -> None:
+    def __init__(
+        self,
+        window: Window,
+        adaptive: Adaptive | None = None,
+        *,
+        domain_limits: Mapping[str, int] | None = None,
+    ) -> None:
+        """`domain_limits`: most groups of a domain that run at once, of both purposes."""
         self.window = window
         self.adaptive = adaptive
-        self.dispatch = Dispatch()
+        self._domain_limits = dict(domain_limits or {})
+        self.dispatch = Dispatch(frozenset(self._domain_limits))
+        self._running_of: Counter[str] = Counter()
+        """By domain, of those with a limit."""
         self.away: frozenset[str] = frozenset()
         """Pool shards that do not answer: nothing on them is handed out or waited for."""
+        self.activity = Activity.RUNNING
         self.next_eval_index = 0
         """One above the highest index of an evaluation group."""
         self.added_s = 0.0
@@ -98,6 +110,7 @@ class Books:
         if change:
             self._running[spec.shard] += change
             self._running_groups += change
+            self._limit_domain(spec.domain, change)
         if not spec.evaluation:
             self.window.moved(group, before)
 
@@ -182,6 +195,12 @@ class Books:
         if not away:
             return self._running_groups
         return sum(count for shard, count in self._running.items() if shard not in away)
+
+    def _limit_domain(self, domain: str, change: int) -> None:
+        limit = self._domain_limits.get(domain)
+        if limit is not None:
+            self._running_of[domain] += change
+            self.dispatch.hold_back(domain, self._running_of[domain] >= limit)
 
     def running_training(self) -> int:
         return self._counts[False, Phase.RUNNING]

@@ -57,27 +57,33 @@ def _due(slot: Slot) -> bool:
 class Dispatch:
     """The order of hand-out over any number of shards."""
 
-    def __init__(self) -> None:
-        self._lanes: defaultdict[tuple[bool, str], _Lane] = defaultdict(_Lane)
+    def __init__(self, limited: frozenset[str] = frozenset()) -> None:
+        """`limited`: domains that may be held back, see `hold_back`."""
+        self._limited = limited
+        self._held_back: set[str] = set()
+        self._lanes: defaultdict[tuple[bool, str, str], _Lane] = defaultdict(_Lane)
+        """By purpose, pool shard and, of those that may be held back, domain."""
+
+    def hold_back(self, domain: str, held: bool) -> None:
+        """Whether groups of a domain that wait to be started are passed over."""
+        (self._held_back.add if held else self._held_back.discard)(domain)
 
     def list_group(self, group: Group) -> None:
         """`group` waits to be started."""
-        lane = self._lanes[group.spec.evaluation, group.spec.shard]
-        heappush(lane.fresh, (group.spec.index, group))
+        heappush(self._lane(group).fresh, (group.spec.index, group))
 
     def list_rollout(self, slot: Slot) -> None:
         """A rollout of a running group waits to be handed out. Harmless when it is listed."""
-        spec = slot.group.spec
         if not slot.rollout.listed:
             slot.rollout.listed = True
             entry = (slot.queue_index, slot.rollout_index, slot)
-            heappush(self._lanes[spec.evaluation, spec.shard].ready, entry)
+            heappush(self._lane(slot.group).ready, entry)
 
     def first_group(self, *, evaluation: bool, away: frozenset[str]) -> Group | None:
-        """The oldest group that waits to be started."""
+        """The oldest group that waits to be started, of a domain that is not held back."""
         first: Group | None = None
-        for (purpose, shard), lane in self._lanes.items():
-            if purpose is evaluation and shard not in away:
+        for (purpose, shard, domain), lane in self._lanes.items():
+            if purpose is evaluation and shard not in away and domain not in self._held_back:
                 group = lane.first_fresh()
                 if group and (first is None or group.spec.index < first.spec.index):
                     first = group
@@ -86,12 +92,17 @@ class Dispatch:
     def first_rollout(self, *, evaluation: bool, away: frozenset[str]) -> Slot | None:
         """The rollout to hand out next among those of running groups."""
         first: Slot | None = None
-        for (purpose, shard), lane in self._lanes.items():
+        for (purpose, shard, _), lane in self._lanes.items():
             if purpose is evaluation and shard not in away:
                 slot = lane.first_ready()
                 if slot and (first is None or slot < first):
                     first = slot
         return first
+
+    def _lane(self, group: Group) -> _Lane:
+        spec = group.spec
+        domain = spec.domain if spec.domain in self._limited else ""
+        return self._lanes[spec.evaluation, spec.shard, domain]
 
 
 class Claims:

@@ -71,7 +71,8 @@ class GenerationQueue:
 def _books(settings: QueueSettings, shares: DomainShares) -> Books:
     strict = settings.mode is Mode.FIFO
     if settings.mode is not Mode.ADAPTIVE:
-        return Books(Window(size=settings.window_size, shares=shares, strict=strict))
+        window = Window(size=settings.window_size, shares=shares, strict=strict)
+        return Books(window, domain_limits=settings.domain_limits)
     bounds = Bounds(
         concurrency=settings.concurrency,
         batch_groups=settings.batch_groups,
@@ -79,4 +80,5 @@ def _books(settings: QueueSettings, shares: DomainShares) -> Books:
         shift_kl=settings.max_shift_kl,
     )
     adaptive = Adaptive(bounds)
-    return Books(Window(size=adaptive.window_size, shares=shares), adaptive)
+    window = Window(size=adaptive.window_size, shares=shares)
+    return Books(window, adaptive, domain_limits=settings.domain_limits)

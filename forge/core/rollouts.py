@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from forge.core.activity import Activity
 from forge.core.admission import QueueSettings
 from forge.core.books import Books
 from forge.core.dispatch import Claims, Slot
@@ -41,6 +42,8 @@ class Rollouts:
         self._first_attempt = term * TERM_ATTEMPTS
         self._hold_until_s = hold_until_s
         self._claims = Claims()
+        self.adopted = 0
+        """Claims of earlier terms that were taken over."""
         self.retries = 0
         self.surplus = 0
         """Reports of trajectories sealed after another attempt, or after the group was closed."""
@@ -56,7 +59,7 @@ class Rollouts:
 
     def lease(self, *, runner_id: str, max_rollouts: int, now_s: float) -> tuple[RolloutClaim, ...]:
         """The next rollouts in strict queue order, with at most N groups running."""
-        if now_s < self._hold_until_s:
+        if now_s < self._hold_until_s or self._books.activity is Activity.PAUSED:
             return ()
         for slot in self._claims.due_retries(now_s):
             # A group that is not running lists its rollouts when it is started.
@@ -153,6 +156,8 @@ class Rollouts:
             self._start(fresh, now_s)
 
     def _may_start(self, group: Group) -> bool:
+        if self._books.activity is not Activity.RUNNING:
+            return False
         running = self._books.running()
         if group.spec.evaluation:
             return running < self._settings.concurrency
@@ -210,6 +215,7 @@ class Rollouts:
                 return False
             self._start(group, now_s)
         slot.rollout.attempt = attempt
+        self.adopted += 1
         self._hold(slot, attempt, "", now_s)
         return True
 

@@ -446,6 +446,7 @@ class Task(_message.Message):
     GROUP_SIZE_FIELD_NUMBER: _builtins.int
     PURPOSE_FIELD_NUMBER: _builtins.int
     TAG_FIELD_NUMBER: _builtins.int
+    DIFFICULTY_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Chosen by who submits; submitting the same id again changes nothing. At most 200 of
     [A-Za-z0-9._-].
@@ -462,6 +463,8 @@ class Task(_message.Message):
     """Unset means train."""
     tag: _builtins.str
     """Free label to find results by, e.g. "eval-before"."""
+    difficulty: _builtins.float
+    """From 0 to 1; batches of the adaptive mode keep the queue's mix of it."""
     def __init__(
         self,
         *,
@@ -472,10 +475,11 @@ class Task(_message.Message):
         group_size: _builtins.int = ...,
         purpose: Global___Purpose.ValueType = ...,
         tag: _builtins.str = ...,
+        difficulty: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "group_size", b"group_size", "payload_json", b"payload_json", "purpose", b"purpose", "scaffold", b"scaffold", "tag", b"tag", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["difficulty", b"difficulty", "domain", b"domain", "group_size", b"group_size", "payload_json", b"payload_json", "purpose", b"purpose", "scaffold", b"scaffold", "tag", b"tag", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

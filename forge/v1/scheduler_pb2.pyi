@@ -11,6 +11,7 @@ from forge.v1 import common_pb2 as _common_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -21,6 +22,37 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Activity:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ActivityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Activity.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ACTIVITY_UNSPECIFIED: _Activity.ValueType  # 0
+    ACTIVITY_RUNNING: _Activity.ValueType  # 1
+    ACTIVITY_PAUSED: _Activity.ValueType  # 2
+    """No rollout and no batch is handed out. What is out goes on: it is renewed, reported on and
+    committed. Submissions are accepted.
+    """
+    ACTIVITY_DRAINING: _Activity.ValueType  # 3
+    """No further group is started. Those that run end, retries included, and batches go out, the
+    last one short.
+    """
+
+class Activity(_Activity, metaclass=_ActivityEnumTypeWrapper): ...
+
+ACTIVITY_UNSPECIFIED: Activity.ValueType  # 0
+ACTIVITY_RUNNING: Activity.ValueType  # 1
+ACTIVITY_PAUSED: Activity.ValueType  # 2
+"""No rollout and no batch is handed out. What is out goes on: it is renewed, reported on and
+committed. Submissions are accepted.
+"""
+ACTIVITY_DRAINING: Activity.ValueType  # 3
+"""No further group is started. Those that run end, retries included, and batches go out, the
+last one short.
+"""
+Global___Activity: _TypeAlias = Activity  # noqa: Y015
 
 @_typing.final
 class SubmitTasksRequest(_message.Message):
@@ -522,6 +554,41 @@ class RewindResponse(_message.Message):
 Global___RewindResponse: _TypeAlias = RewindResponse  # noqa: Y015
 
 @_typing.final
+class SetActivityRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACTIVITY_FIELD_NUMBER: _builtins.int
+    activity: Global___Activity.ValueType
+    """INVALID_ARGUMENT when unset."""
+    def __init__(
+        self,
+        *,
+        activity: Global___Activity.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetActivityRequest: _TypeAlias = SetActivityRequest  # noqa: Y015
+
+@_typing.final
+class SetActivityResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetActivityResponse: _TypeAlias = SetActivityResponse  # noqa: Y015
+
+@_typing.final
 class GetSchedulerStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -584,9 +651,18 @@ class GetSchedulerStatusResponse(_message.Message):
     DOMAINS_FIELD_NUMBER: _builtins.int
     EVAL_PENDING_FIELD_NUMBER: _builtins.int
     RETRIES_FIELD_NUMBER: _builtins.int
+    ACTIVITY_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    ADMISSION_FIELD_NUMBER: _builtins.int
+    RUNNING_LIMIT_FIELD_NUMBER: _builtins.int
+    STALENESS_P99_FIELD_NUMBER: _builtins.int
+    SHIFT_KL_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
+    SURPLUS_FIELD_NUMBER: _builtins.int
     head: _builtins.int
     """H, W and N of the training queue, in groups."""
     window: _builtins.int
+    """0 when a trainer sees every group."""
     concurrency: _builtins.int
     queued: _builtins.int
     running_groups: _builtins.int
@@ -603,6 +679,23 @@ class GetSchedulerStatusResponse(_message.Message):
     eval_pending: _builtins.int
     """Evaluation groups still to finish."""
     retries: _builtins.int
+    activity: Global___Activity.ValueType
+    mode: _builtins.str
+    """"fifo", "greedy", "windowed" or "adaptive", and what starts a further group: "running",
+    "window", "ahead" or "adaptive".
+    """
+    admission: _builtins.str
+    running_limit: _builtins.int
+    """Most training groups that may run now; N but in the adaptive mode."""
+    staleness_p99: _builtins.float
+    """Of the adaptive mode: 99th percentile of optimizer steps from start to training, and the
+    shift of the last batch that was weighed.
+    """
+    shift_kl: _builtins.float
+    skipped: _builtins.int
+    """Groups of the tombstoned that taught nothing: all their rollouts scored the same."""
+    surplus: _builtins.int
+    """Trajectories sealed after another attempt, or after their group was closed."""
     @_builtins.property
     def domains(self) -> _containers.RepeatedCompositeFieldContainer[Global___DomainStatus]: ...
     def __init__(
@@ -623,10 +716,18 @@ class GetSchedulerStatusResponse(_message.Message):
         domains: _abc.Iterable[Global___DomainStatus] | None = ...,
         eval_pending: _builtins.int = ...,
         retries: _builtins.int = ...,
+        activity: Global___Activity.ValueType = ...,
+        mode: _builtins.str = ...,
+        admission: _builtins.str = ...,
+        running_limit: _builtins.int = ...,
+        staleness_p99: _builtins.float = ...,
+        shift_kl: _builtins.float = ...,
+        skipped: _builtins.int = ...,
+        surplus: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "complete_in_window", b"complete_in_window", "complete_outside_window", b"complete_outside_window", "concurrency", b"concurrency", "domains", b"domains", "eval_pending", b"eval_pending", "head", b"head", "pending", b"pending", "queued", b"queued", "retries", b"retries", "running_groups", b"running_groups", "running_rollouts", b"running_rollouts", "tombstoned", b"tombstoned", "trained", b"trained", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "activity", b"activity", "admission", b"admission", "complete_in_window", b"complete_in_window", "complete_outside_window", b"complete_outside_window", "concurrency", b"concurrency", "domains", b"domains", "eval_pending", b"eval_pending", "head", b"head", "mode", b"mode", "pending", b"pending", "queued", b"queued", "retries", b"retries", "running_groups", b"running_groups", "running_limit", b"running_limit", "running_rollouts", b"running_rollouts", "shift_kl", b"shift_kl", "skipped", b"skipped", "staleness_p99", b"staleness_p99", "surplus", b"surplus", "tombstoned", b"tombstoned", "trained", b"trained", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

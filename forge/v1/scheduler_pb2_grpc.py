@@ -79,6 +79,11 @@ class SchedulerServiceStub(object):
                 request_serializer=forge_dot_v1_dot_scheduler__pb2.RewindRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_scheduler__pb2.RewindResponse.FromString,
                 _registered_method=True)
+        self.SetActivity = channel.unary_unary(
+                '/forge.v1.SchedulerService/SetActivity',
+                request_serializer=forge_dot_v1_dot_scheduler__pb2.SetActivityRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_scheduler__pb2.SetActivityResponse.FromString,
+                _registered_method=True)
         self.GetSchedulerStatus = channel.unary_unary(
                 '/forge.v1.SchedulerService/GetSchedulerStatus',
                 request_serializer=forge_dot_v1_dot_scheduler__pb2.GetSchedulerStatusRequest.SerializeToString,
@@ -165,6 +170,14 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetActivity(self, request, context):
+        """Pauses, drains or resumes the queue. Durable when it returns: the next leader keeps to it.
+        Idempotent; safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetSchedulerStatus(self, request, context):
         """The state of the queue, the window and the books.
         """
@@ -226,6 +239,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Rewind,
                     request_deserializer=forge_dot_v1_dot_scheduler__pb2.RewindRequest.FromString,
                     response_serializer=forge_dot_v1_dot_scheduler__pb2.RewindResponse.SerializeToString,
+            ),
+            'SetActivity': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetActivity,
+                    request_deserializer=forge_dot_v1_dot_scheduler__pb2.SetActivityRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_scheduler__pb2.SetActivityResponse.SerializeToString,
             ),
             'GetSchedulerStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSchedulerStatus,
@@ -481,6 +499,33 @@ class SchedulerService(object):
             '/forge.v1.SchedulerService/Rewind',
             forge_dot_v1_dot_scheduler__pb2.RewindRequest.SerializeToString,
             forge_dot_v1_dot_scheduler__pb2.RewindResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetActivity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.SchedulerService/SetActivity',
+            forge_dot_v1_dot_scheduler__pb2.SetActivityRequest.SerializeToString,
+            forge_dot_v1_dot_scheduler__pb2.SetActivityResponse.FromString,
             options,
             channel_credentials,
             insecure,

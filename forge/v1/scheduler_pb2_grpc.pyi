@@ -65,6 +65,10 @@ class SchedulerServiceStub:
     """Makes every group trained after `step` visible again and takes back open batches: a
     trainer calls it after it restored the checkpoint of `step`. Idempotent.
     """
+    SetActivity: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SetActivityRequest, _scheduler_pb2.SetActivityResponse]
+    """Pauses, drains or resumes the queue. Durable when it returns: the next leader keeps to it.
+    Idempotent; safe to retry.
+    """
     GetSchedulerStatus: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetSchedulerStatusRequest, _scheduler_pb2.GetSchedulerStatusResponse]
     """The state of the queue, the window and the books."""
     ListGroups: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.ListGroupsRequest, _scheduler_pb2.ListGroupsResponse]
@@ -103,6 +107,10 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     Rewind: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RewindRequest, _scheduler_pb2.RewindResponse]  # type: ignore[assignment]
     """Makes every group trained after `step` visible again and takes back open batches: a
     trainer calls it after it restored the checkpoint of `step`. Idempotent.
+    """
+    SetActivity: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetActivityRequest, _scheduler_pb2.SetActivityResponse]  # type: ignore[assignment]
+    """Pauses, drains or resumes the queue. Durable when it returns: the next leader keeps to it.
+    Idempotent; safe to retry.
     """
     GetSchedulerStatus: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetSchedulerStatusRequest, _scheduler_pb2.GetSchedulerStatusResponse]  # type: ignore[assignment]
     """The state of the queue, the window and the books."""
@@ -193,6 +201,16 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_scheduler_pb2.RewindResponse, _abc.Awaitable[_scheduler_pb2.RewindResponse]]:
         """Makes every group trained after `step` visible again and takes back open batches: a
         trainer calls it after it restored the checkpoint of `step`. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def SetActivity(
+        self,
+        request: _scheduler_pb2.SetActivityRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.SetActivityResponse, _abc.Awaitable[_scheduler_pb2.SetActivityResponse]]:
+        """Pauses, drains or resumes the queue. Durable when it returns: the next leader keeps to it.
+        Idempotent; safe to retry.
         """
 
     @_abc_1.abstractmethod

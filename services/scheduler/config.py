@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forge.core.admission import Admission, QueueSettings
+from forge.core.admission import Admission, Mode, QueueSettings
 from forge.core.errors import ConfigError
 from forge.runtime.config import ServiceConfig, setting
 
@@ -14,16 +14,35 @@ class SchedulerConfig(ServiceConfig):
     """The windowed FIFO over groups: one leader serves, any number stand by."""
 
     concurrency: int = setting(32, help="N: most groups that run at once", minimum=1)
+    mode: str = setting(
+        Mode.WINDOWED.value,
+        help="what a trainer may have: fifo (the next groups, in order), greedy (whatever is "
+        "complete), windowed (what is complete in [H, H+W)), adaptive (a window and an admission "
+        "that follow max_staleness_p99 and max_shift_kl)",
+        choices=tuple(mode.value for mode in Mode),
+    )
     window: int = setting(
         0,
-        help="W: how many positions from the head a trainer sees; 0: ceil(0.3 N)",
+        help="W of mode = windowed: positions from the head that a trainer sees; 0: ceil(0.3 N)",
+        minimum=0,
+    )
+    max_staleness_p99: float = setting(
+        8.0,
+        help="mode = adaptive: 99 of 100 groups are trained on at most so many optimizer steps "
+        "after they were started",
+        minimum=1,
+    )
+    max_shift_kl: float = setting(
+        0.05,
+        help="mode = adaptive: how far the mix of a batch (duration, domain, difficulty) may be "
+        "from the queue's, as a divergence beyond that of chance, while waiting can help",
         minimum=0,
     )
     admission: str = setting(
         Admission.WINDOW.value,
         help="what holds generation back besides N running groups: running (nothing more), "
         "window (complete groups that no trainer took count against N), ahead (only groups "
-        "less than `ahead` positions from the head start)",
+        "less than `ahead` positions from the head start); mode = adaptive has a rule of its own",
         choices=tuple(policy.value for policy in Admission),
     )
     ahead: int = setting(0, help="M of admission = ahead; 0: N", minimum=0)
@@ -32,6 +51,14 @@ class SchedulerConfig(ServiceConfig):
     )
     domain_shares: dict[str, float] = setting(  # noqa: RUF009
         {}, help="share of each domain in every batch; empty: queue order alone", minimum=0
+    )
+    domain_limits: dict[str, float] = setting(  # noqa: RUF009
+        {}, help="most groups of a domain that run at once; others are not held up", minimum=1
+    )
+    skip_equal_rewards: bool = setting(
+        False,
+        help="give a training group up when all its rollouts have the same outcome: it has no "
+        "gradient",
     )
     rollout_lease_s: float = setting(
         20.0, help="a runner's claim ends this long after its last renewal", minimum=1
@@ -81,12 +108,20 @@ class SchedulerConfig(ServiceConfig):
         for domain, share in self.domain_shares.items():
             if not share > 0:
                 raise ConfigError(f"domain_shares: {domain} = {share!r} must be above 0")
+        for domain, limit in self.domain_limits.items():
+            if limit != int(limit):
+                raise ConfigError(f"domain_limits: {domain} = {limit!r} must be a whole number")
         return QueueSettings(
             concurrency=self.concurrency,
+            mode=Mode(self.mode),
+            batch_groups=self.batch_groups,
+            max_staleness_p99=self.max_staleness_p99,
+            max_shift_kl=self.max_shift_kl,
             window=self.window,
             admission=Admission(self.admission),
             ahead=self.ahead,
             domain_shares=self.domain_shares,
+            domain_limits={domain: int(limit) for domain, limit in self.domain_limits.items()},
             rollout_lease_s=self.rollout_lease_s,
             rollout_timeout_s=self.rollout_timeout_s,
             max_attempts=self.max_attempts,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from forge.core.activity import Activity
 from forge.runtime.actor import ActorRef
 from forge.v1 import common_pb2
 from services.scheduler.recovery import StoredGroup
@@ -235,6 +236,13 @@ class Rewind:
     """Answered by the number of groups made visible again."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetActivity:
+    """Pause, drain or resume; to the ledger, which writes it down and tells the queue."""
+
+    activity: Activity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 from forge.runtime.telemetry import counter, gauge
 from forge.v1 import scheduler_pb2
+from services.scheduler.validation import ACTIVITIES
 
 _LEADING = gauge("forge_scheduler_leading", "1 on the leader, 0 on a standby.")
 _HEAD = gauge("forge_scheduler_head", "H: lowest queue index that is not consumed.")
 _WINDOW = gauge("forge_scheduler_window_groups", "W: positions that a trainer sees.")
 _CONCURRENCY = gauge("forge_scheduler_concurrency_groups", "N: most groups that run at once.")
+_RUNNING_LIMIT = gauge(
+    "forge_scheduler_running_limit_groups", "Training groups that may run now: N, or less."
+)
+_STALENESS = gauge(
+    "forge_scheduler_staleness_p99_steps", "Start to training; of the adaptive mode."
+)
+_SHIFT = gauge(
+    "forge_scheduler_shift_kl", "Of the last batch the adaptive mode weighed from the queue."
+)
+_ACTIVITY = gauge(
+    "forge_scheduler_activity", "1 for what an operator set: running, paused, draining.", ["state"]
+)
+_SKIPPED = gauge(
+    "forge_scheduler_skipped_groups", "Tombstoned since all rollouts have the same outcome."
+)
+_SURPLUS = gauge(
+    "forge_scheduler_surplus_rollouts", "Sealed after another attempt, or too late for the group."
+)
 _GROUPS = gauge(
     "forge_scheduler_groups",
     "The books: accepted = trained + tombstoned + pending. Of the pending: queued, running, "
@@ -50,6 +69,13 @@ def show(status: scheduler_pb2.GetSchedulerStatusResponse) -> None:
     _HEAD.set(status.head)
     _WINDOW.set(status.window)
     _CONCURRENCY.set(status.concurrency)
+    _RUNNING_LIMIT.set(status.running_limit)
+    _STALENESS.set(status.staleness_p99)
+    _SHIFT.set(status.shift_kl)
+    _SKIPPED.set(status.skipped)
+    _SURPLUS.set(status.surplus)
+    for number, activity in ACTIVITIES.items():
+        _ACTIVITY.labels(activity.value).set(status.activity == number)
     for state in _STATES:
         _GROUPS.labels(state.removesuffix("_groups")).set(getattr(status, state))
     _ROLLOUTS.set(status.running_rollouts)

@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+from forge.core.activity import Activity
 from forge.core.errors import StaleFence
 from forge.runtime.coordination import Coordinator
 
@@ -26,6 +27,8 @@ class TermRecord:
     """Every pool shard that may hold groups."""
     claims: bool = False
     """Whether runners may hold claims of this or an earlier term."""
+    activity: Activity = Activity.RUNNING
+    """What an operator lets the queue do."""
     void_before: tuple[int, int] = (0, 0)
     """Term and number: batches granted before were taken back by a rewind, for good."""
     revision: int = 0
@@ -42,6 +45,7 @@ class TermRecord:
             term=fields["term"],
             shards=frozenset(fields["shards"]),
             claims=fields["claims"],
+            activity=Activity(fields.get("activity", Activity.RUNNING.value)),
             void_before=(term, number),
             revision=stored.mod_revision,
         )
@@ -52,6 +56,7 @@ class TermRecord:
             "term": self.term,
             "shards": sorted(self.shards),
             "claims": self.claims,
+            "activity": self.activity.value,
             "void_before": self.void_before,
         }
         revision = await coordinator.compare_and_swap(

@@ -94,6 +94,7 @@ def _spec(record: common_pb2.GroupRecord) -> GroupSpec:
         shard=record.pool_shard,
         size=task.group_size,
         evaluation=task.purpose == common_pb2.PURPOSE_EVAL,
+        difficulty=task.difficulty,
     )
 
 

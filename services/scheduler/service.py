@@ -24,6 +24,7 @@ from services.scheduler.term import Office
 FULL_NAME = "forge.v1.SchedulerService"
 SCOPES = {
     "SubmitTasks": "operator",
+    "SetActivity": "operator",
     "GetSchedulerStatus": "operator",
     "ListGroups": "operator",
     "LeaseRollouts": "runner",
@@ -161,6 +162,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         office = await self._lead(context)
         groups = await office.ledger.ask(m.Rewind(step=request.step), timeout_s=WRITE_S)
         return scheduler_pb2.RewindResponse(groups=groups)
+
+    async def SetActivity(
+        self, request: scheduler_pb2.SetActivityRequest, context: Any
+    ) -> scheduler_pb2.SetActivityResponse:
+        office = await self._lead(context)
+        ask = m.SetActivity(activity=validation.check_activity(request.activity))
+        await office.ledger.ask(ask, timeout_s=WRITE_S)
+        return scheduler_pb2.SetActivityResponse()
 
     async def GetSchedulerStatus(
         self, request: scheduler_pb2.GetSchedulerStatusRequest, context: Any

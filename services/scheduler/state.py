@@ -17,10 +17,11 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler import metrics
 from services.scheduler.catalog import Catalog
+from services.scheduler.equal_rewards import EqualRewards
 from services.scheduler.messages import BatchView, Fate, Grant, GroupView, Report, RewindPlan
 from services.scheduler.progress import Progress, outcome_of
 from services.scheduler.recovery import StoredGroup
-from services.scheduler.validation import MAX_PAYLOAD_BYTES, digest_of
+from services.scheduler.validation import ACTIVITIES, MAX_PAYLOAD_BYTES, digest_of
 
 MAX_GRANT_BYTES = 3 << 20
 """Of the tasks in one answer, which must fit one gRPC message."""
@@ -32,14 +33,20 @@ _FATES = {
 }
 
 
+_ACTIVITIES = {each: number for number, each in ACTIVITIES.items()}
+
+
 class TermState:
     """The queue of one term, with the tasks behind it."""
 
-    def __init__(self, queue: GenerationQueue, *, max_pending: int) -> None:
+    def __init__(
+        self, queue: GenerationQueue, *, max_pending: int, skip_equal_rewards: bool = False
+    ) -> None:
         self.queue = queue
         self.catalog = Catalog()
         self.progress = Progress()
         self._max_pending = max_pending
+        self._equal = EqualRewards(queue.books, enabled=skip_equal_rewards)
 
     # Groups
 
@@ -55,6 +62,7 @@ class TermState:
     def restore(self, stored: StoredGroup, *, now_s: float) -> None:
         """A group of an earlier term, with what became of its rollouts."""
         self.add(stored.record, stored.group, now_s=now_s)
+        self._equal.restored(stored.group)
         counted = set(stored.group.sealed_ids())
         for summary in stored.summaries:
             if summary.trajectory_id in counted:
@@ -101,6 +109,7 @@ class TermState:
         for group in self.queue.books.settled():
             task_id = group.spec.task_id
             self.catalog.drop_payload(task_id)
+            self._equal.settled(group)
             if group.phase is Phase.TOMBSTONED:
                 metrics.TOMBSTONES.inc()
                 log.warning("group_tombstoned", task_id=task_id, reason=group.reason)
@@ -147,7 +156,7 @@ class TermState:
         """An attempt ended, and this is what the pool holds of it."""
         summary = report.summary
         if summary is not None and summary.state == common_pb2.TRAJECTORY_STATE_SEALED:
-            if self.queue.rollouts.complete(report.trajectory_id):
+            if self.queue.rollouts.complete(report.trajectory_id, now_s=now_s):
                 self._count(summary)
                 group = self.queue.rollouts.group_of(report.trajectory_id)
                 if not group.phase.open:
@@ -170,13 +179,13 @@ class TermState:
         return {s: ids for s, ids in expired.items() if s not in self.queue.books.away}
 
     def _count(self, summary: common_pb2.TrajectorySummary) -> None:
-        spec = self.queue.rollouts.group_of(summary.trajectory_id).spec
-        if not spec.evaluation:
+        group = self.queue.rollouts.group_of(summary.trajectory_id)
+        if not group.spec.evaluation:
+            outcome = outcome_of(summary)
             self.progress.record(
-                spec.domain,
-                sealed_unix_s=summary.sealed_unix_s,
-                outcome=outcome_of(summary),
+                group.spec.domain, sealed_unix_s=summary.sealed_unix_s, outcome=outcome
             )
+            self._equal.sealed(group, outcome)
 
     # Batches
 
@@ -205,10 +214,10 @@ class TermState:
 
     def status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
         queue, books = self.queue, self.queue.books.status()
-        shares = queue.shares.shares
+        shares, adaptive = queue.shares.shares, self.queue.books.adaptive
         return scheduler_pb2.GetSchedulerStatusResponse(
             head=queue.books.window.head,
-            window=queue.books.window.size,
+            window=queue.books.window.width,
             concurrency=queue.settings.concurrency,
             queued=books.queued,
             running_groups=books.running,
@@ -230,4 +239,12 @@ class TermState:
             ],
             eval_pending=books.eval_pending,
             retries=queue.rollouts.retries,
+            activity=_ACTIVITIES[queue.books.activity],
+            mode=queue.settings.mode.value,
+            admission="adaptive" if adaptive else queue.settings.admission.value,
+            running_limit=adaptive.running_limit if adaptive else queue.settings.concurrency,
+            staleness_p99=adaptive.staleness_p99 if adaptive else 0.0,
+            shift_kl=adaptive.last_shift_kl if adaptive else 0.0,
+            skipped=self._equal.skipped,
+            surplus=queue.rollouts.surplus,
         )

@@ -128,7 +128,12 @@ class Term:
             hold_leases_until_s=now_s + hold_s if last.claims else 0.0,
             void_before=last.void_before,
         )
-        state = TermState(queue, max_pending=self._config.max_queued_groups)
+        queue.books.activity = last.activity
+        state = TermState(
+            queue,
+            max_pending=self._config.max_queued_groups,
+            skip_equal_rewards=self._config.skip_equal_rewards,
+        )
         for stored in found:
             state.restore(stored, now_s=now_s)
         # A million groups live as long as the term: the collector need not walk them each time.

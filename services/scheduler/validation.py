@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from forge.core.activity import Activity
 from forge.core.errors import InvalidArgument
 from forge.core.trajectory import check_task_id, parse_trajectory_id
 from forge.v1 import common_pb2, scheduler_pb2
@@ -21,6 +22,12 @@ MAX_ROLLOUTS = 1024
 """Of one LeaseRollouts call."""
 MAX_GROUPS = 4096
 """Of one batch."""
+
+ACTIVITIES = {
+    scheduler_pb2.ACTIVITY_RUNNING: Activity.RUNNING,
+    scheduler_pb2.ACTIVITY_PAUSED: Activity.PAUSED,
+    scheduler_pb2.ACTIVITY_DRAINING: Activity.DRAINING,
+}
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -57,6 +64,10 @@ def _check_task(task: common_pb2.Task, max_group_size: int) -> common_pb2.Task:
     if len(task.tag.encode()) > MAX_TAG_BYTES:
         raise InvalidArgument(
             f"task {task.task_id}: tag {task.tag[:40]!r}... has more than {MAX_TAG_BYTES} bytes"
+        )
+    if not 0 <= task.difficulty <= 1:
+        raise InvalidArgument(
+            f"task {task.task_id}: difficulty {task.difficulty} must be from 0 to 1"
         )
     if task.purpose not in common_pb2.Purpose.values():
         raise InvalidArgument(f"task {task.task_id}: purpose {task.purpose} is unknown")
@@ -136,6 +147,15 @@ def check_outcome(outcome: scheduler_pb2.FinishRolloutsRequest.Outcome, number: 
             f"trajectory_id {outcome.trajectory_id!r}"
         )
     return outcome.trajectory_id
+
+
+def check_activity(activity: scheduler_pb2.Activity.ValueType) -> Activity:
+    try:
+        return ACTIVITIES[activity]
+    except KeyError:
+        raise InvalidArgument(
+            f"activity {activity} must be one of {', '.join(each.name for each in Activity)}"
+        ) from None
 
 
 def check_batch_id(batch_id: str) -> str:

@@ -77,6 +77,26 @@ async def test_batch_that_a_rewind_took_back_stays_void_under_the_next_leader(
     assert (await forge.status()).trained == 2
 
 
+async def test_pause_outlives_the_leader(forge: SchedulerCluster) -> None:
+    """SIGKILL: the new leader, in another mode, hands nothing out until it is resumed."""
+    leader = forge.start_scheduler()
+    first = await forge.leader()
+    await forge.submit([make_task("a")])
+    paused = scheduler_pb2.SetActivityRequest(activity=scheduler_pb2.ACTIVITY_PAUSED)
+    await forge.ask("SetActivity", paused)
+    leader.kill()
+    forge.start_scheduler(mode="adaptive")
+    await forge.leader(other_than=first.instance_id)
+    status = await forge.status()
+    assert (status.activity, status.mode) == (scheduler_pb2.ACTIVITY_PAUSED, "adaptive")
+    assert status.running_limit == 3, "8 steps of 2 groups, over a tail of 5"
+    assert await forge.lease(1, wait_s=0.0) == []
+    resumed = scheduler_pb2.SetActivityRequest(activity=scheduler_pb2.ACTIVITY_RUNNING)
+    await forge.ask("SetActivity", resumed)
+    await forge.complete(1)
+    assert ids_of(await forge.take(groups=1)) == ["a"]
+
+
 async def test_standby_answers_unavailable_and_names_the_leader(forge: SchedulerCluster) -> None:
     """A client that asked the wrong one learns where to go."""
     forge.start_scheduler()

@@ -61,6 +61,10 @@ class QueueInvariants(RuleBasedStateMachine):
     def at_most_n_groups_run(self) -> None:
         running = [group for group in self._groups() if group.phase is Phase.RUNNING]
         assert len(running) == self.queue.books.status().running <= self.settings.concurrency
+        # A runner may go on with what an earlier leader gave it, whatever the limit.
+        if not self.queue.rollouts.adopted:
+            for domain, limit in self.settings.domain_limits.items():
+                assert sum(group.spec.domain == domain for group in running) <= limit
         claims = sum(
             rollout.phase is RolloutPhase.LEASED for group in running for rollout in group.rollouts
         )

@@ -95,13 +95,17 @@ class TermActors:
     ledger: ActorRef
     inspector: ActorRef
 
-    def __init__(self, shards: FakeShards, clock: Clock) -> None:
+    def __init__(
+        self, shards: FakeShards, clock: Clock, *, skip_equal_rewards: bool = False
+    ) -> None:
         self.shards = shards
         self.clock = clock
         settings = QueueSettings(
             concurrency=8, window=8, rollout_lease_s=10.0, short_batch_after_s=0.0, max_attempts=2
         )
-        self.state = TermState(GenerationQueue(settings), max_pending=100)
+        self.state = TermState(
+            GenerationQueue(settings), max_pending=100, skip_equal_rewards=skip_equal_rewards
+        )
         self.record = FakeRecord()
         self.system = ActorSystem("term")
 

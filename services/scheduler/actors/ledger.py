@@ -51,6 +51,10 @@ class Ledger(Actor):
                 return await self._release(message)
             case m.Rewind(step=step):
                 return await self._rewind(step)
+            case m.SetActivity(activity=activity):
+                await self._record.amend(activity=activity)
+                log.info("activity_set", activity=activity.value)
+                return await self._queue.ask(message, timeout_s=ASK_S)
             case m.StoreFates(fates=fates):
                 for shard, added in fates.items():
                     self._fates[shard] += added

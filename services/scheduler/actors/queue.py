@@ -96,6 +96,8 @@ class QueueActor(Actor):
             case m.RestoreGroups(groups=groups):
                 for stored in groups:
                     state.restore(stored, now_s=now_s)
+            case m.SetActivity(activity=activity):
+                state.queue.books.activity = activity
             case m.SetAway(shards=shards):
                 state.queue.books.away = shards
             case m.RenewBatch(batch_id=batch_id):

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from forge.core.activity import Activity
 from forge.core.admission import Admission, Mode, QueueSettings
 from forge.core.batches import Batch
 from forge.core.errors import NotFound
@@ -35,6 +36,7 @@ class GenerationQueueMachine(QueueInvariants):
         admission=st.sampled_from(Admission),
         shares=st.sampled_from([{}, {"code": 1.0, "qa": 1.0}, {"code": 3.0, "general": 1.0}]),
         mode=st.sampled_from([*Mode, Mode.WINDOWED, Mode.ADAPTIVE]),
+        limits=st.sampled_from([{}, {"code": 1}]),
     )
     def begin(
         self,
@@ -43,6 +45,7 @@ class GenerationQueueMachine(QueueInvariants):
         admission: Admission,
         shares: dict[str, float],
         mode: Mode,
+        limits: dict[str, int],
     ) -> None:
         self.settings = QueueSettings(
             concurrency=concurrency,
@@ -53,6 +56,7 @@ class GenerationQueueMachine(QueueInvariants):
             max_shift_kl=0.2,
             admission=admission,
             domain_shares=shares,
+            domain_limits=limits,
             rollout_lease_s=10.0,
             rollout_timeout_s=60.0,
             max_attempts=2,
@@ -101,12 +105,26 @@ class GenerationQueueMachine(QueueInvariants):
         self.pool[spec.task_id] = Durable(spec)
         self.queue.add(Group(spec), now_s=self.now_s)
 
+    @rule(activity=st.sampled_from([Activity.RUNNING, *Activity]))
+    def set_activity(self, activity: Activity) -> None:
+        """Pause, drain or resume; it is on record before it holds."""
+        self.queue.books.activity = activity
+
+    @rule(data=st.data())
+    def skip(self, data: st.DataObject) -> None:
+        """A complete group turns out to teach nothing, and is given up before a trainer has it."""
+        complete = [g for g in self._groups() if g.phase is Phase.COMPLETE]
+        if complete:
+            self.queue.books.tombstone(data.draw(st.sampled_from(complete)), "teaches nothing")
+
     # Runners
 
     @rule(count=st.integers(1, 4))
     def lease(self, count: int) -> None:
         books, running = self.queue.books, self.queue.books.running_training()
         claims = self.queue.rollouts.lease(runner_id="r", max_rollouts=count, now_s=self.now_s)
+        assert not claims or books.activity is not Activity.PAUSED
+        assert books.running_training() <= running or books.activity is Activity.RUNNING
         if books.adaptive and books.running_training() > running:
             assert books.running_training() <= books.adaptive.running_limit
             ahead = books.running_training() + books.complete()
@@ -219,6 +237,7 @@ class GenerationQueueMachine(QueueInvariants):
             return
         held = self.batches.get(trainer)
         if held is None or held[0] != batch.batch_id:
+            assert self.queue.books.activity is not Activity.PAUSED
             self._check_batch(batch, size, range(head, edge), away)
         self.batches[trainer] = (batch.batch_id, batch.task_ids)
 
@@ -329,7 +348,9 @@ class GenerationQueueMachine(QueueInvariants):
         """The leader dies; the next one knows what was durable, and nothing else."""
         self.term += 1
         self.failed.clear()
+        activity = self.queue.books.activity
         self.queue = GenerationQueue(self.settings, term=self.term, void_before=self.void_before)
+        self.queue.books.activity = activity
         for durable in sorted(self.pool.values(), key=lambda one: one.spec.index):
             self.queue.add(durable.restored(), now_s=self.now_s)
 
@@ -338,6 +359,7 @@ class GenerationQueueMachine(QueueInvariants):
         if not hasattr(self, "queue"):
             return
         self.queue.books.away = frozenset()
+        self.queue.books.activity = Activity.RUNNING
         for _ in range(20 * len(self.pool) + 20):
             if self._worked_off():
                 return

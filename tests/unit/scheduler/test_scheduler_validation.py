@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from forge.core.admission import Mode
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.runtime.config import load
 from forge.v1 import common_pb2, scheduler_pb2
@@ -28,6 +29,8 @@ def changed(**fields: object) -> common_pb2.Task:
         (changed(scaffold=""), "scaffold '' must be"),
         (changed(group_size=0), "group_size 0 must be 1 to 16"),
         (changed(group_size=17), "group_size 17 must be 1 to 16"),
+        (changed(difficulty=float("nan")), "difficulty nan must be from 0 to 1"),
+        (changed(difficulty=-0.1), "difficulty -0.1 must be from 0 to 1"),
         (changed(tag="x" * 201), "has more than 200 bytes"),
         (changed(payload_json=""), "payload_json '' is not JSON"),
         (changed(payload_json="{"), "payload_json '{' is not JSON"),
@@ -78,6 +81,31 @@ def test_window_defaults_to_three_tenths_of_concurrency() -> None:
     """W = ceil(0.3 N) unless it is set."""
     config = load(SchedulerConfig, service="scheduler", argv=["--concurrency", "32"], environ={})
     assert config.queue_settings().window_size == 10
+
+
+def test_modes_are_configured_by_name() -> None:
+    """`mode` and its bounds stand in the TOML file, or on the command line, like all settings."""
+    argv = ["--mode", "adaptive", "--max-staleness-p99", "6", "--max-shift-kl", "0.1"]
+    config = load(SchedulerConfig, service="scheduler", argv=argv, environ={})
+    settings = config.queue_settings()
+    assert settings.mode is Mode.ADAPTIVE
+    assert (settings.max_staleness_p99, settings.max_shift_kl) == (6.0, 0.1)
+    with pytest.raises(ConfigError, match="mode"):
+        load(SchedulerConfig, service="scheduler", argv=["--mode", "best"], environ={})
+
+
+def test_limit_of_a_domain_is_a_number_of_groups() -> None:
+    """Half a group cannot run."""
+    argv = ["--domain-limits", "code=1.5"]
+    config = load(SchedulerConfig, service="scheduler", argv=argv, environ={})
+    with pytest.raises(ConfigError, match=r"domain_limits: code = 1\.5 must be a whole number"):
+        config.queue_settings()
+
+
+def test_activity_must_be_named() -> None:
+    """A request that says nothing changes nothing."""
+    with pytest.raises(InvalidArgument, match="activity 0 must be one of RUNNING, PAUSED"):
+        validation.check_activity(scheduler_pb2.ACTIVITY_UNSPECIFIED)
 
 
 def test_share_of_zero_is_refused_by_name() -> None:

@@ -1,0 +1,46 @@
+"""Dynamic sampling: groups whose rollouts all have the same outcome teach nothing.
+
+Such a group has no advantage, and so no gradient. It is tombstoned as soon as it is complete, with
+`REASON`, so that no batch has it and the head passes it. Owns which groups these are, and how many.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from forge.core.books import Books
+from forge.core.groups import Group, Phase
+
+REASON = "every rollout has the same outcome"
+
+
+class EqualRewards:
+    """Told of each rollout of a training group that counts."""
+
+    def __init__(self, books: Books, *, enabled: bool) -> None:
+        self._books = books
+        self._enabled = enabled
+        self._outcomes: defaultdict[str, list[float]] = defaultdict(list)
+        """By task id, of groups that are not complete."""
+        self.skipped = 0
+
+    def restored(self, group: Group) -> None:
+        """A group as an earlier term left it, before its rollouts are counted."""
+        self.skipped += group.phase is Phase.TOMBSTONED and group.reason == REASON
+
+    def settled(self, group: Group) -> None:
+        """Given up before all its rollouts had ended."""
+        self._outcomes.pop(group.spec.task_id, None)
+
+    def sealed(self, group: Group, outcome: float) -> None:
+        if not self._enabled or group.phase.consumed:
+            return
+        outcomes = self._outcomes[group.spec.task_id]
+        outcomes.append(outcome)
+        if len(outcomes) < group.spec.size:
+            return
+        del self._outcomes[group.spec.task_id]
+        # One rollout by itself has a baseline from elsewhere, or none.
+        if group.phase is Phase.COMPLETE and len(outcomes) > 1 and len(set(outcomes)) == 1:
+            self._books.tombstone(group, REASON)
+            self.skipped += 1

@@ -1,0 +1,161 @@
+"""The modes of the queue, and what an operator may do to it."""
+
+from __future__ import annotations
+
+from forge.core.activity import Activity
+from forge.core.adaptive import Adaptive, Bounds
+from forge.core.admission import Admission, Mode, QueueSettings
+from forge.core.generation import GenerationQueue
+from forge.core.groups import Group, GroupSpec, Phase
+from forge.core.shares import DomainShares
+from forge.core.trajectory import TaskId
+from forge.core.window import Window
+
+
+def make_queue(domains: str, **settings: object) -> GenerationQueue:
+    """One queued group per letter, of the domain the letter names: task `<letter><index>`."""
+    defaults: dict[str, object] = {
+        "concurrency": 64,
+        "admission": Admission.RUNNING,
+        "short_batch_after_s": 5.0,
+    }
+    queue = GenerationQueue(QueueSettings(**(defaults | settings)))
+    for index, domain in enumerate(domains):
+        spec = GroupSpec(
+            task_id=TaskId(f"{domain}{index}"), index=index, domain=domain, shard="s0", size=1
+        )
+        queue.add(Group(spec), now_s=0.0)
+    return queue
+
+
+def lease(queue: GenerationQueue, count: int = 99) -> list[str]:
+    claims = queue.rollouts.lease(runner_id="r", max_rollouts=count, now_s=0.0)
+    return [str(claim.task_id) for claim in claims]
+
+
+def complete(queue: GenerationQueue, *task_ids: str, now_s: float = 0.0) -> None:
+    for task_id in task_ids:
+        assert queue.rollouts.complete(f"{task_id}:0:0", now_s=now_s)
+
+
+def take(queue: GenerationQueue, size: int, *, now_s: float = 0.0) -> tuple[str, ...]:
+    batch = queue.take(trainer_id="t", max_groups=size, now_s=now_s)
+    return batch.task_ids if batch else ()
+
+
+def test_fifo_lets_nothing_overtake() -> None:
+    """A batch is the next groups of the queue, even when it asks for fewer than a full one."""
+    queue = make_queue("aaaa", mode=Mode.FIFO, batch_groups=4)
+    lease(queue)
+    complete(queue, "a1", "a2")
+    assert take(queue, 2) == ()
+    complete(queue, "a0")
+    assert take(queue, 2) == ("a0", "a1")
+
+
+def test_fifo_gives_out_the_end_of_the_queue_short() -> None:
+    """What is left when nothing follows is a batch."""
+    queue = make_queue("aaa", mode=Mode.FIFO, batch_groups=4)
+    lease(queue)
+    complete(queue, "a0", "a1", "a2")
+    assert take(queue, 4, now_s=1.0) == ()
+    assert take(queue, 4, now_s=6.0) == ("a0", "a1", "a2")
+
+
+def test_greedy_sees_every_group() -> None:
+    """The head holds up nobody, however far away."""
+    queue = make_queue("a" * 60, mode=Mode.GREEDY)
+    lease(queue)
+    complete(queue, "a58", "a59")
+    assert take(queue, 2) == ("a58", "a59")
+    assert queue.books.window.width == 0
+
+
+def test_narrower_window_keeps_what_was_announced() -> None:
+    """The edge waits until the head has come close enough; it never moves back."""
+    window = Window(size=4, shares=DomainShares({}))
+    groups = []
+    for index in range(8):
+        spec = GroupSpec(task_id=TaskId(str(index)), index=index, domain="a", shard="s", size=1)
+        groups.append(Group(spec))
+        window.add(groups[-1])
+    window.resize(2)
+    assert (window.head, window.edge, window.width) == (0, 4, 4)
+    for group in groups[:3]:
+        group.phase = Phase.TOMBSTONED
+        window.moved(group, Phase.QUEUED)
+    assert (window.head, window.edge, window.width) == (3, 5, 2)
+
+
+def test_pause_hands_out_nothing_and_takes_nothing_back() -> None:
+    """Claims and batches that are out go on; after a resume all is as it was."""
+    queue = make_queue("aaaa", mode=Mode.GREEDY)
+    lease(queue, 3)
+    complete(queue, "a0", "a1")
+    assert take(queue, 1) == ("a0",)
+    queue.books.activity = Activity.PAUSED
+    assert lease(queue) == []
+    assert take(queue, 1) == ("a0",), "what the trainer holds already"
+    assert queue.take(trainer_id="other", max_groups=1, now_s=0.0) is None
+    assert queue.rollouts.renew("a2:0:0", now_s=0.0)
+    complete(queue, "a2")
+    queue.books.activity = Activity.RUNNING
+    assert lease(queue) == ["a3"]
+
+
+def test_drain_ends_what_runs_and_starts_nothing() -> None:
+    """A retry still goes out, and the last batch goes out short at once."""
+    queue = make_queue("aaaa", mode=Mode.GREEDY, retry_backoff_s=0.0)
+    lease(queue, 2)
+    queue.books.activity = Activity.DRAINING
+    assert lease(queue) == []
+    complete(queue, "a0")
+    assert take(queue, 4) == ()
+    assert queue.rollouts.fail("a1:0:0", reason="died", permanent=False, now_s=0.0)
+    assert lease(queue) == ["a1"]
+    assert queue.rollouts.complete("a1:0:1")
+    assert take(queue, 4) == ("a0", "a1")
+
+
+def test_domain_at_its_limit_holds_up_no_other() -> None:
+    """It is passed over, and keeps its place."""
+    queue = make_queue("aaab", mode=Mode.GREEDY, domain_limits={"a": 1})
+    assert lease(queue) == ["a0", "b3"]
+    complete(queue, "a0")
+    assert lease(queue) == ["a1"]
+
+
+def started(adaptive: Adaptive, index: int, *, now_s: float = 0.0) -> Group:
+    spec = GroupSpec(task_id=TaskId(str(index)), index=index, domain="a", shard="s", size=1)
+    group = Group(spec)
+    adaptive.started(group, now_s)
+    return group
+
+
+def test_adaptive_runs_as_many_as_the_bound_on_staleness_allows() -> None:
+    """running = S B mean / p99: with one group in ten nine times as long, half of S B."""
+    bounds = Bounds(concurrency=1000, batch_groups=20, staleness_p99=10.0, shift_kl=0.05)
+    adaptive = Adaptive(bounds)
+    assert adaptive.running_limit == 40, "a tail of 5 is assumed at first"
+    groups = [started(adaptive, index) for index in range(200)]
+    for index, group in enumerate(groups):
+        adaptive.completed(group, 9.0 if index % 10 == 0 else 1.0)
+    adaptive.trained(groups[:20], head=20)
+    assert adaptive.running_limit == 40
+    adaptive.trained(groups[20:40], head=40)
+    assert adaptive.running_limit == round(200 * 1.8 / 9.0)
+    assert not adaptive.admits(running=40, unfetched=0)
+    assert adaptive.admits(running=39, unfetched=200)
+    assert not adaptive.admits(running=39, unfetched=211)
+
+
+def test_adaptive_batch_waits_for_the_slow_ones_of_a_start() -> None:
+    """What is complete first after a start is short: it is no batch before slow ones have ended."""
+    queue = make_queue("a" * 64, mode=Mode.ADAPTIVE, batch_groups=8, max_staleness_p99=20.0)
+    names = lease(queue)
+    assert len(names) == 32
+    short, slow = names[1::2], names[0::2]
+    complete(queue, *short, now_s=1.0)
+    assert take(queue, 8, now_s=1.0) == ()
+    complete(queue, *slow, now_s=9.0)
+    assert take(queue, 8, now_s=9.0) == tuple(names[:8]), "half of it slow, as in the queue"

@@ -1,0 +1,118 @@
+"""What an operator sets, and what is skipped, in one leader's term."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from forge.core.activity import Activity
+from forge.v1 import common_pb2, scheduler_pb2
+from services.scheduler import messages as m
+from services.scheduler.equal_rewards import REASON
+from tests.support.scheduler_cluster import make_task
+from tests.support.scheduler_term import Clock, FakeShards, TermActors
+
+ASK_S = 5.0
+
+
+@pytest.fixture
+async def skipping(shards: FakeShards, clock: Clock) -> AsyncIterator[TermActors]:
+    """A term that skips groups whose rollouts have one outcome."""
+    actors = TermActors(shards, clock, skip_equal_rewards=True)
+    await actors.start()
+    yield actors
+    await actors.system.stop()
+
+
+async def submit(term: TermActors, *tasks: common_pb2.Task) -> None:
+    submitted = m.Submit(tasks={task.task_id: task for task in tasks})
+    await term.registrar.ask(submitted, timeout_s=ASK_S)
+
+
+async def sample(term: TermActors, *rewards: float) -> None:
+    """Lease as many rollouts, and seal each with its reward."""
+    ask = m.LeaseRollouts(runner_id="r", max_rollouts=len(rewards))
+    grants = await (await term.queue.ask(ask, timeout_s=ASK_S))
+    ids = [grant.trajectory_id for grant in grants]
+    for trajectory_id, reward in zip(ids, rewards, strict=True):
+        term.shards.seal(trajectory_id, reward=reward)
+    reports = [m.Report(trajectory_id=i, summary=term.shards.stored[i]) for i in ids]
+    await term.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
+
+
+async def status(term: TermActors) -> Any:
+    return await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+
+
+async def test_pause_is_on_record_before_it_holds(term: TermActors) -> None:
+    """The next leader keeps to it; runners that wait are served by the resume."""
+    await term.ledger.ask(m.SetActivity(activity=Activity.PAUSED), timeout_s=ASK_S)
+    assert term.record.fields == {"activity": Activity.PAUSED}
+    assert (await status(term)).activity == scheduler_pb2.ACTIVITY_PAUSED
+    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
+    waiting = await term.queue.ask(ask, timeout_s=ASK_S)
+    await submit(term, make_task("a"))
+    assert not waiting.done()
+    await term.ledger.ask(m.SetActivity(activity=Activity.RUNNING), timeout_s=ASK_S)
+    (grant,) = waiting.result()
+    assert grant.trajectory_id == "a:0:0"
+
+
+async def test_group_without_a_gradient_is_skipped(
+    skipping: TermActors, shards: FakeShards
+) -> None:
+    """All its rollouts score the same: tombstoned with that reason, counted, in no batch."""
+    await submit(skipping, make_task("same", size=2), make_task("differs", size=2))
+    await sample(skipping, 1.0, 1.0, 1.0, 0.0)
+    found = await status(skipping)
+    assert (found.skipped, found.tombstoned, found.pending) == (1, 1, 1)
+    take = m.TakeBatch(trainer_id="t", max_groups=1)
+    view = await (await skipping.queue.ask(take, timeout_s=ASK_S))
+    assert [group.record.task.task_id for group in view.groups] == ["differs"]
+    (change,) = [one for changes in shards.changes.values() for one in changes]
+    assert (change.task_id, change.reason) == ("same", REASON)
+
+
+async def test_group_of_one_is_never_skipped(skipping: TermActors) -> None:
+    """A single rollout equals itself, which says nothing; nor is an evaluation given up."""
+    await submit(skipping, make_task("one"), make_task("held-out", size=2, evaluation=True))
+    await sample(skipping, 1.0, 1.0, 1.0)
+    found = await status(skipping)
+    assert (found.skipped, found.tombstoned, found.eval_pending) == (0, 0, 0)
+
+
+async def test_nothing_is_skipped_unless_asked_for(term: TermActors) -> None:
+    """Off by default: whether such a group is wanted is for the user to say."""
+    await submit(term, make_task("same", size=2))
+    await sample(term, 1.0, 1.0)
+    assert (await status(term)).skipped == 0
+
+
+async def test_trajectory_sealed_too_late_is_counted(term: TermActors) -> None:
+    """After the tombstone of its group it changes nothing, and is no error."""
+    await submit(term, make_task("a", size=2))
+    ask = m.LeaseRollouts(runner_id="r", max_rollouts=2)
+    first, second = await (await term.queue.ask(ask, timeout_s=ASK_S))
+    gone = m.Report(trajectory_id=first.trajectory_id, error="bad", permanent=True)
+    await term.queue.ask(m.SettleRollouts(reports=[gone]), timeout_s=ASK_S)
+    term.shards.seal(second.trajectory_id)
+    late = m.Report(
+        trajectory_id=second.trajectory_id, summary=term.shards.stored[second.trajectory_id]
+    )
+    await term.queue.ask(m.SettleRollouts(reports=[late]), timeout_s=ASK_S)
+    found = await status(term)
+    assert (found.surplus, found.tombstoned, found.pending) == (1, 1, 0)
+
+
+async def test_time_that_jumps_back_ends_no_claim(term: TermActors, clock: Clock) -> None:
+    """The clock is monotonic; were it not, claims would only live longer."""
+    await submit(term, make_task("a"))
+    clock.now_s = 5.0
+    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
+    (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
+    clock.now_s = -1000.0
+    await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+    renew = m.RenewRollouts(lease_ids=[grant.trajectory_id])
+    assert await term.queue.ask(renew, timeout_s=ASK_S) == ()

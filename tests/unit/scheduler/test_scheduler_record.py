@@ -1,0 +1,80 @@
+"""The term record: what it keeps, and who may change it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from forge.core.activity import Activity
+from forge.core.errors import StaleFence
+from forge.runtime.coordination import Versioned
+from services.scheduler.record import TERM_KEY, OwnRecord, TermRecord
+
+
+class OneKey:
+    """etcd, as far as the record needs it; `between` happens once, before the next write."""
+
+    def __init__(self) -> None:
+        self.value = b""
+        self.revision = 0
+        self.between: bytes | None = None
+
+    async def get(self, key: str) -> Versioned | None:
+        assert key == TERM_KEY
+        if not self.revision:
+            return None
+        return Versioned(value=self.value, mod_revision=self.revision)
+
+    async def compare_and_swap(self, key: str, value: bytes, *, expected_revision: int) -> int:
+        if self.between is not None:
+            self.value, self.between = self.between, None
+            self.revision += 1
+        if expected_revision != self.revision:
+            raise StaleFence(f"{key} is no longer at revision {expected_revision}")
+        self.value = value
+        self.revision += 1
+        return self.revision
+
+
+async def test_record_is_read_as_it_was_written() -> None:
+    """Every field, and the revision that the next change rests on."""
+    etcd = OneKey()
+    assert await TermRecord.read(etcd) == TermRecord()
+    written = await TermRecord(
+        term=3,
+        shards=frozenset({"s0", "s1"}),
+        claims=True,
+        activity=Activity.PAUSED,
+        void_before=(2, 7),
+    ).write(etcd)
+    assert written.revision == 1
+    assert await TermRecord.read(etcd) == written
+
+
+async def test_record_of_an_earlier_release_is_understood() -> None:
+    """What it does not have is as it was then: nothing paused, nothing void."""
+    etcd = OneKey()
+    etcd.value, etcd.revision = b'{"term": 1, "shards": ["s0"], "claims": false}', 5
+    record = await TermRecord.read(etcd)
+    assert (record.activity, record.void_before) == (Activity.RUNNING, (0, 0))
+
+
+async def test_changes_of_one_leader_do_not_undo_each_other() -> None:
+    """The keeper of shards wrote in between: the ledger's change comes on top of that."""
+    etcd = OneKey()
+    record = await TermRecord(term=1, shards=frozenset({"s0"})).write(etcd)
+    etcd.between = json.dumps({"term": 1, "shards": ["s0", "s1"], "claims": False}).encode()
+    amended = await OwnRecord(etcd, 1).amend(void_before=(1, 4))
+    assert (amended.shards, amended.void_before) == ({"s0", "s1"}, (1, 4))
+    assert amended.revision == record.revision + 2
+
+
+async def test_deposed_leader_changes_nothing() -> None:
+    """Another term has begun, before or while this one writes."""
+    etcd = OneKey()
+    await TermRecord(term=1).write(etcd)
+    etcd.between = json.dumps({"term": 2, "shards": [], "claims": True}).encode()
+    with pytest.raises(StaleFence, match="term 1 is over: term 2 has begun"):
+        await OwnRecord(etcd, 1).amend(activity=Activity.PAUSED)
+    assert (await TermRecord.read(etcd)).activity is Activity.RUNNING
