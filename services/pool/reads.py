@@ -19,7 +19,7 @@ from services.pool.keys import (
     trajectory_key,
 )
 from services.pool.records import Payload, Records, Table, turn_of_payload
-from services.pool.summaries import header_of, rewards_of, summarize, turns_of
+from services.pool.summaries import header_of, rewards_of, summarize
 
 _LENGTH_DELIMITED = 2
 
@@ -67,7 +67,7 @@ def _trajectory(records: Records, name: TrajectoryName) -> bytes:
         sealed_unix_s=header.sealed_unix_s,
     )
     pieces: list[Payload] = [message.SerializeToString()]
-    for _, payload in turns_of(records, key):
+    for _, payload in records.scan(Table.TURNS, prefix=key):
         turn = turn_of_payload(payload)
         pieces += (_frame(common_pb2.Trajectory.TURNS_FIELD_NUMBER, len(turn)), turn)
     for reward in rewards_of(records, key):
