@@ -10,14 +10,27 @@ import pytest
 
 from forge.core.errors import ConfigError, DataLoss, FailedPrecondition
 from forge.core.trajectory import parse_trajectory_id
-from forge.v1 import common_pb2
+from forge.v1 import common_pb2, pool_pb2
 from services.pool import copies
 from services.pool.changes import Change, change_key
+from services.pool.commands import FreeGroups
 from services.pool.environment import Environment
 from services.pool.keys import group_key, queue_key, reward_key, trajectory_key, turn_key
+from services.pool.query import query
 from services.pool.records import Table, decode_header, encode_header
+from services.pool.tail import read_log
 from tests.support.pool_records import damage, make_group, make_reward, make_turn
-from tests.support.pool_store import ABANDONED, append, fetch, put_groups, reward, seal
+from tests.support.pool_store import (
+    ABANDONED,
+    append,
+    change,
+    commit,
+    fetch,
+    put_groups,
+    reward,
+    seal,
+    set_states,
+)
 
 MIB = 1 << 20
 
@@ -78,8 +91,37 @@ def test_a_shard_is_whole(shard):
     assert (shard / "data.mdb").read_bytes() == before
 
 
+def test_a_shard_is_whole_while_and_after_groups_are_freed(open_store, tmp_path):
+    """What is gone on purpose is no damage: neither half way nor at the end; a query, a count and a
+    tail pass over it."""
+    store = open_store(shard="s0")
+    put_groups(store, make_group("a"))
+    append(store, *(make_turn("a:0:0", number) for number in range(5)), make_turn("b:0:0"))
+    seal(store, "a:0:0", turns=5, rewards=[make_reward()])
+    seal(store, "b:0:0", rewards=[make_reward()])
+    set_states(store, change("a", common_pb2.GROUP_STATE_TOMBSTONED))
+    wanted = pool_pb2.TrajectoryFilter(min_reward=1.0)
+    request = pool_pb2.QueryTrajectoriesRequest(filter=wanted)
+    for most, freed_turns in ((3, 3), (100, 5)):
+        commit(
+            store,
+            FreeGroups(task_ids=("a",), covered_step=0, max_records=most, now_unix_s=1e9),
+        )
+        assert store.stats().turns == 6 - freed_turns
+        page = store.read(lambda records: query(records, request, shard="s0"))
+        assert [(one.trajectory_id, one.freed) for one in page.trajectories] == [
+            ("a:0:0", True),
+            ("b:0:0", False),
+        ]
+        log = store.read(lambda records: read_log(records, wanted, shard="s0", after=0))
+        assert [one.summary.trajectory_id for _, one in log.responses] == ["b:0:0"]
+        store.close()
+        assert found(tmp_path / "shard") == []
+        store = open_store()
+
+
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("tampering", "expected"),
     [
         (
             lambda records: records.delete(Table.TURNS, turn_key(a(), 1)),
@@ -147,9 +189,9 @@ def test_a_shard_is_whole(shard):
         ),
     ],
 )
-def test_records_that_contradict_each_other_are_named(shard, change, expected):
+def test_records_that_contradict_each_other_are_named(shard, tampering, expected):
     """Each broken rule is told with the record it breaks, in the order of the tables."""
-    tamper(shard, change)
+    tamper(shard, tampering)
     lines = found(shard)
     for text in expected:
         assert any(text in line for line in lines), lines
@@ -220,15 +262,8 @@ def test_compacting_gives_room_back_and_changes_no_record(open_store, tmp_path):
     expected = fetch(store, "u:0:0")
     store.close()
     directory = tmp_path / "shard"
-    tamper(
-        directory,
-        lambda records: records.delete_prefix(
-            Table.TURNS,
-            trajectory_key(parse_trajectory_id("t:0:0")),
-            limit=100,
-            limit_bytes=1 << 30,
-        ),
-    )
+    turns = [turn_key(trajectory_key(parse_trajectory_id("t:0:0")), n) for n in range(40)]
+    tamper(directory, lambda records: [records.delete(Table.TURNS, key) for key in turns])
     before, after = copies.compact(directory, quiet)
     assert after < before / 4
     assert sorted(path.name for path in directory.iterdir()) == ["data.mdb", "lock.mdb"]
