@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import msgspec
+
 from forge.core.context_tree import ContextTree, Node, Root, common_depth, root_of
 from forge.core.continuation import STUB, Render, TemplateRefused, continuation
 from forge.core.errors import InvalidArgument
@@ -293,8 +295,9 @@ class Conversation:
         ends = self.model.end_texts
         if self.model.looks_back_one_answer:
             try:
-                stub_render = self.model.renderer(None)
-                return continuation(stub_render, STUB, said, sampled, after, end_texts=ends)
+                return continuation(
+                    self.model.stub_render, STUB, said, sampled, after, end_texts=ends
+                )
             except TemplateRefused:
                 # The template may miss in the stub what the whole history has.
                 pass
@@ -327,7 +330,7 @@ class Conversation:
             said["opening"] = node.opening
         if handle is not None:
             said["handle"] = {handle.name: handle.facts}
-        return json.dumps(said, ensure_ascii=False)
+        return msgspec.json.encode(said).decode()
 
     def _boundary(self, shared: SharedPrefix, said: Mapping[str, Any]) -> Node:
         """The node that `messages` of a recorded turn stand behind."""

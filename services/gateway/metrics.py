@@ -20,6 +20,7 @@ PROMPT_TOKENS = counter(
     "Prompt tokens, new or shared with an earlier turn.",
     ["kind"],
 )
+SHARED_TOKENS, NEW_TOKENS = PROMPT_TOKENS.labels("shared"), PROMPT_TOKENS.labels("new")
 SAMPLED_TOKENS = counter("forge_gateway_sampled_tokens_total", "Tokens sampled and recorded.")
 MALFORMED = counter(
     "forge_gateway_malformed_answers_total", "Answers with a tool call that did not parse."

@@ -18,7 +18,7 @@ import msgspec
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerFast
 
-from forge.core.continuation import Render, TemplateRefused, looks_back_one_answer
+from forge.core.continuation import STUB, Render, TemplateRefused, looks_back_one_answer
 from forge.core.errors import ConfigError
 from forge.core.formats import (
     SAMPLE_CALL,
@@ -83,9 +83,9 @@ class ChatModel:
         self.opens_reasoning = self.reasoning is not None and self.reasoning.opened_by(
             self._rendered(_ASKED, None, generation_prompt=True)
         )
-        stub = self.renderer(None)
-        self.looks_back_one_answer = all(
-            looks_back_one_answer(self.renderer(tools), stub, end_texts=self.end_texts)
+        self._stub_text = self._rendered(STUB, None, generation_prompt=True)
+        self.looks_back_one_answer = bool(self._stub_text) and all(
+            looks_back_one_answer(self.renderer(tools), self.stub_render, end_texts=self.end_texts)
             for tools in (None, SAMPLE_TOOLS)
         )
 
@@ -142,6 +142,12 @@ class ChatModel:
             return cast(str, text)
 
         return render
+
+    def stub_render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        """Rendering behind `STUB`, without tools; `STUB` by itself is known already."""
+        if messages is STUB and generation_prompt:
+            return self._stub_text
+        return self.renderer(None)(messages, generation_prompt)
 
     def encode(self, text: str) -> bytes:
         """int32 ids; special tokens are recognized, none are added."""
@@ -233,12 +239,16 @@ class TextStream:
 
     CONTEXT_TOKENS = 4
     """Ids decoded again with the new ones, for tokenizers that space words by what precedes."""
+    KEPT_TOKENS = 32
+    """Ids after which the context is cut down to that: until then its text is known."""
     MAX_HELD_TOKENS = 3
     """A character of UTF-8 has four bytes; what does not complete by then never will."""
 
     def __init__(self, model: ChatModel) -> None:
         self._model = model
         self._context: list[int] = []
+        self._before = ""
+        """The text of the context."""
         self._held: list[int] = []
 
     def feed(self, ids: Sequence[int]) -> str:
@@ -253,17 +263,22 @@ class TextStream:
 
     def finish(self) -> str:
         """What was held back."""
-        return self._give(self._text(self._held), self._held, held=0)
+        return self._give(self._text(self._held), self._held, held=0) if self._held else ""
 
     def _text(self, ids: Sequence[int]) -> str:
         """What `ids` add to the text before them."""
-        before = self._model.decode(self._context)
-        return self._model.decode([*self._context, *ids])[len(before) :]
+        if not ids:
+            return ""
+        return self._model.decode([*self._context, *ids])[len(self._before) :]
 
     def _give(self, text: str, ids: Sequence[int], *, held: int) -> str:
         given = len(ids) - held
         self._held = list(ids[given:])
-        self._context = [*self._context, *ids[:given]][-self.CONTEXT_TOKENS :]
+        self._context += ids[:given]
+        self._before += text
+        if len(self._context) > self.KEPT_TOKENS:
+            self._context = self._context[-self.CONTEXT_TOKENS :]
+            self._before = self._model.decode(self._context)
         return text
 
 

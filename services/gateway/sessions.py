@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,9 +100,12 @@ class Sessions:
         self._quiet = asyncio.Event()
         """Set whenever no call is in flight."""
 
-    @asynccontextmanager
-    async def use(self, claims: Claims) -> AsyncIterator[Session]:
+    def use(self, claims: Claims) -> AbstractAsyncContextManager[Session]:
         """The session of a verified token, kept in memory meanwhile."""
+        return _Use(self, claims)
+
+    async def enter(self, claims: Claims) -> Session:
+        """`use` without its end, which has to follow."""
         session = self._sessions.get(claims.trajectory_id)
         if session is None or not session.actor.alive:
             # One at a time: two first calls must find one session.
@@ -111,16 +114,17 @@ class Sessions:
                 if session is None or not session.actor.alive:
                     session = await self._make(claims)
         session.users += 1
-        try:
-            yield session
-        finally:
-            session.users -= 1
-            session.used_s = self._clock()
-            if claims.trajectory_id in self._sessions:
-                self._sessions.move_to_end(claims.trajectory_id)
+        return session
 
-    @asynccontextmanager
-    async def call(self, session: Session) -> AsyncIterator[None]:
+    def leave(self, session: Session) -> None:
+        session.users -= 1
+        session.used_s = self._clock()
+        trajectory_id = session.claims.trajectory_id
+        if trajectory_id in self._sessions:
+            self._sessions.move_to_end(trajectory_id)
+
+    @contextmanager
+    def call(self, session: Session) -> Iterator[None]:
         """One sampling call. Raises `ResourceExhausted` when there are too many, or when too many
         turns wait for the disk; `Unavailable` while draining."""
         if self._draining:
@@ -300,3 +304,22 @@ class Sessions:
             settings = self._settings(writer, self._grown)
             known = self._writers[pool_shard] = (backlog, writer, settings)
         return known
+
+
+class _Use:
+    """A session in use. A class, as every call has one and a generator costs more."""
+
+    __slots__ = ("_claims", "_session", "_sessions")
+
+    def __init__(self, sessions: Sessions, claims: Claims) -> None:
+        self._sessions = sessions
+        self._claims = claims
+        self._session: Session | None = None
+
+    async def __aenter__(self) -> Session:
+        self._session = await self._sessions.enter(self._claims)
+        return self._session
+
+    async def __aexit__(self, *error: object) -> None:
+        assert self._session is not None, "entered before"
+        self._sessions.leave(self._session)

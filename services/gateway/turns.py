@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 ASK_TIMEOUT_S = 60.0
 """Of a session; it may have to be read back from the pool first."""
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
+"""Before a router is asked again; doubles with each attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,8 @@ class Piece:
     deltas: Sequence[Delta]
     tokens: common_pb2.SampledTokens
     prompt_tokens: int
+    last: bool = False
+    """Whether the turn comes next."""
 
 
 class Turns:
@@ -114,7 +118,7 @@ class Turns:
         `Unavailable`, `InvalidArgument`.
         """
         await check(request)
-        async with self._sessions.call(session):
+        with self._sessions.call(session):
             call = SampleCall(self._router, timeout_s=self._sample_timeout_s)
             opening = self._opening(request)
             attempt = _Attempt(self.model, request, opening)
@@ -123,26 +127,23 @@ class Turns:
             try:
                 prompt = await self._begin(session, request, opening, call)
                 attempt.begin(prompt)
-                async with aclosing(
-                    self._sample(session, request, prompt, attempt, call)
-                ) as pieces:
-                    async for piece in pieces:
-                        yield piece
-                ended = True
-                turn_index = await self._end(
-                    session, self._ending(call, request, prompt, attempt.sampled())
+                samples = _Samples(
+                    call,
+                    attempt,
+                    self._sample_request(session, request, prompt, attempt, call),
+                    prompt_tokens=prompt.tokens,
+                    retry_for_s=self._retry_for_s,
                 )
+                while (piece := await samples.next()) is not None:
+                    yield piece
+                ended = True
+                sampled = attempt.sampled()
+                turn_index = await self._end(session, self._ending(call, request, prompt, sampled))
                 if call.aborted:
                     raise SessionClosed("the session was closed while this call was answered")
-                yield Turn(
-                    turn_index=turn_index,
-                    message=attempt.reader.message(),
-                    sampled=attempt.sampled(),
-                    prompt_tokens=prompt.tokens,
-                    stop_text=attempt.reader.stop_text,
-                    token_logprobs=attempt.reader.token_logprobs,
-                )
+                yield attempt.turn(sampled, turn_index=turn_index, prompt_tokens=prompt.tokens)
             finally:
+                call.end()
                 if not ended:
                     session.actor.tell(self._ending(call, request, prompt, attempt.remains()))
 
@@ -181,46 +182,21 @@ class Turns:
         PREPARE_SECONDS.observe(time.perf_counter() - started)
         return prompt
 
-    async def _sample(
+    def _sample_request(
         self,
         session: Session,
         request: TurnRequest,
         prompt: Prompt,
         attempt: _Attempt,
         call: SampleCall,
-    ) -> AsyncGenerator[Piece]:
-        """Samples until there is a whole answer; begins anew while nothing was passed on."""
-        sample = inference_pb2.SampleRequest(
+    ) -> inference_pb2.SampleRequest:
+        return inference_pb2.SampleRequest(
             request_id=call.call_id,
             session_id=session.claims.trajectory_id,
             prompt_ids=prompt.ids,
             sampling=self._sampling(request, prompt, attempt),
             stream=request.stream or bool(request.stop) or not request.parallel_calls,
         )
-        give_up_s = time.monotonic() + self._retry_for_s
-        backoff_s = 0.05
-        while True:
-            try:
-                wait_s = max(0.1, give_up_s - time.monotonic())
-                async with aclosing(call.responses(sample, wait_s=wait_s)) as responses:
-                    async for response in responses:
-                        yield attempt.take(response, prompt.tokens)
-                        if attempt.reader.stopped:
-                            return
-                if attempt.complete or call.aborted:
-                    return
-                raise Unavailable("the router ended the answer without a finish reason")
-            except Unavailable:
-                if attempt.complete:
-                    return
-                if attempt.passed_on or time.monotonic() + backoff_s >= give_up_s:
-                    raise
-            UPSTREAM_RETRIES.inc()
-            attempt.restart()
-            # Another id, so that what is left of the first attempt cannot be mistaken for this.
-            sample.request_id = f"{call.call_id}-{uuid.uuid4().hex[:8]}"
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, 1.0)
 
     def _sampling(
         self, request: TurnRequest, prompt: Prompt, attempt: _Attempt
@@ -272,6 +248,65 @@ class Turns:
         )
 
 
+class _Samples:
+    """The pieces of one turn; it is begun anew while nothing of it was passed on."""
+
+    def __init__(
+        self,
+        call: SampleCall,
+        attempt: _Attempt,
+        request: inference_pb2.SampleRequest,
+        *,
+        prompt_tokens: int,
+        retry_for_s: float,
+    ) -> None:
+        self._call = call
+        self._attempt = attempt
+        self._request = request
+        self._prompt_tokens = prompt_tokens
+        self._give_up_s = time.monotonic() + retry_for_s
+        self._backoff_s = FIRST_BACKOFF_S
+        self._begun = False
+
+    async def next(self) -> Piece | None:
+        """None when there is a whole answer, or the call was aborted. Raises what the router
+        answered, unless another may still be asked."""
+        attempt = self._attempt
+        while not attempt.reader.stopped:
+            try:
+                response = await self._response()
+                if response is not None:
+                    return attempt.take(response, self._prompt_tokens)
+                if attempt.complete or self._call.aborted:
+                    return None
+                raise Unavailable("the router ended the answer without a finish reason")
+            except Unavailable:
+                if attempt.complete:
+                    return None
+                if attempt.passed_on or time.monotonic() + self._backoff_s >= self._give_up_s:
+                    raise
+            await self._begin_anew()
+        self._call.end()  # at once: nobody wants what the router samples from here on
+        return None
+
+    async def _response(self) -> inference_pb2.SampleResponse | None:
+        if not self._begun:
+            self._begun = True
+            wait_s = max(0.1, self._give_up_s - time.monotonic())
+            await self._call.begin(self._request, wait_s=wait_s)
+        return await self._call.read()
+
+    async def _begin_anew(self) -> None:
+        UPSTREAM_RETRIES.inc()
+        self._call.end()
+        self._begun = False
+        self._attempt.restart()
+        # Another id, so that what is left of the first attempt cannot be mistaken for this.
+        self._request.request_id = f"{self._call.call_id}-{uuid.uuid4().hex[:8]}"
+        await asyncio.sleep(self._backoff_s)
+        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+
+
 class _Attempt:
     """What has been sampled for one turn so far."""
 
@@ -288,7 +323,8 @@ class _Attempt:
     def begin(self, prompt: Prompt) -> None:
         """What is sampled from here on answers this prompt."""
         self.inside = self._model.starts_inside(prompt.ids, opening=self.opening)
-        self.restart()
+        if self.inside:
+            self.restart()
 
     def restart(self) -> None:
         self.reader = AnswerReader(
@@ -310,7 +346,12 @@ class _Attempt:
             self._last = response
             deltas += self.reader.finish()
         self.passed_on = self.passed_on or self._request.stream
-        return Piece(deltas=deltas, tokens=response.tokens, prompt_tokens=prompt_tokens)
+        return Piece(
+            deltas=deltas,
+            tokens=response.tokens,
+            prompt_tokens=prompt_tokens,
+            last=self.complete,
+        )
 
     def sampled(self) -> Sampled:
         """What the session records; an answer that is not complete was aborted."""
@@ -333,6 +374,16 @@ class _Attempt:
             prefill_s=last.timings.prefill_s,
             decode_s=last.timings.decode_s,
             cached_tokens=last.cached_tokens,
+        )
+
+    def turn(self, sampled: Sampled, *, turn_index: int, prompt_tokens: int) -> Turn:
+        return Turn(
+            turn_index=turn_index,
+            message=sampled.answer or self.reader.message(),
+            sampled=sampled,
+            prompt_tokens=prompt_tokens,
+            stop_text=self.reader.stop_text,
+            token_logprobs=self.reader.token_logprobs,
         )
 
     def remains(self) -> Sampled | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -35,18 +34,19 @@ class SampleCall:
     def aborted(self) -> bool:
         return self._aborted.is_set()
 
-    async def responses(
-        self, request: inference_pb2.SampleRequest, *, wait_s: float
-    ) -> AsyncGenerator[inference_pb2.SampleResponse]:
-        """What the router sends, up to the end or until aborted. Waits up to `wait_s` for a
-        router to appear. Raises the ForgeError that the router answered."""
+    async def begin(self, request: inference_pb2.SampleRequest, *, wait_s: float) -> None:
+        """Asks some router, and waits up to `wait_s` for one to appear. Raises `Unavailable`."""
         _, stub = await self._remote.pick(timeout_s=wait_s)
-        if self._aborted.is_set():
-            return
-        self._call = stub.Sample(request, timeout=self._timeout_s)
+        if not self._aborted.is_set():
+            self._call = stub.Sample(request, timeout=self._timeout_s)
+
+    async def read(self) -> inference_pb2.SampleResponse | None:
+        """What the router sent next; None at its end, or once aborted. Raises the ForgeError that
+        the router answered."""
+        if self._call is None:
+            return None
         try:
-            async for response in self._call:
-                yield response
+            response = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.CancelledError:
@@ -54,8 +54,14 @@ class SampleCall:
             task = asyncio.current_task()
             if not self._aborted.is_set() or (task is not None and task.cancelling()):
                 raise
-        finally:
+            return None
+        return response if isinstance(response, inference_pb2.SampleResponse) else None
+
+    def end(self) -> None:
+        """Nothing more is wanted of this router."""
+        if self._call is not None:
             self._call.cancel()
+            self._call = None
 
     def abort(self) -> None:
         self._aborted.set()

@@ -25,9 +25,10 @@ from services.gateway.handles import Handle, Recalled
 from services.gateway.metrics import (
     CONTEXTS,
     MALFORMED,
-    PROMPT_TOKENS,
+    NEW_TOKENS,
     REBUILT,
     SAMPLED_TOKENS,
+    SHARED_TOKENS,
     TURNS,
 )
 from services.gateway.model import ChatModel, Tools
@@ -314,8 +315,8 @@ class SessionActor(Actor):
         self._settings.grown(turn.trajectory_id, conversation.size_bytes)
         TURNS.labels(common_pb2.FinishReason.Name(sampled.finish_reason)).inc()
         SAMPLED_TOKENS.inc(sampled.tokens)
-        PROMPT_TOKENS.labels("shared").inc(turn.prefix_tokens)
-        PROMPT_TOKENS.labels("new").inc(prompt.tokens - turn.prefix_tokens)
+        SHARED_TOKENS.inc(turn.prefix_tokens)
+        NEW_TOKENS.inc(prompt.tokens - turn.prefix_tokens)
         if turn.parse_error:
             MALFORMED.inc()
         return turn.turn_index

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import grpc.aio
+from prometheus_client import Gauge
 
 from forge.core.errors import FailedPrecondition, ForgeError, ResourceExhausted, Unavailable
 from forge.runtime.actor import Actor
@@ -110,6 +111,10 @@ class Backlog:
     refused: dict[str, str] = field(default_factory=dict)
     """Why a turn of a trajectory was refused for good."""
     flushes: dict[str, list[asyncio.Future[None]]] = field(default_factory=dict)
+    _gauge: Gauge = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._gauge = BACKLOG.labels(self.pool_shard)
 
     def admit(self) -> None:
         """Raises `ResourceExhausted` while too much waits already."""
@@ -186,7 +191,7 @@ class Backlog:
 
     def _count(self, change: int) -> None:
         self.bytes += change
-        BACKLOG.labels(self.pool_shard).set(self.bytes)
+        self._gauge.set(self.bytes)
 
 
 class ShardWriter(Actor):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +22,10 @@ from forge.core.messages import to_openai
 from forge.core.trajectory import int32_array
 from forge.v1 import common_pb2
 from services.gateway.http import schema
-from services.gateway.http.edge import Edge, json_response, sse, stream_events
+from services.gateway.http.edge import Edge, Ending, json_response, sse, stream_events
 from services.gateway.http.errors import Failure, openai_error
 from services.gateway.sessions import Session
-from services.gateway.turns import Piece, Turn, TurnRequest, Turns
+from services.gateway.turns import Turn, TurnRequest, Turns
 
 
 class ChatCompletions:
@@ -94,37 +94,39 @@ class Completion:
                 for _ in range(self.choices)
             ]
         turns = [task.result() for task in tasks]
-        return self._envelope("chat.completion") | {
-            "system_fingerprint": _fingerprint(turns),
-            "choices": [self._choice(index, turn) for index, turn in enumerate(turns)],
-            "usage": usage(turns),
-        }
+        return self.envelope(
+            "chat.completion",
+            [self._choice(index, turn) for index, turn in enumerate(turns)],
+            system_fingerprint=_fingerprint(turns),
+            usage=usage(turns),
+        )
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The same as server-sent events."""
-        async with aclosing(self._chunks()) as chunks:
-            async for chunk in chunks:
-                yield sse(chunk)
-        yield b"data: [DONE]\n\n"
-
-    async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The same as server-sent events, several at once where they come at once."""
         choices = [_StreamedChoice(self, index) for index in range(self.choices)]
-        async with aclosing(_merged([choice.chunks() for choice in choices])) as merged:
-            async for chunk in merged:
-                yield chunk
-        finished = [choice.turn for choice in choices if choice.turn is not None]
+        source = choices[0].events() if len(choices) == 1 else _merged(choices)
+        # What ends an answer goes out together with the end of the stream.
+        last = b""
+        async with aclosing(source) as events:
+            async for event in events:
+                if last:
+                    yield last
+                last = event if isinstance(event, Ending) else b""
+                if not last:
+                    yield event
         if self.include_usage:
-            yield self._envelope("chat.completion.chunk") | {
-                "choices": [],
-                "usage": usage(finished),
-            }
+            finished = [choice.turn for choice in choices if choice.turn is not None]
+            last += sse(self.envelope("chat.completion.chunk", [], usage=usage(finished)))
+        yield Ending(last + b"data: [DONE]\n\n")
 
-    def _envelope(self, kind: str) -> dict[str, Any]:
+    def envelope(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {
             "id": self.completion_id,
             "object": kind,
             "created": self.created,
             "model": self.turns.model.name,
+            "choices": choices,
+            **more,
         }
 
     def _choice(self, index: int, turn: Turn) -> dict[str, Any]:
@@ -151,24 +153,21 @@ class _StreamedChoice:
         self._calls = 0
         self.turn: Turn | None = None
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """What came at once is one event; the last is an `Ending`."""
         run = self._completion.turns.run(self._completion.session, self._completion.request)
-        begun = False
-        async with aclosing(run) as events:
-            async for event in events:
-                if not begun:
-                    begun = True
-                    yield self._chunk({"role": "assistant", "content": ""})
-                if isinstance(event, Turn):
-                    self.turn = event
-                    yield self._last(event)
-                else:
-                    for chunk in self._pieces(event):
-                        yield chunk
-
-    def _pieces(self, piece: Piece) -> Iterable[dict[str, Any]]:
-        for delta in piece.deltas:
-            yield self._chunk(self._delta(delta))
+        said = [self._chunk({"role": "assistant", "content": ""})]
+        async with aclosing(run) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Turn):
+                    self.turn = piece
+                    yield Ending(b"".join(map(sse, [*said, self._last(piece)])))
+                    return
+                said += [self._chunk(self._delta(delta)) for delta in piece.deltas]
+                # The last piece waits for the turn's record, which is about to be made.
+                if said and not piece.last:
+                    yield b"".join(map(sse, said))
+                    said = []
 
     def _delta(self, delta: Delta) -> dict[str, Any]:
         match delta:
@@ -191,30 +190,23 @@ class _StreamedChoice:
 
     def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": self._index, "delta": delta, "finish_reason": None, "logprobs": None}
-        return self._completion._envelope("chat.completion.chunk") | {"choices": [choice]}
+        return self._completion.envelope("chat.completion.chunk", [choice])
 
 
-async def _merged(
-    sources: list[AsyncGenerator[dict[str, Any], None]],
-) -> AsyncGenerator[dict[str, Any], None]:
-    """What several generators give, as it comes; the first error ends all of them."""
-    if len(sources) == 1:
-        async with aclosing(sources[0]) as source:
-            async for item in source:
-                yield item
-        return
-    queue: asyncio.Queue[dict[str, Any] | ForgeError | None] = asyncio.Queue(maxsize=64)
+async def _merged(choices: Sequence[_StreamedChoice]) -> AsyncGenerator[bytes, None]:
+    """The events of several choices, as they come; the first error ends all of them."""
+    queue: asyncio.Queue[bytes | ForgeError | None] = asyncio.Queue(maxsize=64)
 
-    async def drain(source: AsyncGenerator[dict[str, Any], None]) -> None:
+    async def drain(choice: _StreamedChoice) -> None:
         try:
-            async with aclosing(source):
-                async for item in source:
-                    await queue.put(item)
+            async with aclosing(choice.events()) as events:
+                async for event in events:
+                    await queue.put(event)
             await queue.put(None)
         except ForgeError as error:
             await queue.put(error)
 
-    tasks = [asyncio.create_task(drain(source)) for source in sources]
+    tasks = [asyncio.create_task(drain(choice)) for choice in choices]
     try:
         left = len(tasks)
         while left:

@@ -26,6 +26,10 @@ from services.gateway.turns import Turns
 SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
 
+class Ending(bytes):
+    """The last events of a stream: they go out in one piece with its end."""
+
+
 class Endpoints(Protocol):
     """One protocol's share of the HTTP surface."""
 
@@ -86,7 +90,7 @@ async def stream_events(
     *,
     error_event: Callable[[ForgeError], bytes],
 ) -> web.StreamResponse:
-    """Sends server-sent events, to the end.
+    """Sends server-sent events, to the end; what is given at once goes out at once.
 
     The answer begins with the first of them: a `ForgeError` before it is raised, and has its
     status; one behind it is sent as an event.
@@ -97,7 +101,10 @@ async def stream_events(
             async for event in events:
                 if not response.prepared:
                     await response.prepare(request)
-                await response.write(event)
+                if isinstance(event, Ending):
+                    await response.write_eof(event)
+                else:
+                    await response.write(event)
         except ForgeError as error:
             if not response.prepared:
                 raise
