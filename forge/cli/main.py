@@ -152,7 +152,7 @@ def model_init(
     seed: Seed = 0,
     root: Root = Path(".forge"),
 ) -> None:
-    """Make the tiny model's starting weights by a short supervised warm start (a minute or two)."""
+    """Make the tiny model's starting weights by a short supervised warm start (about a minute)."""
     _model(name, seed, root)
 
 
