@@ -73,8 +73,8 @@ SMOLLM2 = Preset(
         "trainer": {
             "learning_rate": "2e-5",
             "normalize_std": "group",
-            "autocast": "bfloat16",
-            "publish_dtype": "bfloat16",
+            "autocast": "auto",
+            "publish_dtype": "auto",
         },
         "scheduler": {"short_batch_after_s": "600"},
     },

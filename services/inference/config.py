@@ -36,7 +36,8 @@ class InferenceConfig(ServiceConfig):
     # Workers alone.
     dtype: str = setting(
         "auto",
-        help="what the model computes in; auto: what its config says",
+        help="what the model computes in; auto: what its config says, and float32 for bfloat16 "
+        "on a device without it",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     device: str = setting("cpu", help="torch device, e.g. cpu or cuda:0")

@@ -47,12 +47,12 @@ class TrainerConfig(ServiceConfig):
         minimum=0,
     )  # fmt: skip
     autocast: str = setting(
-        "none", help="type of the model's trunk; master weights and the head are float32",
-        choices=("none", "bfloat16"),
+        "none", help="type of the model's trunk; auto: bfloat16 where the device has it; master "
+        "weights and the head are float32", choices=("none", "auto", "bfloat16"),
     )  # fmt: skip
     publish_dtype: str = setting(
-        "float32", help="type of the weights sent to inference",
-        choices=("float32", "bfloat16", "float16"),
+        "float32", help="type of the weights sent to inference; auto: the trunk's",
+        choices=("auto", "float32", "bfloat16", "float16"),
     )  # fmt: skip
     token_budget: int = setting(
         16384, help="most tokens in one forward pass; more accumulate gradients", minimum=1

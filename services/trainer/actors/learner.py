@@ -16,6 +16,7 @@ from torch import Tensor
 from forge.rl.batch_plan import BatchPlan
 from forge.rl.learner import Learner, StepResult
 from forge.rl.policy import TreePolicy
+from forge.rl.precision import computes_bfloat16
 from forge.runtime.actor import ThreadActor
 from forge.runtime.telemetry import log
 from services.trainer.checkpoints import Checkpoint, CheckpointStore
@@ -84,8 +85,8 @@ class LearnerActor(ThreadActor):
     def _start_over(self) -> None:
         """The starting weights, and an optimizer that has seen nothing."""
         torch.manual_seed(self._config.seed)
-        autocast = torch.bfloat16 if self._config.autocast == "bfloat16" else None
         model = load_model(self._model_path)
+        autocast = _trunk_type(self._config.autocast, model.device)
         lora = self._config.lora()
         self._trainee = (
             LoraTrainee(model, lora, model_path=self._model_path) if lora else Trainee(model)
@@ -102,15 +103,17 @@ class LearnerActor(ThreadActor):
         return self._learner.step(plan, weight_version=weight_version)
 
     def _snapshot(self, step: int) -> Snapshot:
-        dtype = _DTYPES[self._config.publish_dtype]
+        name_of_type = self._config.publish_dtype
+        if name_of_type == "auto":
+            name_of_type = "bfloat16" if self._learner.policy.autocast else "float32"
         tensors = []
         for name, tensor in self._trainee.published():
-            copy = tensor.to(dtype, copy=True).contiguous()
+            copy = tensor.to(_DTYPES[name_of_type], copy=True).contiguous()
             data: Any = copy.reshape(-1).view(torch.uint8).numpy()
             tensors.append(
                 NamedTensor(
                     name=name,
-                    dtype=self._config.publish_dtype,
+                    dtype=name_of_type,
                     shape=tuple(copy.shape),
                     data=memoryview(data),
                 )
@@ -147,3 +150,9 @@ class LearnerActor(ThreadActor):
         self._trainee.load(weights, base=state.pop(_BASE, ""), source=checkpoint.path)
         self._learner.load_state_dict(state)
         log.info("checkpoint_restored", path=str(checkpoint.path), step=checkpoint.step)
+
+
+def _trunk_type(setting: str, device: torch.device) -> torch.dtype | None:
+    """None: the master weights' own."""
+    wanted = setting == "bfloat16" or (setting == "auto" and computes_bfloat16(device))
+    return torch.bfloat16 if wanted else None

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from forge.core.errors import InvalidArgument
+from forge.rl.precision import computes_bfloat16
 from services.inference.engines.base import ModelLimits, NamedTensor, UnfitWeights
 from services.inference.engines.embedded import attention
 from services.inference.engines.embedded.attention import KvPass
@@ -86,7 +87,8 @@ class Policy:
     def build(cls, model_path: str, *, dtype: str, device: str, context_tokens: int = 0) -> Policy:
         """The architecture in `model_path`/config.json, with weights still undefined.
 
-        `dtype` "auto" takes the config's; `context_tokens` 0 the config's. Raises InvalidArgument
+        `dtype` "auto" takes the config's, or float32 where the device has no bfloat16;
+        `context_tokens` 0 takes the config's. Raises InvalidArgument
         when the path holds no causal LM that this engine can run.
         """
         if not (Path(model_path) / "config.json").is_file():
@@ -94,7 +96,7 @@ class Policy:
         attention.register()
         try:
             config = AutoConfig.from_pretrained(model_path)
-            kind = DTYPES[dtype] if dtype != "auto" else config.dtype or torch.float32
+            kind = DTYPES[dtype] if dtype != "auto" else _fast_type(config.dtype, device)
             with no_init_weights():
                 model = AutoModelForCausalLM.from_config(
                     config, dtype=kind, attn_implementation=attention.IMPLEMENTATION
@@ -180,6 +182,12 @@ class _Recorder:
         self.windowed |= window is not None
         self.seen[layer] = (k_NHD.shape[1], k_NHD.shape[2], v_NHD.shape[2])
         return torch.zeros_like(q_NQD)
+
+
+def _fast_type(configured: torch.dtype | None, device: str) -> torch.dtype:
+    if configured == torch.bfloat16 and not computes_bfloat16(torch.device(device)):
+        return torch.float32
+    return configured or torch.float32
 
 
 def _probe(policy: Policy) -> KvShape:
