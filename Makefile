@@ -17,9 +17,10 @@ setup: .venv/.installed  ## Install everything into .venv
 	@$(PY) -m pip install --quiet -c constraints.txt -e ".[all,dev]"
 	@touch $@
 
-# Two at a time: most tests wait for processes more than they compute. A file's tests share what it starts.
+# Two at a time: most tests wait for processes more than they compute. A file's tests share what it
+# starts, and the long ones come first.
 test: setup  ## The whole default suite: real etcd, real processes
-	@$(PY) -m pytest -n 2 --dist loadfile
+	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-clients: setup .venv-clients/.installed tests/clients/node/node_modules/.package-lock.json  ## Real agent clients and frameworks against the gateway
 	@$(PY) -m pytest tests/clients
