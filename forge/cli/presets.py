@@ -63,7 +63,7 @@ TINY = Preset(
 # Chosen in docs/smollm2.md.
 SMOLLM2 = Preset(
     domains={"chain_sum": 0.25, "products": 0.25, "gcd": 0.25, "letter_counting": 0.25},
-    steps=40,
+    steps=25,
     groups_per_step=12,
     group_size=16,
     concurrency=48,
