@@ -12,10 +12,8 @@ shared with the load, the upstream and the pool.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
 import statistics
 import sys
 import tempfile
@@ -25,12 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.support.chat_load import QUESTION, Agent, Load, Target, drive, new_client
 from benchmarks.support.cpu import cpu_s, rss_bytes
 from benchmarks.support.gateway_targets import Targets, start_targets
+from benchmarks.support.report import arguments, keep, show
 from services.gateway.http import schema
 
 CONCURRENCY = 16
@@ -192,29 +189,16 @@ def _rotated(names: list[str], by: int) -> list[str]:
     return names[at:] + names[:at]
 
 
-def show(numbers: dict[str, float]) -> None:
-    table = Table(title="Gateway")
-    table.add_column("what")
-    table.add_column("value", justify="right")
-    for name, value in numbers.items():
-        table.add_row(name, f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}")
-    Console().print(table)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="shorter runs, fewer rounds")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    options = parser.parse_args()
+    options = arguments(__doc__, quick="shorter runs, fewer rounds").parse_args()
     size = QUICK if options.quick else FULL
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         numbers = runner.run(measure(size))
-    show(numbers)
+    show("Gateway", numbers)
     missing = [name for name in ("litellm", "sglang_router") if f"rps_over_{name}" not in numbers]
     if missing:
         sys.stdout.write(f"not installed: {', '.join(missing)} (make bench-peers)\n")
-    if options.json:
-        options.json.write_text(json.dumps(numbers, indent=1) + "\n")
+    keep(numbers, options.json)
 
 
 if __name__ == "__main__":

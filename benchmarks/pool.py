@@ -14,9 +14,7 @@ the line through them, not a measurement.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import statistics
 import sys
 import tempfile
@@ -25,10 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.support.pool_targets import Target, start_targets
+from benchmarks.support.report import arguments, keep, show
 from services.pool.commands import AppendTurns
 from services.pool.store import PoolStore
 from services.pool.validation import new_turn
@@ -177,19 +174,8 @@ def open_ms(directory: Path) -> float:
     return 1000 * elapsed_s
 
 
-def show(numbers: dict[str, float]) -> None:
-    table = Table(title="Pool")
-    table.add_column("what")
-    table.add_column("value", justify="right")
-    for name, value in numbers.items():
-        table.add_row(name, f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}")
-    Console().print(table)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and records")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser = arguments(__doc__, quick="fewer rounds and records")
     parser.add_argument(
         "--peers", default=",".join(PEERS), help="those to compare with, separated by commas"
     )
@@ -198,12 +184,11 @@ def main() -> None:
     size = QUICK if options.quick else FULL
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         numbers = runner.run(measure(size, peers))
-    show(numbers)
+    show("Pool", numbers)
     missing = [name for name in PEERS if f"{name}.appends_per_s" not in numbers]
     if missing:
         sys.stdout.write(f"not measured: {', '.join(missing)} (make bench-peers; redis-server)\n")
-    if options.json:
-        options.json.write_text(json.dumps(numbers, indent=1) + "\n")
+    keep(numbers, options.json)
 
 
 if __name__ == "__main__":

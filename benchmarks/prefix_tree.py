@@ -18,15 +18,13 @@ With one thread, times are CPU seconds, which a shared machine disturbs less tha
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
+from benchmarks.support.report import arguments, keep
 from benchmarks.support.training_ways import Bench, has_prefix_grouper
 from benchmarks.support.tree_workloads import Workload, make_workloads
 from forge.core.packing import Sample
@@ -114,11 +112,7 @@ def bound_of(bench: Bench, samples: Sequence[Sample], plan: BatchPlan) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="smaller model, shorter sequences, one round"
-    )
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser = arguments(__doc__, quick="smaller model, shorter sequences, one round")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", help="workloads to run")
@@ -143,8 +137,7 @@ def main() -> None:
             f"{workload.name:<12}{tokens:>18}" + "".join(values) + f"   {workload.describe}",
             flush=True,
         )
-        if options.json:
-            options.json.write_text(json.dumps(numbers, indent=1) + "\n")
+        keep(numbers, options.json)
 
 
 def _short(name: str) -> str:

@@ -10,21 +10,19 @@ the batches). Each operation is timed by itself, in CPU time.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import statistics
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.support.cpu import rss_bytes
+from benchmarks.support.report import arguments, keep
 from forge.core.admission import QueueSettings
 from forge.core.generation import GenerationQueue
 from forge.core.groups import Group, GroupSpec
@@ -152,14 +150,10 @@ def show(numbers: dict[str, float]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tenth of it")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    options = parser.parse_args()
+    options = arguments(__doc__, quick="a tenth of it").parse_args()
     numbers = measure(QUICK if options.quick else FULL)
     show(numbers)
-    if options.json:
-        options.json.write_text(json.dumps(numbers, indent=1) + "\n")
+    keep(numbers, options.json)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ the divergence that chance alone gives it, which is printed too.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.support.queue_simulation import BINS, Durations, Outcome, Simulation, Workload
+from benchmarks.support.report import arguments, keep
 from forge.core.admission import Admission, Mode, QueueSettings
 
 NEVER_S = 1e9
@@ -187,17 +186,14 @@ def plot(found: dict[str, Outcome], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smaller N, and fewer steps")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser = arguments(__doc__, quick="a smaller N, and fewer steps")
     parser.add_argument("--plot", type=Path, help="write a plot (SVG) to this file")
     options = parser.parse_args()
     size = QUICK if options.quick else FULL
     found = measure(size)
     numbers = numbers_of(found, size)
     show(found, numbers, size)
-    if options.json:
-        options.json.write_text(json.dumps(numbers, indent=1) + "\n")
+    keep(numbers, options.json)
     if options.plot:
         plot(found, options.plot)
 

@@ -36,6 +36,7 @@ class Actor:
 
     async def receive(self, message: Any) -> Any:
         """Handle one message; the return value answers an ask."""
+        # Reached by a message that no case of the subclass takes: an answer, not a gap.
         raise NotImplementedError(f"{type(self).__name__} handles no {type(message).__name__}")
 
     async def stopped(self) -> None:
@@ -58,6 +59,7 @@ class ThreadActor:
 
     def receive(self, message: Any) -> Any:
         """Handle one message; the return value answers an ask."""
+        # Reached by a message that no case of the subclass takes: an answer, not a gap.
         raise NotImplementedError(f"{type(self).__name__} handles no {type(message).__name__}")
 
     def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ class RestartBudget:
         return min(doubled, self._policy.max_backoff_s)
 
 
-class Cell:
+class Cell(ABC):
     """What outlives a crash: the mailbox and the task that supervises. One per actor."""
 
     def __init__(
@@ -89,13 +90,13 @@ class Cell:
         finally:
             self._close()
 
+    @abstractmethod
     async def _live(self, actor: Any) -> BaseException | None:
         """One incarnation, from `started` to `stopped`; returns what it crashed of, if it did."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _wake(self) -> None:
         """Mail has come, or the mailbox was closed; called from any thread."""
-        raise NotImplementedError
 
     async def _back_off(self, crash: BaseException) -> bool:
         """Wait before a restart; False when there is to be none."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from forge.core.errors import DataLoss
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.keys import group_key, name_of_trajectory_key, task_of_queue_key
+from services.pool.reads import queued_group
 from services.pool.records import Payload, Records, Table, decode_header
 
 SLICE = 10_000
@@ -88,13 +88,7 @@ class Tally:
         return self._state_of[1] == _PENDING
 
     def _count_group(self, records: Records, key: bytes, payload: Payload) -> None:
-        task_id = task_of_queue_key(key)
-        stored = records.get(Table.GROUPS, group_key(task_id))
-        state = records.get(Table.STATES, group_key(task_id))
-        if stored is None or state is None:
-            raise DataLoss(f"group {task_id} is queued but has no record")
-        group = common_pb2.GroupRecord.FromString(bytes(stored))
-        group.MergeFromString(bytes(state))
+        group = queued_group(records, task_of_queue_key(key))
         self._groups[group.task.domain, group.task.purpose, group.state] += 1
         trains = group.task.purpose == common_pb2.PURPOSE_TRAIN
         if self._oldest is None and trains and group.state == _PENDING:

@@ -111,15 +111,22 @@ def groups(records: Records, *, after: bytes, limit: int, limit_bytes: int) -> G
     return GroupPage(groups=page, last_key=b"")
 
 
-def _group(records: Records, task_id: str) -> pool_pb2.ScanGroupsResponse:
+def queued_group(records: Records, task_id: str) -> common_pb2.GroupRecord:
+    """Record and state in one. Raises DataLoss when the queue names a group that is not there."""
     record = records.get(Table.GROUPS, group_key(task_id))
     state = records.get(Table.STATES, group_key(task_id))
     if record is None or state is None:
         raise DataLoss(f"group {task_id} is queued but has no record")
     group = common_pb2.GroupRecord.FromString(bytes(record))
     group.MergeFromString(bytes(state))
+    return group
+
+
+def _group(records: Records, task_id: str) -> pool_pb2.ScanGroupsResponse:
     names = [
         name_of_trajectory_key(key)
         for key, _ in records.scan(Table.TRAJECTORIES, prefix=task_prefix(task_id))
     ]
-    return pool_pb2.ScanGroupsResponse(group=group, trajectories=summaries(records, names))
+    return pool_pb2.ScanGroupsResponse(
+        group=queued_group(records, task_id), trajectories=summaries(records, names)
+    )

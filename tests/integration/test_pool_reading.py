@@ -10,14 +10,14 @@ import pytest
 import pytest_asyncio
 
 from forge.core.errors import PermissionDenied, Unavailable
-from forge.core.trajectory import TokenTree, TurnTokens, int32_array
+from forge.core.trajectory import int32_array
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.status import translated
 from forge.runtime.security import Claims
 from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc
 from tests.support.etcd import EtcdServer
 from tests.support.pool_process import CALL_S, PoolClient, PoolProcess
-from tests.support.pool_records import make_group, make_reward, make_turn
+from tests.support.pool_records import make_group, make_reward, make_turn, recorded_tree
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -152,20 +152,7 @@ async def test_a_trajectory_of_200k_tokens_comes_back_whole(client):
     assert (summary.turns, summary.max_weight_version) == (64, 63)
     (fetched,) = await client.fetch("long:0:0")
     assert list(fetched.turns) == turns
-    tree = TokenTree(
-        [
-            TurnTokens(
-                turn_index=turn.turn_index,
-                parent_turn=turn.parent_turn,
-                prefix_tokens=turn.prefix_tokens,
-                prompt_ids=turn.prompt_ids,
-                sampled_ids=turn.sampled.ids,
-                logprobs=turn.sampled.logprobs,
-                weight_versions=turn.sampled.weight_versions,
-            )
-            for turn in fetched.turns
-        ]
-    )
+    tree = recorded_tree(fetched.turns)
     assert int32_array(tree.sequence(63)).tolist() == list(range(length))
 
 

@@ -16,8 +16,6 @@ from forge.core.formats import Parser
 from forge.core.history import History
 from forge.core.messages import Message, from_openai, to_openai
 from forge.core.trajectory import (
-    TokenTree,
-    TurnTokens,
     float32_bytes,
     int32_array,
     int32_bytes,
@@ -26,6 +24,7 @@ from forge.v1 import common_pb2
 from services.gateway.answer import AnswerReader
 from services.gateway.conversation import Conversation, Draft, Prompt, Sampled, given
 from tests.support.chat_templates import make_model, make_tokenizer
+from tests.support.pool_records import recorded_tree
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -162,7 +161,7 @@ class Session:
     def check_record(self) -> None:
         """What a trainer composes of the turns is what the engine was sent and sampled, with the
         log-prob and version of each token."""
-        tree = TokenTree([turn_tokens(turn) for turn in self.turns])
+        tree = recorded_tree(self.turns)
         first = 0
         for at, (sent, sampled) in enumerate(zip(self.sent, self.sampled, strict=True)):
             assert tree.context(at) == sent
@@ -170,16 +169,3 @@ class Session:
             numbers = range(first, first := first + len(sampled) // 4)
             assert tree.turns[at].weight_versions == int32_bytes(numbers)
             assert tree.turns[at].logprobs == float32_bytes(-0.5 * number for number in numbers)
-
-
-def turn_tokens(turn: common_pb2.Turn) -> TurnTokens:
-    """A recorded turn as the trainer reads it."""
-    return TurnTokens(
-        turn_index=turn.turn_index,
-        parent_turn=turn.parent_turn,
-        prefix_tokens=turn.prefix_tokens,
-        prompt_ids=turn.prompt_ids,
-        sampled_ids=turn.sampled.ids,
-        logprobs=turn.sampled.logprobs,
-        weight_versions=turn.sampled.weight_versions,
-    )

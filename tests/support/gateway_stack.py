@@ -15,13 +15,14 @@ from anthropic import DefaultAsyncHttpxClient as AnthropicHttpxClient
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from forge.client.session import AgentSession
-from forge.core.trajectory import TokenTree, TurnTokens, int32_bytes
+from forge.core.trajectory import TokenTree, int32_bytes
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.security import Claims
 from forge.v1 import common_pb2
 from tests.support.chat_templates import save_model
 from tests.support.etcd import EtcdServer
 from tests.support.pool_process import PoolClient, PoolProcess
+from tests.support.pool_records import recorded_tree
 from tests.support.scripted_engine import start_scripted_engine
 
 START_S = 60.0
@@ -149,20 +150,7 @@ async def recorded(
 
 
 def token_tree(trajectory: common_pb2.Trajectory) -> TokenTree:
-    return TokenTree(
-        [
-            TurnTokens(
-                turn_index=turn.turn_index,
-                parent_turn=turn.parent_turn,
-                prefix_tokens=turn.prefix_tokens,
-                prompt_ids=turn.prompt_ids,
-                sampled_ids=turn.sampled.ids,
-                logprobs=turn.sampled.logprobs,
-                weight_versions=turn.sampled.weight_versions,
-            )
-            for turn in trajectory.turns
-        ]
-    )
+    return recorded_tree(trajectory.turns)
 
 
 def check_exact(stack: GatewayStack, trajectory: common_pb2.Trajectory, *, lost: int = 0) -> None:

@@ -1,11 +1,11 @@
-"""Turns, rewards and groups as the pool's tests send them."""
+"""Turns, rewards and groups as tests send them to a pool, and turns as they read them back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from forge.core.trajectory import float32_bytes, int32_bytes
+from forge.core.trajectory import TokenTree, TurnTokens, float32_bytes, int32_bytes
 from forge.v1 import common_pb2
 
 
@@ -76,3 +76,21 @@ def damage(data_dir: Path, needle: bytes) -> None:
     data = path.read_bytes()
     assert needle in data
     path.write_bytes(data.replace(needle, bytes([needle[0] ^ 1]) + needle[1:]))
+
+
+def recorded_tree(turns: Iterable[common_pb2.Turn]) -> TokenTree:
+    """The sequences of recorded turns, as the trainer puts them together."""
+    return TokenTree(
+        [
+            TurnTokens(
+                turn_index=turn.turn_index,
+                parent_turn=turn.parent_turn,
+                prefix_tokens=turn.prefix_tokens,
+                prompt_ids=turn.prompt_ids,
+                sampled_ids=turn.sampled.ids,
+                logprobs=turn.sampled.logprobs,
+                weight_versions=turn.sampled.weight_versions,
+            )
+            for turn in turns
+        ]
+    )

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from forge.core.errors import DataLoss
 from forge.core.messages import Message
-from forge.core.trajectory import TokenTree, TurnTokens, float32_bytes, int32_bytes
+from forge.core.trajectory import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
 from services.gateway.conversation import Conversation, Prompt, Sampled
 from services.gateway.handles import Handle
 from services.gateway.rebase import rebase
 from tests.support.chat_templates import make_model
+from tests.support.pool_records import recorded_tree
 
 MODEL = make_model("chatml")
 
@@ -94,20 +95,7 @@ def test_nothing_is_lost_and_nothing_recorded_twice(plan: list) -> None:
     while any(gateway.waiting for gateway in gateways):
         for gateway in gateways:
             gateway.send(stored)
-    tree = TokenTree(
-        [
-            TurnTokens(
-                turn_index=turn.turn_index,
-                parent_turn=turn.parent_turn,
-                prefix_tokens=turn.prefix_tokens,
-                prompt_ids=turn.prompt_ids,
-                sampled_ids=turn.sampled.ids,
-                logprobs=turn.sampled.logprobs,
-                weight_versions=turn.sampled.weight_versions,
-            )
-            for turn in stored
-        ]
-    )
+    tree = recorded_tree(stored)
     recorded = [(tree.context(at), turn.sampled_ids) for at, turn in enumerate(tree.turns)]
     assert sorted(recorded) == sorted(made)
     assert {turn.temperature for turn in stored} == {0.5}

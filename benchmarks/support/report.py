@@ -1,0 +1,35 @@
+"""What every benchmark's command line offers, and how its numbers are shown and kept."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+def arguments(about: str, *, quick: str) -> argparse.ArgumentParser:
+    """`--quick` and `--json`; `about` is the benchmark's docstring, `quick` what it leaves out."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    return parser
+
+
+def show(title: str, numbers: Mapping[str, float]) -> None:
+    """A table of names and values."""
+    table = Table(title=title)
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    for name, value in numbers.items():
+        table.add_row(name, f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}")
+    Console().print(table)
+
+
+def keep(numbers: Mapping[str, float], path: Path | None) -> None:
+    """Written where `--json` says, if it was given."""
+    if path is not None:
+        path.write_text(json.dumps(numbers, indent=1) + "\n")
