@@ -6,6 +6,7 @@ and drop reasoning; random models say whatever they like, in tokens that no toke
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -80,7 +81,8 @@ def test_another_gateway_goes_on_as_if_nothing_had_happened(
         moved(agent)
     elsewhere = session.restored()
     for _ in range(after):
-        request = agent.next_request()
+        # Copies, as a wire makes them: only what a gateway itself recalls is one of its nodes'.
+        request = [replace(message) for message in agent.next_request()]
         here, there = (
             drafted(conversation, session, request)
             for conversation in (session.conversation, elsewhere)
