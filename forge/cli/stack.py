@@ -28,6 +28,12 @@ T = TypeVar("T")
 
 READY_KINDS = ("pool", "scheduler", "trainer", "prefill", "decode", "router", "gateway")
 """What must have registered before the stack can sample."""
+DRAIN_S = 10.0
+"""Longest wait for work in flight when a service stops."""
+TRAINER_DRAIN_S = 600.0
+"""For a step and a checkpoint, whose lengths are the model's."""
+_EXIT_S = 10.0
+"""From the end of its draining to the end of a process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +58,7 @@ class Member:
     """Also its instance id, so that a restart takes its own place again."""
     module: str
     settings: Mapping[str, str]
+    drain_s: float = DRAIN_S
 
 
 def members(plan: StackPlan) -> list[Member]:
@@ -59,9 +66,11 @@ def members(plan: StackPlan) -> list[Member]:
     run = plan.directory
     model = {"model_path": plan.model_path}
 
-    def member(name: str, module: str, settings: Mapping[str, str]) -> Member:
+    def member(
+        name: str, module: str, settings: Mapping[str, str], drain_s: float = DRAIN_S
+    ) -> Member:
         chosen = dict(settings) | dict(plan.settings.get(name, {}))
-        return Member(name=name, module=module, settings=chosen)
+        return Member(name=name, module=module, settings=chosen, drain_s=drain_s)
 
     trainer = model | {
         "checkpoint_dir": str(run.checkpoints),
@@ -70,7 +79,7 @@ def members(plan: StackPlan) -> list[Member]:
     services = [
         member("pool", "services.pool", {"data_dir": str(run.pool("0")), "shard": "0"}),
         member("scheduler", "services.scheduler", {}),
-        member("trainer", "services.trainer", trainer),
+        member("trainer", "services.trainer", trainer, TRAINER_DRAIN_S),
         member("prefill", "services.inference", model | {"role": "prefill"}),
         member("decode", "services.inference", model | {"role": "decode"}),
         member("router", "services.inference", model | {"role": "router"}),
@@ -130,9 +139,9 @@ class Stack:
                 ) from error
             on_ready(kind)
 
-    async def stop(self, *, timeout_s: float = 20.0) -> None:
+    async def stop(self) -> None:
         """Stop everything, in the reverse order of the start."""
-        await self.supervisor.stop(timeout_s=timeout_s)
+        await self.supervisor.stop()
 
     def _heard(self, event: ProcessEvent) -> None:
         self._on_event(event)
@@ -145,6 +154,7 @@ class Stack:
             "etcd": self.endpoints,
             "instance_id": member.name,
             "key_file": str(self.plan.directory.key_file),
+            "drain_s": str(member.drain_s),
         }
         flags = [
             f"--{key.replace('_', '-')}={value}"
@@ -155,6 +165,7 @@ class Stack:
             argv=(sys.executable, "-m", member.module, *flags),
             env=_quiet_environment(),
             log_path=self.plan.directory.log_file(member.name),
+            stop_s=member.drain_s + _EXIT_S,
         )
 
     async def _start_etcd(self) -> str:

@@ -157,7 +157,7 @@ async def running(
             await channels.close()
             await coordinator.close()
     finally:
-        display.say("Stopping everything ...")
+        display.say("Stopping everything, the trainer after a checkpoint (Ctrl-C: at once) ...")
         await stack.stop()
 
 

@@ -48,6 +48,8 @@ class ProcessSpec:
     """stdout and stderr are appended to it."""
     restart: Restart = field(default_factory=Restart)
     """Applies to crashes; a child that exits with 0 has ended and stays so."""
+    stop_s: float = 20.0
+    """Longest time to stop in; SIGKILL ends it then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +100,11 @@ class ProcessSupervisor:
         await child.start()
         self._children[spec.name] = child
 
-    async def stop(self, timeout_s: float) -> None:
-        """Stop all, the youngest first: SIGTERM, and SIGKILL once `timeout_s` is over for all."""
-        deadline_s = time.monotonic() + timeout_s
+    async def stop(self) -> None:
+        """Stop all, the youngest first: SIGTERM, and SIGKILL to who takes longer than he may."""
         while self._children:
             _, child = self._children.popitem()
-            await child.stop(max(0.0, deadline_s - time.monotonic()))
+            await child.stop()
 
     def pids(self) -> dict[str, int]:
         """Of the children that run right now."""
@@ -137,12 +138,12 @@ class _Child:
         self._process = await self._spawn()
         self._task = asyncio.create_task(self._supervise(), name=f"child-{self._spec.name}")
 
-    async def stop(self, timeout_s: float) -> None:
+    async def stop(self) -> None:
         assert self._task is not None
         self._stopping.set()
         if self._process is not None and self.running:
             self._process.terminate()
-        done, _ = await asyncio.wait({self._task}, timeout=timeout_s)
+        done, _ = await asyncio.wait({self._task}, timeout=self._spec.stop_s)
         if not done:
             if self._process is not None and self.running:
                 self._process.kill()

@@ -25,6 +25,10 @@ from services.trainer.samples import CreditRules
 class TrainerConfig(ServiceConfig):
     """The learner: pulls batches from the scheduler, pushes weights to inference."""
 
+    drain_s: float = setting(
+        600.0, help="longest wait, when stopping, for the step in hand and a checkpoint of it",
+        minimum=0, maximum=3600,
+    )  # fmt: skip
     model_path: str = setting("", help="model directory, transformers layout: starting weights")
     checkpoint_dir: str = setting(".forge/checkpoints", help="directory of the checkpoints")
     checkpoint_every_steps: int = setting(

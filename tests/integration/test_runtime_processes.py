@@ -43,7 +43,9 @@ class Watched:
                 self._news.clear()
                 await self._news.wait()
 
-    async def start(self, name: str, code: str, *, restart: Restart = SOON) -> None:
+    async def start(
+        self, name: str, code: str, *, restart: Restart = SOON, stop_s: float = 30.0
+    ) -> None:
         await self.supervisor.start(
             ProcessSpec(
                 name=name,
@@ -51,6 +53,7 @@ class Watched:
                 env=dict(os.environ),
                 log_path=self._folder / f"{name}.log",
                 restart=restart,
+                stop_s=stop_s,
             )
         )
 
@@ -59,7 +62,7 @@ class Watched:
 async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
     made = Watched(tmp_path)
     yield made
-    await made.supervisor.stop(5)
+    await made.supervisor.stop()
 
 
 SLEEP = "import time; print('up', flush=True); time.sleep(300)"
@@ -146,18 +149,18 @@ async def test_stop_asks_the_youngest_first(watched: Watched, tmp_path: Path) ->
     for name in ("etcd", "pool", "gateway"):
         await watched.start(name, SLEEP)
         await until_logged(tmp_path / f"{name}.log", "up")
-    await watched.supervisor.stop(30)
+    await watched.supervisor.stop()
     stopped = [event.name for event in watched.events if event.kind == "stopped"]
     assert stopped == ["gateway", "pool", "etcd"]
     assert watched.supervisor.pids() == {}
 
 
 async def test_child_that_does_not_stop_is_killed(watched: Watched, tmp_path: Path) -> None:
-    """Stop returns in time, whatever the child thinks of it."""
-    await watched.start("stubborn", STUBBORN)
+    """Stop returns when the child's time is over, whatever the child thinks of it."""
+    await watched.start("stubborn", STUBBORN, stop_s=0.2)
     await until_logged(tmp_path / "stubborn.log", "up")
     pid = watched.supervisor.pids()["stubborn"]
-    await watched.supervisor.stop(0.2)
+    await watched.supervisor.stop()
     assert not psutil.pid_exists(pid)
     assert (await watched.until("killed")).line == (
         "stubborn did not stop when asked to and was killed"
@@ -167,10 +170,10 @@ async def test_child_that_does_not_stop_is_killed(watched: Watched, tmp_path: Pa
 async def test_stop_ends_a_pause_before_a_restart(watched: Watched) -> None:
     """Nobody waits for the restart of what is to be stopped."""
     restart = Restart(backoff_s=300, max_backoff_s=300)
-    await watched.start("pool", "import sys; sys.exit(1)", restart=restart)
+    await watched.start("pool", "import sys; sys.exit(1)", restart=restart, stop_s=300)
     await watched.until("crashed")
     async with asyncio.timeout(30):
-        await watched.supervisor.stop(300)
+        await watched.supervisor.stop()
     assert [event.kind for event in watched.events] == ["started", "crashed"]
 
 

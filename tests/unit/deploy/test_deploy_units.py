@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from services.trainer.config import TrainerConfig
+
 DEPLOY = Path(__file__).parents[3] / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("forge*"))
 SERVICES = [unit for unit in UNITS if unit.suffix == ".service"]
@@ -44,6 +46,14 @@ def test_unit_is_ready_only_when_it_says_so_and_drains_on_stop(unit: Path) -> No
     assert "Restart=always" in text
     assert re.search(r"^TimeoutStopSec=\d+", text, re.M)
     assert "NoNewPrivileges=yes" in text and "ProtectSystem=strict" in text
+
+
+def test_the_trainer_may_write_its_checkpoint_before_it_is_killed() -> None:
+    """A model's size decides how long that takes: systemd waits longer than the trainer does."""
+    text = (DEPLOY / "systemd" / "forge-trainer@.service").read_text()
+    limit = re.search(r"^TimeoutStopSec=(\d+)min$", text, re.M)
+    assert limit is not None
+    assert 60 * int(limit[1]) > TrainerConfig().drain_s
 
 
 @pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.name)
