@@ -26,9 +26,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("node") / "example"
     shutil.copytree(EXAMPLES / "node_grpc", folder, ignore=shutil.ignore_patterns("node_modules"))
     installed = subprocess.run(
-        [str(VENV / "bin/npm"), "ci", "--silent"],
+        [str(VENV / "bin/npm"), "ci", "--loglevel=error"],
         cwd=folder,
-        env={"PATH": f"{VENV / 'bin'}:{os.environ['PATH']}", "HOME": os.environ["HOME"]},
+        # All of it: where the registry is, and how it is reached, is the environment's to say.
+        env=os.environ | {"PATH": f"{VENV / 'bin'}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=INSTALL_S,
