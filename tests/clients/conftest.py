@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator, Instance
+from tests.support.client_matrix import Row
 from tests.support.client_programs import NODE_DIR, VENV
 from tests.support.etcd import EtcdServer
 from tests.support.gateway_stack import GatewayStack
@@ -22,10 +22,7 @@ CONTEXT_TOKENS = 1 << 16
 class MatrixRow:
     """What one test adds to the table."""
 
-    client: str
-    protocol: str
-    stream: bool
-    tools: bool = True
+    row: Row
     version: str = "?"
     """Known once the client has said it."""
 
@@ -71,10 +68,10 @@ async def gateway(stack: GatewayStack, clients_coordinator: Coordinator) -> Inst
 def matrix(record_property: Callable[[str, object], None]) -> Callable[..., MatrixRow]:
     """Adds a row to the table; its version may be told later."""
 
-    def add(**fields: Any) -> MatrixRow:
-        row = MatrixRow(**fields)
-        record_property("matrix", row)
-        return row
+    def add(row: Row, *, version: str = "?") -> MatrixRow:
+        added = MatrixRow(row=row, version=version)
+        record_property("matrix", added)
+        return added
 
     return add
 
@@ -95,6 +92,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line("  ".join(cells).rstrip())
 
 
-def _cells(row: MatrixRow) -> tuple[str, ...]:
+def _cells(added: MatrixRow) -> tuple[str, ...]:
+    row = added.row
     shown = ["yes" if one else "no" for one in (row.stream, row.tools)]
-    return (row.client, row.version, row.protocol, *shown)
+    return (row.client, added.version, row.protocol, *shown)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from forge.runtime.rpc.channel import Channels
 from forge.runtime.security import Security
 from forge.v1 import common_pb2, scheduler_pb2
 from tests.support import coding_job
+from tests.support.client_matrix import Row
 from tests.support.client_programs import (
     PROGRAMS_DIR,
     STEPS,
@@ -40,6 +42,12 @@ IN_PATH = [
     Client(name="openai", program="openai_chat.py", protocol="chat", stream=True),
     Client(name="anthropic", program="anthropic_messages.py", protocol="messages", stream=True),
 ]
+MINI = Row(client="mini-swe-agent", protocol="chat", stream=False)
+TEAM = Row(client="openai-agents, sub-agents", protocol="chat", stream=False)
+
+
+def in_path_row(client: Client) -> Row:
+    return replace(client.row, client=f"{client.name}, session in the URL")
 
 
 @pytest.fixture
@@ -98,8 +106,7 @@ async def test_a_coding_agent_does_its_job_and_is_rewarded_for_it(
     tmp_path: Path,
 ) -> None:
     """mini-swe-agent repairs a program with bash: four turns, linear, exact, scored by the file."""
-    version = _version("mini-swe-agent")
-    matrix(client="mini-swe-agent", protocol="chat", stream=False, version=version)
+    matrix(MINI, version=_version("mini-swe-agent"))
     folder = tmp_path / "job"
     folder.mkdir()
     coding_job.prepare(folder)
@@ -133,7 +140,7 @@ async def test_sub_agents_at_work_at_once_are_one_trajectory(
     tmp_path: Path,
 ) -> None:
     """A leader and two helpers, called in parallel with one key: each continues only itself."""
-    row = matrix(client="openai-agents, sub-agents", protocol="chat", stream=False)
+    row = matrix(TEAM)
     trajectory_id = "team:0:0"
     send = '<tool_call>\n{{"name":"send","arguments":{{"input":"{0}"}}}}\n</tool_call>'
     told = [
@@ -168,8 +175,7 @@ async def test_a_base_url_is_all_that_a_client_needs(
     tmp_path: Path,
 ) -> None:
     """With the session in the path, whatever key the client sends is not looked at."""
-    name = f"{client.name}, session in the URL"
-    row = matrix(client=name, protocol=client.protocol, stream=client.stream)
+    row = matrix(in_path_row(client))
     trajectory_id = f"path-{client.key}:0:0"
     env = environment(gateway, stack.token(trajectory_id), tmp_path, in_path=True)
     report = await run_program(argv_of(client), env)

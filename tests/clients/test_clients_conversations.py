@@ -106,7 +106,7 @@ async def test_a_conversation_with_tools_is_on_record(
     tmp_path: Path,
 ) -> None:
     """The client gets its answer, and the pool has three exact turns with all that was seen."""
-    row = matrix(client=client.name, protocol=client.protocol, stream=client.stream)
+    row = matrix(client.row)
     trajectory_id = f"{client.key}:0:0"
     env = environment(gateway, stack.token(trajectory_id), tmp_path, in_path=False)
     report = await run_program(argv_of(client), env)

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from forge.runtime.coordination import Coordinator, Instance
+from tests.support.client_matrix import Row
 from tests.support.client_programs import check_linear, scripted
 from tests.support.example_run import EXAMPLES, run_example
 from tests.support.gateway_stack import GatewayStack
 
+ROW = Row(client="grpc++", protocol="grpc", stream=True, tools=False)
 NEEDED = ("cmake", "g++", "pkg-config", "protoc", "grpc_cpp_plugin")
 
 
@@ -47,7 +49,7 @@ async def test_a_cpp_program_is_an_agent(
 ) -> None:
     """It finds the gateway in its environment, streams two turns, and continues its own answer."""
     found = subprocess.run(["pkg-config", "--modversion", "grpc++"], capture_output=True, text=True)
-    matrix(client="grpc++", version=found.stdout.strip(), protocol="grpc", stream=True, tools=False)
+    matrix(ROW, version=found.stdout.strip())
     run = await run_example(
         str(program),
         prompt=scripted("What is 2 + 2?", "I will think: four.", "4"),

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from forge.runtime.coordination import Coordinator, Instance
+from tests.support.client_matrix import Row
 from tests.support.client_programs import VENV, check_linear, scripted
 from tests.support.example_run import EXAMPLES, ROOT, run_example
 from tests.support.gateway_stack import GatewayStack
 
 INSTALL_S = 120
+ROW = Row(client="@grpc/grpc-js", protocol="grpc", stream=True, tools=False)
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +49,7 @@ async def test_a_node_program_without_stubs_is_an_agent(
 ) -> None:
     """It finds the gateway in its environment, streams two turns, and continues its own answer."""
     package = json.loads((program.parent / "node_modules/@grpc/grpc-js/package.json").read_text())
-    matrix(
-        client="@grpc/grpc-js",
-        version=package["version"],
-        protocol="grpc",
-        stream=True,
-        tools=False,
-    )
+    matrix(ROW, version=package["version"])
     run = await run_example(
         # The copy is not where the protos are two folders up.
         f"env FORGE_PROTOS={ROOT / 'protos'} {VENV / 'bin/node'} {program}",

@@ -20,6 +20,7 @@ from forge.core.trajectory import NO_PARENT, int32_array
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2
 from tests.support.chat_templates import make_model
+from tests.support.client_matrix import Row
 from tests.support.gateway_stack import GatewayStack, check_exact, recorded, token_tree
 from tests.support.script import scripted
 
@@ -63,6 +64,11 @@ class Client:
     """What must stand in the last context."""
     linear: bool = True
     """Whether it repeats its history as it was; otherwise it makes branches."""
+
+    @property
+    def row(self) -> Row:
+        """Its place in the table."""
+        return Row(client=self.name, protocol=self.protocol, stream=self.stream)
 
     @property
     def key(self) -> str:
