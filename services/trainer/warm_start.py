@@ -37,7 +37,7 @@ class Course:
 
     flawless_steps: int = 800
     imperfect_steps: int = 220
-    batch_tokens: int = 320
+    batch_tokens: int = 290
     learning_rate: float = 2e-3
     warmup_steps: int = 20
     cooldown_share: float = 0.5
