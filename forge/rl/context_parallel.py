@@ -62,6 +62,7 @@ def _idle(layout: TreeLayout) -> TreePart:
         part,
         weights_L=torch.zeros_like(part.weights_L),
         edges_E=none,
+        places_L=none,
         head=replace(
             head,
             places_R=none,

@@ -1,10 +1,9 @@
 """One optimizer step on a batch of samples, and the state a checkpoint needs to repeat it.
 
-Owns gradient accumulation, several passes over a batch, the guards against a
-step that is not finite and against memory that does not suffice, the learning-rate schedule and
-the optimizer. What is optimized is
-`forge.rl.losses`; where batches come from and what happens to the weights afterwards is the
-trainer service's.
+Owns gradient accumulation, several passes over a batch, the guards against a step that is not
+finite and against memory that does not suffice, and the optimizer. Its settings are
+`forge.rl.step`, what is optimized is `forge.rl.losses`; where batches come from and what happens to
+the weights afterwards is the trainer service's.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,90 +20,21 @@ from torch import Tensor
 from forge.core.errors import InvalidArgument
 from forge.core.packing import Sample
 from forge.rl.batch_plan import BatchPlan, plan_batch
-from forge.rl.critic import Credit, Critic, CriticConfig, CriticStats, critic_stats
+from forge.rl.critic import Credit, Critic, critic_stats
 from forge.rl.losses import (
-    DomainStats,
     Objective,
-    ObjectiveConfig,
-    PolicyStats,
     TokenStats,
     TrainedTokens,
     domain_stats,
     policy_stats,
 )
 from forge.rl.memory import memory_shortage, smaller_budgets
-from forge.rl.optimizers import OptimizerConfig, Optimizers
+from forge.rl.mtp import MtpStats, MtpTraining
+from forge.rl.optimizers import Optimizers
 from forge.rl.policy import TreePolicy
+from forge.rl.step import LearnerConfig as LearnerConfig
+from forge.rl.step import StepResult as StepResult
 from forge.rl.tree_batch import TreeBatch
-
-Schedule = Literal["constant", "linear", "cosine"]
-
-FINAL_RATE_SHARE = 0.1
-"""Of the learning rate, where a falling schedule ends."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerConfig:
-    """How to step."""
-
-    learning_rate: float = 1e-5
-    warmup_steps: int = 0
-    """Updates over which the learning rate rises linearly to its full value."""
-    schedule: Schedule = "constant"
-    """How it goes on from there, to `FINAL_RATE_SHARE` of it at `total_updates`."""
-    total_updates: int = 0
-    """At which the schedule ends; a constant one needs none."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    grad_clip: float = 1.0
-    """Largest gradient norm; a larger one is scaled down to it."""
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    """Of an algorithm that has one."""
-    passes: int = 1
-    """Updates per batch, each on all of it."""
-    token_budget: int = 16384
-    """Most tokens in one forward pass; more become several, with accumulated gradients."""
-    token_budget_floor: int = 256
-    """Where the lowering of the budget ends, when memory does not suffice."""
-
-    def rate(self, update: int) -> float:
-        """Learning rate of an update, counted from 0."""
-        rise = min(1.0, (update + 1) / max(1, self.warmup_steps))
-        done = min(1.0, update / max(1, self.total_updates))
-        match self.schedule:
-            case "constant":
-                left = 1.0
-            case "linear":
-                left = 1.0 - done
-            case "cosine":
-                left = 0.5 * (1.0 + math.cos(math.pi * done))
-        return self.learning_rate * rise * max(left, FINAL_RATE_SHARE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What one step did."""
-
-    loss: float
-    grad_norm: float
-    """Before clipping."""
-    skipped: str
-    """Why the weights were left alone; "" when they were updated."""
-    stats: PolicyStats
-    """Of the first pass, like loss and gradient norm: before this batch changed anything."""
-    compute_s: float
-    plan: BatchPlan
-    """What was computed: not the plan given, if that did not fit into memory."""
-    domains: Mapping[str, DomainStats] = field(default_factory=dict)
-    """Of the first pass too."""
-    critic: CriticStats = CriticStats()  # noqa: RUF009
-    """Of the values as the batch began; zeros without a critic."""
-    cut_short: str = ""
-    """Why the batch's later passes were left out, after an update; "" when none was."""
-    memory_retries: int = 0
-    """How often the batch was begun anew in smaller trees, for want of memory."""
-    shortage: str = ""
-    """What the allocator said, the last time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +54,7 @@ class _Gradient:
     plan: BatchPlan
     loss: float = 0.0
     stats: list[TokenStats] = field(default_factory=list)
+    mtp: MtpStats = MtpStats()  # noqa: RUF009
     frozen: list[_Frozen] = field(default_factory=list)
     retries: int = 0
     shortage: str = ""
@@ -158,6 +89,8 @@ class Learner:
             size = policy.model.config.get_text_config().hidden_size
             self._critic = Critic(size, config.critic, device=policy.device)
             policy.value_head = self._critic.head
+        self.mtp = MtpTraining(policy, config.mtp) if config.mtp.heads else None
+        """Heads that draft; None without."""
         self._optimizer = Optimizers(
             policy.model,
             config.optimizer,
@@ -190,6 +123,7 @@ class Learner:
             stats=policy_stats(first.stats, weight_version=weight_version),
             domains=domain_stats(first.stats, weight_version=weight_version),
             critic=critic_stats([one.credit for one in frozen if one.credit is not None]),
+            mtp=first.mtp,
             compute_s=time.perf_counter() - began,
             plan=plan,
             cut_short=cut_short,
@@ -220,6 +154,7 @@ class Learner:
                     raise
             # From here on nothing holds the traceback, and with it the activations.
             if not shortage:
+                tried.mtp = self.mtp.stats() if self.mtp else MtpStats()
                 return tried
             tried.shortage = shortage
             smaller = self._smaller(tried.plan)
@@ -280,6 +215,8 @@ class Learner:
         size = plan.size
         loss = 0.0
         stats = []
+        if self.mtp is not None:
+            self.mtp.begin()
         self.policy.begin(plan.trees)
         for index, tree in enumerate(one.to(self.policy.device) for one in plan.trees):
             logprobs_T, values_T, entropy_T = self._evaluate(tree)
@@ -304,6 +241,8 @@ class Learner:
                 total = total + coef * self.objective.normalized(value_loss_T, tokens, size)
             logprobs_T.retain_grad()
             total.backward()  # type: ignore[no-untyped-call]
+            if self.mtp is not None:
+                self.mtp.accumulate(tree, tokens=size.tokens)
             loss += float(total.detach())
             stats.append(
                 TokenStats(
@@ -320,6 +259,8 @@ class Learner:
                 )
             )
         self.policy.reduce_gradients()
+        if self.mtp is not None:
+            self.mtp.reduce_gradients()
         return loss, stats
 
     def _evaluate(self, tree: TreeBatch) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -354,6 +295,7 @@ class Learner:
             "steps": self.steps,
             "torch_rng": torch.get_rng_state(),
             "critic": self._critic.head.state_dict() if self._critic else {},
+            "mtp": self.mtp.state_dict() if self.mtp else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -366,6 +308,9 @@ class Learner:
             )
         if self._critic is not None:
             self._critic.head.load_state_dict(critic)
+        # A run may begin to train heads, or cease to, at any checkpoint.
+        if self.mtp is not None and state.get("mtp"):
+            self.mtp.load_state_dict(state["mtp"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
         torch.set_rng_state(state["torch_rng"])
@@ -377,6 +322,8 @@ class Learner:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return grad_norm, f"loss {loss}, gradient norm {grad_norm}"
         self._optimizer.step(self.config.rate(self.steps))
+        if self.mtp is not None:
+            self.mtp.step(self.config.rate_share(self.steps))
         self.steps += 1
         return grad_norm, ""
 

@@ -31,6 +31,7 @@ from forge.rl.relay import Relay, RelayPrefix, shared_slots
 from forge.rl.tree_attention import TREE_ATTENTION, Prefix, TreeInput, register
 from forge.rl.tree_batch import TreeBatch, build_tree_batch
 from forge.rl.tree_parts import HeadRows, TreePart, single_sequences
+from forge.rl.tree_states import TreeStates
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +64,14 @@ class TreePolicy:
         """Why trees are computed sequence by sequence; "" if they are not."""
         self.value_head: torch.nn.Linear | None = None
         """Set by who has a critic: values then come with the log-probs, edge by edge."""
+        self.states: TreeStates | None = None
+        """Set by who wants the trunk's last states of each tree, without their gradient."""
         self._group = group
         self._own_attention: str = model.config._attn_implementation
         self._pair_cost = pair_cost(self.channels)
         self._head: Tensor = model.get_output_embeddings().weight
         self._logit_scale = logit_scale(config)
+        self._softcap: float = getattr(config, "final_logit_softcapping", None) or 0.0
         reason = unmergeable(model)
         if reason:
             self._compute_sequences(reason)
@@ -108,6 +112,26 @@ class TreePolicy:
         edges_T = batch.edges_T.to(columns_E.device)
         return columns_E[edges_T], entropy_E[edges_T]
 
+    def distributions(self, states_RC: Tensor, temperatures_R: Tensor) -> Tensor:
+        """[R, V] log-probs over the next token, from states as `states` holds them, differentiable
+        by these alone; fp32 or wider."""
+        wide = torch.promote_types(states_RC.dtype, torch.float32)
+        scale = self._logit_scale if self.unmerged else 1.0  # merged, the states have it
+        logits_RV = states_RC.to(wide) @ (self._head.detach().to(wide).T * scale)
+        if self._softcap:
+            logits_RV = torch.tanh(logits_RV / self._softcap) * self._softcap
+        return (logits_RV / temperatures_R[:, None]).log_softmax(-1)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are a probability for."""
+        return self._head.shape[0]
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that compute each tree together, if there are any."""
+        return self._group
+
     def reduce_gradients(self) -> None:
         """Add up what the ranks of the group have, after all trees of a batch."""
         if self._group is not None:
@@ -121,6 +145,8 @@ class TreePolicy:
                 sum_gradients(self.value_head.parameters(), self._group)
 
     def _edges(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
+        if self.states is not None:
+            self.states.begin(batch.tokens)
         if self.unmerged:
             return self._by_sequence(batch)
         if self._group is not None:
@@ -132,7 +158,8 @@ class TreePolicy:
 
     def _by_relay(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
         parts = batch.parts
-        spans = [(part.start, part.start + part.tokens) for part in parts]
+        starts = [int(part.places_L[0]) for part in parts]
+        spans = [(start, start + part.tokens) for start, part in zip(starts, parts, strict=True)]
         slots = shared_slots(spans, [part.prefix_P for part in parts])
         relay = Relay(sum(len(one.own) for one in slots))
         prefixes = [RelayPrefix(relay=relay, slots=one) for one in slots]
@@ -184,6 +211,8 @@ class TreePolicy:
             totals = self.balance.totals()
             dist.all_reduce(totals, group=group)
             self.balance.replace_totals(totals)
+        if self.states is not None:
+            self.states.gather(group)
         logprobs_E = gather_edges(self._with_balance(output), mine, group)
         return logprobs_E, gather_edges(output.entropy_E, mine, group)
 
@@ -204,7 +233,9 @@ class TreePolicy:
             self.device.type, dtype=self.autocast, enabled=self.autocast is not None
         ):
             if self.unmerged:
-                inputs["output_hidden_states"] = self.value_head is not None
+                inputs["output_hidden_states"] = (
+                    self.value_head is not None or self.states is not None
+                )
                 output = self.model(**inputs, logits_to_keep=head.places_R)
                 logits_RV = output.logits[0]
             else:
@@ -220,9 +251,12 @@ class TreePolicy:
             if self._logit_scale != 1.0:
                 hidden_LC = hidden_LC * self._logit_scale
             logprobs_E, entropy_R = edge_logprobs(hidden_LC, self._head, head)
-        if self.value_head is not None:
+        if self.value_head is not None or self.states is not None:
             states_LC = output.hidden_states[-1][0] if self.unmerged else hidden_LC
-            logprobs_E = torch.stack([logprobs_E, self._values(states_LC, head)], dim=1)
+            if self.value_head is not None:
+                logprobs_E = torch.stack([logprobs_E, self._values(states_LC, head)], dim=1)
+            if self.states is not None and count:
+                self.states.keep(part, states_LC)
         mass_X = None
         if self.balance is not None:
             weights_L = part.weights_L.to(self.device)
@@ -259,9 +293,8 @@ class TreePolicy:
         """
         if self.unmerged:
             return
-        vocabulary = self._head.shape[0]
         ids = [[3, 5, 7, 11, 13, 17], [3, 5, 7, 19, 23], [3, 5, 29, 31], [3, 5, 29, 31, 2]]
-        samples = [_probe([token % vocabulary for token in one]) for one in ids]
+        samples = [_probe([token % self.vocabulary for token in one]) for one in ids]
         # In the master weights' own type: what autocast rounds differs with the shape of a pass.
         autocast, self.autocast = self.autocast, None
         group, self._group = self._group, None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forge.core.packing import Node, Sample, TreePlan
-from forge.rl.tree_parts import HeadRows, TreeLayout, TreePart, cut_part
+from forge.rl.tree_parts import HeadRows, TreeLayout, TreePart, cut_part, parents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +78,9 @@ def build_tree_batch(plan: TreePlan, samples: Sequence[Sample], *, channels: int
     temperatures, kinds = np.unique([one.temperature for one in chosen], return_inverse=True)
     places_T = _ranges([span for spans in plan.trained for span in spans])
     kinds_T = np.repeat(kinds, [one.trained_tokens for one in chosen])
+    parents_L = parents(plan.nodes).numpy()
     head, edges_T = _head_rows(
-        ids_L, _parents(plan.nodes, places_T), places_T, kinds_T, temperatures.astype(np.float32)
+        ids_L, parents_L[places_T], places_T, kinds_T, temperatures.astype(np.float32)
     )
     layout = TreeLayout(
         nodes=plan.nodes,
@@ -147,15 +148,6 @@ def _ranges(spans: Sequence[tuple[int, int]]) -> np.ndarray:
     offsets = np.repeat(bounds[:, 0] - (np.cumsum(lengths) - lengths), lengths)
     values: np.ndarray = np.arange(len(offsets), dtype=np.int64) + offsets
     return values
-
-
-def _parents(nodes: Sequence[Node], places: np.ndarray) -> np.ndarray:
-    """Layout index of the token before each of `places` in its sequence."""
-    starts = np.asarray([node.start for node in nodes], np.int64)
-    before_start = np.asarray([node.parent for node in nodes], np.int64)
-    holder = np.searchsorted(starts, places, side="right") - 1
-    parents: np.ndarray = np.where(starts[holder] == places, before_start[holder], places - 1)
-    return parents
 
 
 def _positions(nodes: Sequence[Node]) -> np.ndarray:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,18 @@ class HeadRows:
     """Row of each edge, ascending."""
     targets_E: Tensor
     """Token id each edge leads to."""
+
+    def cut(self, first: int, last: int) -> tuple[HeadRows, slice]:
+        """The rows [first, last), and which edges leave from them."""
+        bounds = torch.tensor([first, last], device=self.rows_E.device)
+        begin, stop = torch.searchsorted(self.rows_E, bounds).tolist()
+        rows = HeadRows(
+            places_R=self.places_R[first:last],
+            temperatures_R=self.temperatures_R[first:last],
+            rows_E=self.rows_E[begin:stop] - first,
+            targets_E=self.targets_E[begin:stop],
+        )
+        return rows, slice(begin, stop)
 
     def to(self, device: torch.device) -> HeadRows:
         """The same there."""
@@ -75,8 +87,8 @@ class TreePart:
     """Its rows, by their place in the part."""
     edges_E: Tensor
     """Which edges of the tree these are."""
-    start: int
-    """Layout index of its first token."""
+    places_L: Tensor
+    """Layout index of each of its tokens."""
     prefix_P: Tensor
     """Layout indices of the tokens before it that its own tokens attend: a path from the root."""
 
@@ -95,22 +107,16 @@ def cut_part(layout: TreeLayout, span: Span) -> TreePart:
         *_path_nodes(layout.nodes, path, span, prefix),
         *_own_nodes(layout.nodes, span, prefix),
     )
-    places_R, rows_E = layout.head.places_R, layout.head.rows_E
-    first, last = torch.searchsorted(places_R, torch.tensor([start, end])).tolist()
-    begin, stop = torch.searchsorted(rows_E, torch.tensor([first, last])).tolist()
+    bounds = torch.tensor([start, end])
+    head, edges = layout.head.cut(*torch.searchsorted(layout.head.places_R, bounds).tolist())
     return TreePart(
         ids_L=layout.ids_L[start:end],
         positions_L=layout.positions_L[start:end],
         weights_L=layout.weights_L[start:end],
         schedule=schedule_attention(nodes, channels=layout.channels, prefix=prefix),
-        head=HeadRows(
-            places_R=places_R[first:last] - start,
-            temperatures_R=layout.head.temperatures_R[first:last],
-            rows_E=rows_E[begin:stop] - first,
-            targets_E=layout.head.targets_E[begin:stop],
-        ),
-        edges_E=torch.arange(begin, stop),
-        start=start,
+        head=replace(head, places_R=head.places_R - start),
+        edges_E=torch.arange(edges.start, edges.stop),
+        places_L=torch.arange(start, end),
         prefix_P=_indices(path),
     )
 
@@ -142,9 +148,16 @@ def single_sequences(layout: TreeLayout) -> Iterator[TreePart]:
                 targets_E=head.targets_E[edges_E],
             ),
             edges_E=edges_E,
-            start=node.start,
+            places_L=places_L,
             prefix_P=torch.zeros(0, dtype=torch.long),
         )
+
+
+def parents(nodes: Sequence[Node]) -> Tensor:
+    """[L] layout index of the token before each in its sequence; -1 at a root."""
+    parents_L = torch.arange(nodes[-1].end) - 1
+    parents_L[[node.start for node in nodes]] = torch.tensor([node.parent for node in nodes])
+    return parents_L
 
 
 def path_to(layout: TreeLayout, place: int) -> Tensor:

@@ -11,11 +11,11 @@ from forge.core.advantages import AdvantageRules, Baseline, Spread
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.core.rewards import RewardWeights
 from forge.rl.critic import CriticConfig
-from forge.rl.learner import LearnerConfig, Schedule
 from forge.rl.losses import DEFAULT_RATIO_CAP, Objective, ObjectiveConfig
 from forge.rl.losses.algorithms import preset
 from forge.rl.losses.correction import Correction
 from forge.rl.optimizers import NAMES, OptimizerConfig, OptimizerName
+from forge.rl.step import LearnerConfig, Schedule
 from forge.runtime.config import ServiceConfig, setting
 from services.trainer.lora import LoraSettings
 from services.trainer.samples import CreditRules

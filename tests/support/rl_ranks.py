@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from forge.rl.learner import Learner, LearnerConfig
 from forge.rl.losses import ObjectiveConfig
+from forge.rl.mtp import MtpConfig
 from forge.rl.policy import TreePolicy
 from tests.support.rl_forests import KINDS, forest
 from tests.support.rl_models import (
@@ -66,6 +67,22 @@ def error_of(
     return max(relative_errors(Gradient(loss=loss, of=gradients(model)), expected))
 
 
+def heads_error(kind: str, group: dist.ProcessGroup | None) -> float:
+    """Of the draft heads' gradients, against a process by itself."""
+    found: list[dict[str, torch.Tensor]] = []
+    for ranks in (None, group):
+        policy = TreePolicy(tiny_model("qwen3", torch.float64), group=ranks)
+        torch.manual_seed(0)
+        learner = Learner(policy, LearnerConfig(mtp=MtpConfig(heads=2)))
+        assert learner.mtp is not None
+        learner.mtp.heads.double()
+        learner.accumulate(learner.plan(forest(kind)))
+        found.append(gradients(learner.mtp.heads))
+    alone, shared = found
+    scale = max(float(one.norm()) for one in alone.values())
+    return max(float((shared[name] - alone[name]).norm()) for name in alone) / scale
+
+
 def run_rank(rank: int, meeting: str, results: str) -> None:
     """All cases; every rank takes part in each, the first one tells."""
     torch.set_num_threads(1)
@@ -79,6 +96,8 @@ def run_rank(rank: int, meeting: str, results: str) -> None:
                 found[f"4 {family} fp64 {kind}"] = error_of(
                     family, kind, torch.float64, dist.group.WORLD
                 )
+        for kind in ("forked", "compacted", "single_token", "temperatures"):
+            found[f"4 qwen3 fp64 heads {kind}"] = heads_error(kind, dist.group.WORLD)
         if rank < 2:
             for kind in ("forked", "compacted", "roots"):
                 found[f"2 qwen3 fp64 {kind}"] = error_of("qwen3", kind, torch.float64, pair)

@@ -32,7 +32,7 @@ def test_ranks_that_share_a_tree_are_exact(
     ranks: int, precision: str, found: dict[str, float]
 ) -> None:
     """Whatever the tree, also where there are more ranks than tokens, with sliding windows, with
-    experts balanced over all ranks, with activations recomputed."""
+    experts balanced over all ranks, with activations recomputed; draft heads too."""
     cases = {
         case: error
         for case, error in found.items()

@@ -136,6 +136,7 @@ def random_forests(draw: st.DrawFn) -> list[Sample]:
     return samples
 
 
+@pytest.mark.timeout(0 if THOROUGH else 300)
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
     random_forests(),

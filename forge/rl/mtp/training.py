@@ -1,0 +1,232 @@
+"""Training of the heads: their gradient on merged trees, their optimizer, what to tell about them.
+
+The heads learn from the states and distributions that the policy's own step computes anyway, and
+nothing of theirs flows back: with heads or without, the policy's gradient is the same to the bit,
+and so is its clipping, for they are clipped and stepped by themselves. The loss of a batch is
+
+    1/K sum_k 1/N sum_t D_k(t)
+
+over the N trained tokens t of all its samples that have K tokens before their state's, D_k being
+the loss of head k against the policy at the context that t was sampled in. A context that several
+samples were sampled in counts once per sample; only `cross_entropy` looks at which token it was.
+
+Shapes: R rows of a rank's share of a tree, E edges, L layout tokens, C hidden channels, K heads.
+"""
+# ruff: noqa: N815 -- shape suffixes are names here
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge.core.errors import InvalidArgument
+from forge.rl.context_parallel import sum_gradients
+from forge.rl.logprobs import CHUNK_ELEMENTS
+from forge.rl.mtp.heads import MtpHeads
+from forge.rl.mtp.losses import MtpLoss, acceptance, topk_kl, total_variation
+from forge.rl.policy import TreePolicy
+from forge.rl.tree_batch import TreeBatch
+from forge.rl.tree_parts import HeadRows, parents
+from forge.rl.tree_states import TreeStates
+
+COPIES_HELD = 8
+"""Tables of a chunk's rows by vocabulary that a loss and its backward hold at once, about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpConfig:
+    """Which heads, and how they learn."""
+
+    heads: int = 0
+    """How many tokens beyond the next they draft; 0: there are none."""
+    loss: MtpLoss = "topk_kl"
+    top_k: int = 64
+    """Tokens that `topk_kl` looks at one by one."""
+    learning_rate: float = 1e-4
+    """Follows the policy's warm-up and schedule."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = 1.0
+    """Largest gradient norm of the heads."""
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidArgument`."""
+        if self.heads < 0 or self.top_k < 1:
+            raise InvalidArgument(f"mtp heads = {self.heads}, top_k = {self.top_k} is not allowed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpStats:
+    """Of one batch, head by head; empty without heads."""
+
+    losses: tuple[float, ...] = ()
+    acceptance: tuple[float, ...] = ()
+    """Mean over trained tokens of sum_v min(p_v, q_v): how often a draft would be accepted, given
+    that those before it were."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    head: HeadRows
+    counts_E: Tensor
+    """How many trained tokens of samples go through each edge."""
+    depths_R: Tensor
+    """Tokens before the one whose state the row is."""
+
+
+class MtpTraining:
+    """The heads of one policy."""
+
+    def __init__(self, policy: TreePolicy, config: MtpConfig) -> None:
+        self.config = config
+        self._policy = policy
+        self._embedding: torch.nn.Embedding = policy.model.get_input_embeddings()
+        channels = policy.model.config.get_text_config().hidden_size
+        # Heads or not, what is random in the policy's training stays the same.
+        with torch.random.fork_rng(devices=[]):
+            self.heads = MtpHeads(
+                config.heads, channels=channels, embedding_channels=self._embedding.weight.shape[1]
+            ).to(policy.device)
+        self._states = policy.states = TreeStates()
+        self._optimizer = torch.optim.AdamW(
+            self.heads.parameters(), betas=config.betas, weight_decay=0.0, fused=True
+        )
+        self._totals_KN = torch.zeros(0)
+
+    def begin(self) -> None:
+        """A batch: no gradient, nothing counted."""
+        self._optimizer.zero_grad()
+        self._totals_KN = torch.zeros((self.config.heads, 3), dtype=torch.float64)
+
+    def accumulate(self, tree: TreeBatch, *, tokens: int) -> None:
+        """Add the gradient of the tree whose log-probs the policy computed last.
+
+        `tokens` is what the batch's loss is divided by.
+        """
+        rows = self._rows(tree)
+        count = len(rows.head.places_R)
+        if not count:
+            return
+        with torch.autocast(self._policy.device.type, enabled=False):
+            drafts = self._drafts(tree, rows.head.places_R)
+            leaves = [draft.detach().requires_grad_() for draft in drafts]
+            size = max(1, CHUNK_ELEMENTS // COPIES_HELD // self._policy.vocabulary)
+            for first in range(0, count, size):
+                self._differentiate(rows, slice(first, min(first + size, count)), leaves, tokens)
+            torch.autograd.backward(drafts, [leaf.grad for leaf in leaves])
+
+    def _rows(self, tree: TreeBatch) -> _Rows:
+        """This rank's share of the contexts that something was sampled in."""
+        counts_E = torch.bincount(tree.edges_T.cpu(), minlength=len(tree.layout.head.rows_E))
+        head, group = tree.layout.head, self._policy.group
+        if group is not None:
+            rows, rank, ranks = len(head.places_R), dist.get_rank(group), dist.get_world_size(group)
+            head, edges = head.cut(rows * rank // ranks, rows * (rank + 1) // ranks)
+            counts_E = counts_E[edges]
+        depths_R, device = tree.layout.positions_L[head.places_R], self._policy.device
+        return _Rows(
+            head=head.to(device), counts_E=counts_E.to(device), depths_R=depths_R.to(device)
+        )
+
+    def _drafts(self, tree: TreeBatch, places_R: Tensor) -> list[Tensor]:
+        """[R, C] state of each head. Rows with too little before them get some state or other."""
+        parents_L = parents(tree.layout.nodes).clamp(min=0).to(places_R.device)
+        ids_L = tree.layout.ids_L.to(places_R.device)
+        # Head k goes on from head k - 1 one token earlier: which tokens, from the last head down.
+        wanted = torch.unique(places_R)
+        levels = [wanted]
+        for _ in range(self.config.heads - 1):
+            levels.insert(0, torch.unique(torch.cat([wanted, parents_L[levels[0]]])))
+        below = torch.unique(parents_L[levels[0]])
+        states = self._states.whole[below].to(self._type)
+        drafts = []
+        for head, level in zip(self.heads, levels, strict=True):
+            before = torch.searchsorted(below, parents_L[level])
+            with torch.no_grad():
+                embeddings = self._embedding(ids_L[level]).to(self._type)
+            states, below = head(states[before], embeddings), level
+            drafts.append(states[torch.searchsorted(level, places_R)])
+        return drafts
+
+    def _differentiate(
+        self, rows: _Rows, chunk: slice, leaves: Sequence[Tensor], tokens: int
+    ) -> None:
+        head, edges = rows.head.cut(chunk.start, chunk.stop)
+        counts_E = rows.counts_E[edges]
+        with torch.no_grad():
+            states_RC = self._states.whole[head.places_R]
+            policy_RV = self._policy.distributions(states_RC, head.temperatures_R)
+        weights_R = counts_E.new_zeros(len(head.places_R)).index_add(0, head.rows_E, counts_E)
+        for index, (module, leaf) in enumerate(zip(self.heads, leaves, strict=True)):
+            reached_R = rows.depths_R[chunk] > index
+            normed_RC: Tensor = module.out_norm(leaf[chunk])  # type: ignore[operator]
+            drafted_RV = self._policy.distributions(normed_RC, head.temperatures_R)
+            loss_R = self._loss(policy_RV, drafted_RV, head, counts_E, weights_R)
+            loss = (loss_R * reached_R).sum()
+            (loss / (tokens * self.config.heads)).backward()  # type: ignore[no-untyped-call]
+            seen_R = weights_R * reached_R
+            accepted = (acceptance(policy_RV, drafted_RV.detach()) * seen_R).sum()
+            told = torch.stack([loss.detach(), accepted, seen_R.sum().to(loss)])
+            self._totals_KN[index] += told.double().cpu()
+
+    def _loss(
+        self,
+        policy_RV: Tensor,
+        drafted_RV: Tensor,
+        head: HeadRows,
+        counts_E: Tensor,
+        weights_R: Tensor,
+    ) -> Tensor:
+        """[R], summed over the trained tokens of each context."""
+        match self.config.loss:
+            case "topk_kl":
+                return weights_R * topk_kl(policy_RV, drafted_RV, top_k=self.config.top_k)
+            case "tv":
+                return weights_R * total_variation(policy_RV, drafted_RV)
+            case "cross_entropy":
+                surprise_E = -drafted_RV[head.rows_E, head.targets_E] * counts_E
+                return surprise_E.new_zeros(len(weights_R)).index_add(0, head.rows_E, surprise_E)
+
+    @property
+    def _type(self) -> torch.dtype:
+        return next(self.heads.parameters()).dtype
+
+    def reduce_gradients(self) -> None:
+        """Add up what the ranks have, after all trees of a batch."""
+        group = self._policy.group
+        if group is not None:
+            sum_gradients(self.heads.parameters(), group)
+            totals = self._totals_KN.to(self._policy.device)
+            dist.all_reduce(totals, group=group)
+            self._totals_KN = totals.cpu()
+
+    def step(self, rate_share: float) -> None:
+        """Update the heads, unless their gradient is not finite; at that share of the rate."""
+        parameters = list(self.heads.parameters())
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip))
+        if math.isfinite(norm):
+            for group in self._optimizer.param_groups:
+                group["lr"] = self.config.learning_rate * rate_share
+            self._optimizer.step()
+
+    def stats(self) -> MtpStats:
+        """Of the trees since `begin`."""
+        losses, accepted, count = self._totals_KN.T
+        count = count.clamp(min=1.0)
+        return MtpStats(
+            losses=tuple((losses / count).tolist()), acceptance=tuple((accepted / count).tolist())
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes."""
+        return {"heads": self.heads.named_tensors(), "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises `InvalidArgument` when it is of other heads."""
+        self.heads.load_tensors(state["heads"])
+        self._optimizer.load_state_dict(state["optimizer"])
