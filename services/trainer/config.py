@@ -14,6 +14,8 @@ from forge.rl.critic import CriticConfig
 from forge.rl.losses import DEFAULT_RATIO_CAP, Objective, ObjectiveConfig
 from forge.rl.losses.algorithms import preset
 from forge.rl.losses.correction import Correction
+from forge.rl.mtp import MtpConfig, MtpLoss
+from forge.rl.mtp.losses import LOSSES
 from forge.rl.optimizers import NAMES, OptimizerConfig, OptimizerName
 from forge.rl.step import LearnerConfig, Schedule
 from forge.runtime.config import ServiceConfig, setting
@@ -177,6 +179,17 @@ class TrainerConfig(ServiceConfig):
         "logs a warning; 0: never",
         minimum=0,
     )
+    mtp_heads: int = setting(
+        0, help="heads that draft tokens, trained beside the policy; 0: none", minimum=0, maximum=8
+    )
+    mtp_loss: str = setting(
+        "topk_kl", help="of drafts: KL over the policy's likeliest tokens, total variation, or "
+        "cross-entropy of the sampled tokens", choices=LOSSES,
+    )  # fmt: skip
+    mtp_top_k: int = setting(64, help="tokens that topk_kl looks at one by one", minimum=1)
+    mtp_learning_rate: float = setting(
+        1e-4, help="of the heads; follows the policy's warm-up and schedule", minimum=0
+    )
     alpha: float = setting(0.2, help="weight of process rewards")
     beta: float = setting(0.1, help="weight of the speed reward")
     gamma: float = setting(1.0, help="discount per turn of later rewards", minimum=0, maximum=1)
@@ -244,6 +257,14 @@ class TrainerConfig(ServiceConfig):
                 value_coef=self.value_coef,
                 value_clip=self.value_clip,
                 rate_scale=self.value_rate_scale,
+            ),
+            mtp=MtpConfig(
+                heads=self.mtp_heads,
+                loss=cast(MtpLoss, self.mtp_loss),
+                top_k=self.mtp_top_k,
+                learning_rate=self.mtp_learning_rate,
+                betas=(self.adam_beta1, self.adam_beta2),
+                grad_clip=self.grad_clip,
             ),
             passes=self.passes_per_batch,
             token_budget=self.token_budget,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from forge.core.errors import InvalidArgument
+
 _LEARNER = "learner.pt"
+HEADS_FILE = "mtp.safetensors"
 UNREADABLE = (
     OSError,
     RuntimeError,
@@ -42,6 +45,8 @@ class Contents:
     """Text files, by name."""
     model_path: Path
     """Configuration and tokenizer are copied from there."""
+    heads: Mapping[str, Tensor] = field(default_factory=dict)
+    """Those that draft; in a file of their own, which a loader of the model does not look at."""
 
     @classmethod
     def captured(
@@ -52,6 +57,7 @@ class Contents:
         weights_file: str,
         sidecars: Mapping[str, str],
         model_path: Path,
+        heads: Mapping[str, Tensor],
     ) -> Contents:
         """Copies: training may go on the moment this returns."""
         return cls(
@@ -60,11 +66,14 @@ class Contents:
             weights_file=weights_file,
             sidecars=sidecars,
             model_path=model_path,
+            heads=host_copy(dict(heads)),
         )
 
     def write(self, directory: Path) -> None:
         """Raises `OSError`, a full disk's among them."""
         write_model(directory, self.weights, self.weights_file, self.model_path)
+        if self.heads:
+            _save_tensors(self.heads, directory / HEADS_FILE)
         try:
             torch.save(dict(self.learner), directory / _LEARNER)
         except RuntimeError as error:
@@ -78,13 +87,32 @@ def write_model(
     directory: Path, weights: Mapping[str, Tensor], weights_file: str, model_path: Path
 ) -> None:
     """Weights, and beside them configuration and tokenizer of `model_path`. Raises `OSError`."""
-    try:
-        save_file(dict(weights), directory / weights_file, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(0, str(error)) from error
+    _save_tensors(weights, directory / weights_file)
     for pattern in ("*.json", "*.jinja", "*.txt", "*.model"):
         for file in model_path.glob(pattern):
             shutil.copyfile(file, directory / file.name)
+
+
+def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    try:
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(0, str(error)) from error
+
+
+def read_heads(directory: Path) -> dict[str, Tensor]:
+    """The draft heads of a model directory; empty when it has none.
+
+    Raises `InvalidArgument` when they cannot be read.
+    """
+    file = directory / HEADS_FILE
+    if not file.is_file():
+        return {}
+    try:
+        heads: dict[str, Tensor] = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise InvalidArgument(f"{file}: {error}") from error
+    return heads
 
 
 def read(directory: Path, weights_file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

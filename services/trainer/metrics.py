@@ -55,9 +55,13 @@ _GAUGES = {
         ("token_budget", "Most tokens in one pass: lowered when memory did not suffice."),
         ("value_loss", "Half the mean squared error of the critic's values."),
         ("value_explained_variance", "Share of the targets' variance that values explain."),
+        ("mtp_loss", "Mean loss of the draft heads."),
         ("yield_j", "Effective agent training yield so far."),
     )
 }
+_ACCEPTANCE = gauge(
+    "forge_trainer_mtp_acceptance", "Share of drafts that would be accepted, by head.", ["head"]
+)
 _REWARD = gauge("forge_trainer_reward", "Mean outcome reward of the newest batch.", ["domain"])
 _DOMAIN_GAUGES = {
     name: gauge(f"forge_trainer_domain_{name}", help, ["domain"])
@@ -128,6 +132,8 @@ def step_metrics(
         value_loss=result.critic.value_loss,
         value_explained_variance=result.critic.explained_variance,
         domains=_domains(batch, result),
+        mtp_loss=fmean(result.mtp.losses) if result.mtp.losses else 0.0,
+        mtp_acceptance={str(k): value for k, value in enumerate(result.mtp.acceptance, 1)},
     )
     steps = [*earlier, metrics]
     metrics.yield_j = training_yield(steps)
@@ -204,6 +210,8 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
     _STEP_S.observe(metrics.step_s)
     for name, shown in _GAUGES.items():
         shown.set(getattr(metrics, name))
+    for head, accepted in metrics.mtp_acceptance.items():
+        _ACCEPTANCE.labels(head).set(accepted)
     for domain, reward in metrics.reward_by_domain.items():
         _REWARD.labels(domain).set(reward)
     for domain, own in metrics.domains.items():

@@ -7,6 +7,7 @@ which is decided by `services.trainer.actors.training`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from forge.runtime.actor import ThreadActor
 from forge.runtime.telemetry import log
 from services.trainer.checkpoints import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig
-from services.trainer.contents import UNREADABLE, Contents, read
+from services.trainer.contents import UNREADABLE, Contents, read, read_heads
 from services.trainer.lora import LoraTrainee
 from services.trainer.trainee import Trainee, load_model
 from services.trainer.weights import NamedTensor, Snapshot
@@ -98,6 +99,12 @@ class LearnerActor(ThreadActor):
         self._learner = Learner(
             TreePolicy(model, autocast=autocast), self._config.learner(), reference=reference
         )
+        heads = read_heads(self._model_path) if self._learner.mtp else {}
+        if self._learner.mtp and heads:
+            self._learner.mtp.heads.load_tensors(heads)
+
+    def _heads(self) -> dict[str, Tensor]:
+        return self._learner.mtp.heads.named_tensors() if self._learner.mtp else {}
 
     def _step(self, plan: BatchPlan, weight_version: int) -> StepResult:
         return self._learner.step(plan, weight_version=weight_version)
@@ -107,7 +114,7 @@ class LearnerActor(ThreadActor):
         if name_of_type == "auto":
             name_of_type = "bfloat16" if self._learner.policy.autocast else "float32"
         tensors = []
-        for name, tensor in self._trainee.published():
+        for name, tensor in chain(self._trainee.published(), self._heads().items()):
             copy = tensor.to(_DTYPES[name_of_type], copy=True).contiguous()
             data: Any = copy.reshape(-1).view(torch.uint8).numpy()
             tensors.append(
@@ -128,6 +135,7 @@ class LearnerActor(ThreadActor):
             weights_file=trainee.weights_file,
             sidecars=trainee.sidecars(),
             model_path=self._model_path,
+            heads=self._heads(),
         )
 
     def _restore(self) -> Checkpoint | None:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from forge.core.errors import InvalidArgument
+from forge.rl.mtp.heads import PREFIX
 from forge.rl.precision import computes_bfloat16
 from services.inference.engines.base import ModelLimits, NamedTensor, UnfitWeights
 from services.inference.engines.embedded import attention
@@ -133,10 +134,13 @@ class Policy:
     def stage(self, tensors: Mapping[str, NamedTensor], *, version: int) -> StagedWeights:
         """Check and convert a set of weights without touching what is served.
 
-        Tied weights may come under any of their names or under all. Raises UnfitWeights.
+        Tied weights may come under any of their names or under all; heads that draft are left
+        aside. Raises UnfitWeights.
         """
         known = {name for weight in self._weights for name in weight.names}
-        unknown = sorted(set(tensors) - known)
+        unknown = sorted(
+            name for name in tensors if name not in known and not name.startswith(PREFIX)
+        )
         missing = [w.names[0] for w in self._weights if not any(n in tensors for n in w.names)]
         if missing or unknown:
             raise UnfitWeights(

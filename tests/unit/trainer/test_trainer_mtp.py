@@ -1,0 +1,136 @@
+"""Heads that draft, in the service: sent, saved, taken up again, and left aside by engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from forge.core.errors import InvalidArgument
+from forge.rl.batch_plan import plan_batch
+from forge.rl.step import StepResult
+from services.inference.engines.base import NamedTensor as Received
+from services.inference.engines.embedded.policy import Policy
+from services.trainer import metrics
+from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
+from services.trainer.checkpoints import CheckpointStore
+from services.trainer.config import TrainerConfig
+from services.trainer.samples import BatchSamples
+from services.trainer.sinks import scalars
+from services.trainer.weights import Snapshot
+from tests.support.rl_models import make_sample, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("qwen3", torch.float32).save_pretrained(path)
+    return path
+
+
+def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActor:
+    config = TrainerConfig(
+        model_path=str(model_path),
+        torch_threads=1,
+        learning_rate=1e-3,
+        **{"mtp_heads": 2, **settings},
+    )
+    actor = LearnerActor(config, CheckpointStore(checkpoints))
+    actor.started()
+    return actor
+
+
+def step(actor: LearnerActor) -> StepResult:
+    rng = Random(3)
+    samples = [make_sample([1, 2, 3, n, n + 1], (3, 5), rng=rng) for n in range(4)]
+    plan = plan_batch(samples, token_budget=64, channels=32)
+    result: StepResult = actor.receive(Step(plan=plan, weight_version=1))
+    assert result.skipped == ""
+    return result
+
+
+def save(actor: LearnerActor, checkpoints: Path) -> Path:
+    write = actor.receive(Capture()).write
+    return CheckpointStore(checkpoints).save(write, step=1, weight_version=2, history=[])
+
+
+def sent(actor: LearnerActor) -> dict[str, Received]:
+    snapshot: Snapshot = actor.receive(TakeSnapshot(step=1))
+    return {
+        one.name: Received(name=one.name, dtype=one.dtype, shape=one.shape, data=bytes(one.data))
+        for one in snapshot.tensors
+    }
+
+
+def test_heads_are_sent_after_the_model_and_saved_beside_it(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """The same bytes both ways; the checkpoint still loads as the plain model."""
+    actor = learner(model_path, tmp_path)
+    step(actor)
+    path = save(actor, tmp_path)
+    saved, received = load_file(path / "mtp.safetensors"), sent(actor)
+    names = list(received)
+    assert names[-len(saved) :] == [name for name in names if name.startswith("mtp.")]
+    assert set(saved) == set(names[-len(saved) :])
+    for name, tensor in saved.items():
+        assert tensor.numpy().tobytes() == received[name].data
+    _, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not report["unexpected_keys"] and not report["missing_keys"]
+
+
+def test_the_embedded_engine_leaves_heads_aside(model_path: Path, tmp_path: Path) -> None:
+    """It stages weights with heads as it does those without, and still refuses other strangers."""
+    weights = sent(learner(model_path, tmp_path))
+    policy = Policy.build(str(model_path), dtype="float32", device="cpu", context_tokens=64)
+    plain = {name: one for name, one in weights.items() if not name.startswith("mtp.")}
+    staged, without = (policy.stage(each, version=1).tensors for each in (weights, plain))
+    assert all(torch.equal(a, b) for a, b in zip(staged, without, strict=True))
+
+
+def test_a_run_goes_on_with_its_heads(model_path: Path, tmp_path: Path) -> None:
+    """After a restore the next step is the one that would have come, heads and all."""
+    first = learner(model_path, tmp_path)
+    step(first)
+    save(first, tmp_path)
+    second = learner(model_path, tmp_path)
+    assert second.receive(Restore()) is not None
+    results = [step(one) for one in (first, second)]
+    assert results[0].mtp == results[1].mtp
+    assert {n: t.data for n, t in sent(first).items()} == {
+        n: t.data for n, t in sent(second).items()
+    }
+
+
+def test_a_new_run_begins_with_the_heads_beside_its_model(model_path: Path, tmp_path: Path) -> None:
+    """A checkpoint given as `model_path` brings them along; of another number they do not fit."""
+    old = learner(model_path, tmp_path / "old")
+    step(old)
+    path = save(old, tmp_path / "old")
+    heads = {n: t.data for n, t in sent(old).items() if n.startswith("mtp.")}
+    fresh = sent(learner(path, tmp_path / "new"))
+    assert heads == {name: one.data for name, one in fresh.items() if name.startswith("mtp.")}
+    with pytest.raises(InvalidArgument, match=r"mtp\.1\."):
+        learner(path, tmp_path / "other", mtp_heads=1)
+
+
+def test_loss_and_acceptance_are_told(model_path: Path, tmp_path: Path) -> None:
+    """In the step's metrics, by head, also for the sinks."""
+    batch = BatchSamples(
+        samples=(), outcomes={"code": [1.0]}, sampled_tokens=3, groups=1, trajectories=1,
+        flat_groups=0, excluded=0,
+    )  # fmt: skip
+    result = step(learner(model_path, tmp_path))
+    times = metrics.StepTimes(step_s=1.0, wait_s=0.0, publish_s=0.0)
+    told = metrics.step_metrics(
+        step=1, weight_version=1, batch=batch, result=result, times=times, earlier=[]
+    )
+    assert set(told.mtp_acceptance) == {"1", "2"}
+    assert all(0 < value < 1 for value in told.mtp_acceptance.values())
+    assert told.mtp_loss == pytest.approx(sum(result.mtp.losses) / 2)
+    assert scalars(told)["mtp_acceptance/2"] == told.mtp_acceptance["2"]
