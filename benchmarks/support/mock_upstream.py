@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from forge.runtime.config import ServiceConfig, setting
 from forge.runtime.service import ServiceContext, run
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.model import ChatModel
+from services.inference.router.sample_stream import SampleStreams
 
 FULL_NAME = "forge.v1.InferenceService"
 WORDS = "the quick brown fox looks up the answer in the table and then "
@@ -77,10 +78,17 @@ class Script:
 class MockInference(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, script: Script) -> None:
         self._script = script
+        self._streams = SampleStreams(self._sample)
 
-    async def Sample(  # noqa: N802
-        self, request: inference_pb2.SampleRequest, context: Any
-    ) -> AsyncIterator[inference_pb2.SampleResponse]:
+    async def SampleStream(  # noqa: N802
+        self, requests: AsyncIterator[inference_pb2.SampleStreamRequest], context: Any
+    ) -> AsyncIterator[inference_pb2.SampleStreamResponse]:
+        async for response in self._streams.serve(requests):
+            yield response
+
+    async def _sample(
+        self, request: inference_pb2.SampleRequest
+    ) -> AsyncGenerator[inference_pb2.SampleResponse, None]:
         tokens = self._script.tokens
         pause_s = _pause_s(request.sampling.max_tokens)
         for piece in tokens[:-1]:

@@ -25,53 +25,67 @@ _sym_db = _symbol_database.Default()
 from forge.v1 import common_pb2 as forge_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x66orge/v1/inference.proto\x12\x08\x66orge.v1\x1a\x15\x66orge/v1/common.proto\"\x87\x01\n\rSampleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.forge.v1.SamplingParams\x12\x0e\n\x06stream\x18\x05 \x01(\x08\"\xa7\x01\n\x0eSampleResponse\x12\'\n\x06tokens\x18\x01 \x01(\x0b\x32\x17.forge.v1.SampledTokens\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.forge.v1.FinishReason\x12&\n\x07timings\x18\x03 \x01(\x0b\x32\x15.forge.v1.TurnTimings\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\x1b\n\x19GetInferenceStatusRequest\"\x9a\x01\n\x0cWorkerStatus\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\x04\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x06 \x01(\x04\x12\x15\n\rcached_tokens\x18\x07 \x01(\x04\"\xca\x01\n\x1aGetInferenceStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x16\n\x0eweight_version\x18\x03 \x01(\x04\x12\x0e\n\x06queued\x18\x04 \x01(\r\x12\x16\n\x0esampled_tokens\x18\x05 \x01(\x04\x12\x1c\n\x14sampled_tokens_per_s\x18\x06 \x01(\x01\x12\'\n\x07workers\x18\x07 \x03(\x0b\x32\x16.forge.v1.WorkerStatus\"t\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x01(\x0c\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.forge.v1.SamplingParams\x12\x0e\n\x06hold_s\x18\x04 \x01(\x01\"t\n\x0fPrefillResponse\x12&\n\x05\x66irst\x18\x01 \x01(\x0b\x32\x17.forge.v1.SampledTokens\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"I\n\x0e\x46\x65tchKvRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_token\x18\x02 \x01(\r\x12\x0f\n\x07release\x18\x03 \x01(\x08\"1\n\x0f\x46\x65tchKvResponse\x12\x1e\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x0f.forge.v1.Chunk\"c\n\x07KvBlock\x12\x12\n\nfrom_token\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x16\n\x0eweight_version\x18\x03 \x01(\x04\x12\x1c\n\x02kv\x18\x04 \x01(\x0b\x32\x10.forge.v1.Tensor\"&\n\x10ReleaseKvRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x13\n\x11ReleaseKvResponse\"\xb4\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x01(\x0c\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.forge.v1.SamplingParams\x12\x0e\n\x06stream\x18\x04 \x01(\x08\x12\x17\n\x0fprefill_address\x18\x05 \x01(\t\x12&\n\x05\x66irst\x18\x06 \x01(\x0b\x32\x17.forge.v1.SampledTokens\"\x8b\x01\n\x0e\x44\x65\x63odeResponse\x12\'\n\x06tokens\x18\x01 \x01(\x0b\x32\x17.forge.v1.SampledTokens\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.forge.v1.FinishReason\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\"\x81\x01\n\x0eWeightManifest\x12\x16\n\x0eweight_version\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0ctensor_names\x18\x03 \x03(\t\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x0e\n\x06source\x18\x06 \x01(\t\"-\n\x13\x46\x65tchWeightsRequest\x12\x16\n\x0eweight_version\x18\x01 \x01(\x04\"7\n\x14\x46\x65tchWeightsResponse\x12\x1f\n\x06tensor\x18\x01 \x01(\x0b\x32\x0f.forge.v1.Chunk2\xb2\x01\n\x10InferenceService\x12=\n\x06Sample\x12\x17.forge.v1.SampleRequest\x1a\x18.forge.v1.SampleResponse0\x01\x12_\n\x12GetInferenceStatus\x12#.forge.v1.GetInferenceStatusRequest\x1a$.forge.v1.GetInferenceStatusResponse2\xd8\x01\n\x0ePrefillService\x12>\n\x07Prefill\x12\x18.forge.v1.PrefillRequest\x1a\x19.forge.v1.PrefillResponse\x12@\n\x07\x46\x65tchKv\x12\x18.forge.v1.FetchKvRequest\x1a\x19.forge.v1.FetchKvResponse0\x01\x12\x44\n\tReleaseKv\x12\x1a.forge.v1.ReleaseKvRequest\x1a\x1b.forge.v1.ReleaseKvResponse2N\n\rDecodeService\x12=\n\x06\x44\x65\x63ode\x12\x17.forge.v1.DecodeRequest\x1a\x18.forge.v1.DecodeResponse0\x01\x32`\n\rWeightService\x12O\n\x0c\x46\x65tchWeights\x12\x1d.forge.v1.FetchWeightsRequest\x1a\x1e.forge.v1.FetchWeightsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x66orge/v1/inference.proto\x12\x08\x66orge.v1\x1a\x15\x66orge/v1/common.proto\"\x87\x01\n\rSampleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.forge.v1.SamplingParams\x12\x0e\n\x06stream\x18\x05 \x01(\x08\"\xa7\x01\n\x0eSampleResponse\x12\'\n\x06tokens\x18\x01 \x01(\x0b\x32\x17.forge.v1.SampledTokens\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.forge.v1.FinishReason\x12&\n\x07timings\x18\x03 \x01(\x0b\x32\x15.forge.v1.TurnTimings\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"K\n\x13SampleStreamRequest\x12$\n\x05\x62\x65gin\x18\x01 \x03(\x0b\x32\x15.forge.v1.SampleBegin\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x03(\x04\"X\n\x0bSampleBegin\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12(\n\x07request\x18\x02 \x01(\x0b\x32\x17.forge.v1.SampleRequest\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"=\n\x14SampleStreamResponse\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.forge.v1.SampleEvent\"v\n\x0bSampleEvent\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12,\n\x08response\x18\x02 \x01(\x0b\x32\x18.forge.v1.SampleResponseH\x00\x12\"\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x13.forge.v1.SampleEndH\x00\x42\x07\n\x05\x65vent\"\x97\x01\n\tSampleEnd\x12\x13\n\x0bstatus_code\x18\x01 \x01(\x05\x12\x0f\n\x07\x64\x65tails\x18\x02 \x01(\t\x12\x33\n\x08metadata\x18\x03 \x03(\x0b\x32!.forge.v1.SampleEnd.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1b\n\x19GetInferenceStatusRequest\"\x9a\x01\n\x0cWorkerStatus\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\x04\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x06 \x01(\x04\x12\x15\n\rcached_tokens\x18\x07 \x01(\x04\"\xca\x01\n\x1aGetInferenceStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x16\n\x0eweight_version\x18\x03 \x01(\x04\x12\x0e\n\x06queued\x18\x04 \x01(\r\x12\x16\n\x0esampled_tokens\x18\x05 \x01(\x04\x12\x1c\n\x14sampled_tokens_per_s\x18\x06 \x01(\x01\x12\'\n\x07workers\x18\x07 \x03(\x0b\x32\x16.forge.v1.WorkerStatus\"t\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x01(\x0c\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.forge.v1.SamplingParams\x12\x0e\n\x06hold_s\x18\x04 \x01(\x01\"t\n\x0fPrefillResponse\x12&\n\x05\x66irst\x18\x01 \x01(\x0b\x32\x17.forge.v1.SampledTokens\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"I\n\x0e\x46\x65tchKvRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_token\x18\x02 \x01(\r\x12\x0f\n\x07release\x18\x03 \x01(\x08\"1\n\x0f\x46\x65tchKvResponse\x12\x1e\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x0f.forge.v1.Chunk\"c\n\x07KvBlock\x12\x12\n\nfrom_token\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x16\n\x0eweight_version\x18\x03 \x01(\x04\x12\x1c\n\x02kv\x18\x04 \x01(\x0b\x32\x10.forge.v1.Tensor\"&\n\x10ReleaseKvRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x13\n\x11ReleaseKvResponse\"\xb4\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x01(\x0c\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.forge.v1.SamplingParams\x12\x0e\n\x06stream\x18\x04 \x01(\x08\x12\x17\n\x0fprefill_address\x18\x05 \x01(\t\x12&\n\x05\x66irst\x18\x06 \x01(\x0b\x32\x17.forge.v1.SampledTokens\"\x8b\x01\n\x0e\x44\x65\x63odeResponse\x12\'\n\x06tokens\x18\x01 \x01(\x0b\x32\x17.forge.v1.SampledTokens\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.forge.v1.FinishReason\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\"\x81\x01\n\x0eWeightManifest\x12\x16\n\x0eweight_version\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0ctensor_names\x18\x03 \x03(\t\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x0e\n\x06source\x18\x06 \x01(\t\"-\n\x13\x46\x65tchWeightsRequest\x12\x16\n\x0eweight_version\x18\x01 \x01(\x04\"7\n\x14\x46\x65tchWeightsResponse\x12\x1f\n\x06tensor\x18\x01 \x01(\x0b\x32\x0f.forge.v1.Chunk2\x85\x02\n\x10InferenceService\x12=\n\x06Sample\x12\x17.forge.v1.SampleRequest\x1a\x18.forge.v1.SampleResponse0\x01\x12Q\n\x0cSampleStream\x12\x1d.forge.v1.SampleStreamRequest\x1a\x1e.forge.v1.SampleStreamResponse(\x01\x30\x01\x12_\n\x12GetInferenceStatus\x12#.forge.v1.GetInferenceStatusRequest\x1a$.forge.v1.GetInferenceStatusResponse2\xd8\x01\n\x0ePrefillService\x12>\n\x07Prefill\x12\x18.forge.v1.PrefillRequest\x1a\x19.forge.v1.PrefillResponse\x12@\n\x07\x46\x65tchKv\x12\x18.forge.v1.FetchKvRequest\x1a\x19.forge.v1.FetchKvResponse0\x01\x12\x44\n\tReleaseKv\x12\x1a.forge.v1.ReleaseKvRequest\x1a\x1b.forge.v1.ReleaseKvResponse2N\n\rDecodeService\x12=\n\x06\x44\x65\x63ode\x12\x17.forge.v1.DecodeRequest\x1a\x18.forge.v1.DecodeResponse0\x01\x32`\n\rWeightService\x12O\n\x0c\x46\x65tchWeights\x12\x1d.forge.v1.FetchWeightsRequest\x1a\x1e.forge.v1.FetchWeightsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'forge.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLEEND_METADATAENTRY']._loaded_options = None
+  _globals['_SAMPLEEND_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_SAMPLEREQUEST']._serialized_start=62
   _globals['_SAMPLEREQUEST']._serialized_end=197
   _globals['_SAMPLERESPONSE']._serialized_start=200
   _globals['_SAMPLERESPONSE']._serialized_end=367
-  _globals['_GETINFERENCESTATUSREQUEST']._serialized_start=369
-  _globals['_GETINFERENCESTATUSREQUEST']._serialized_end=396
-  _globals['_WORKERSTATUS']._serialized_start=399
-  _globals['_WORKERSTATUS']._serialized_end=553
-  _globals['_GETINFERENCESTATUSRESPONSE']._serialized_start=556
-  _globals['_GETINFERENCESTATUSRESPONSE']._serialized_end=758
-  _globals['_PREFILLREQUEST']._serialized_start=760
-  _globals['_PREFILLREQUEST']._serialized_end=876
-  _globals['_PREFILLRESPONSE']._serialized_start=878
-  _globals['_PREFILLRESPONSE']._serialized_end=994
-  _globals['_FETCHKVREQUEST']._serialized_start=996
-  _globals['_FETCHKVREQUEST']._serialized_end=1069
-  _globals['_FETCHKVRESPONSE']._serialized_start=1071
-  _globals['_FETCHKVRESPONSE']._serialized_end=1120
-  _globals['_KVBLOCK']._serialized_start=1122
-  _globals['_KVBLOCK']._serialized_end=1221
-  _globals['_RELEASEKVREQUEST']._serialized_start=1223
-  _globals['_RELEASEKVREQUEST']._serialized_end=1261
-  _globals['_RELEASEKVRESPONSE']._serialized_start=1263
-  _globals['_RELEASEKVRESPONSE']._serialized_end=1282
-  _globals['_DECODEREQUEST']._serialized_start=1285
-  _globals['_DECODEREQUEST']._serialized_end=1465
-  _globals['_DECODERESPONSE']._serialized_start=1468
-  _globals['_DECODERESPONSE']._serialized_end=1607
-  _globals['_WEIGHTMANIFEST']._serialized_start=1610
-  _globals['_WEIGHTMANIFEST']._serialized_end=1739
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=1741
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=1786
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=1788
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=1843
-  _globals['_INFERENCESERVICE']._serialized_start=1846
-  _globals['_INFERENCESERVICE']._serialized_end=2024
-  _globals['_PREFILLSERVICE']._serialized_start=2027
-  _globals['_PREFILLSERVICE']._serialized_end=2243
-  _globals['_DECODESERVICE']._serialized_start=2245
-  _globals['_DECODESERVICE']._serialized_end=2323
-  _globals['_WEIGHTSERVICE']._serialized_start=2325
-  _globals['_WEIGHTSERVICE']._serialized_end=2421
+  _globals['_SAMPLESTREAMREQUEST']._serialized_start=369
+  _globals['_SAMPLESTREAMREQUEST']._serialized_end=444
+  _globals['_SAMPLEBEGIN']._serialized_start=446
+  _globals['_SAMPLEBEGIN']._serialized_end=534
+  _globals['_SAMPLESTREAMRESPONSE']._serialized_start=536
+  _globals['_SAMPLESTREAMRESPONSE']._serialized_end=597
+  _globals['_SAMPLEEVENT']._serialized_start=599
+  _globals['_SAMPLEEVENT']._serialized_end=717
+  _globals['_SAMPLEEND']._serialized_start=720
+  _globals['_SAMPLEEND']._serialized_end=871
+  _globals['_SAMPLEEND_METADATAENTRY']._serialized_start=824
+  _globals['_SAMPLEEND_METADATAENTRY']._serialized_end=871
+  _globals['_GETINFERENCESTATUSREQUEST']._serialized_start=873
+  _globals['_GETINFERENCESTATUSREQUEST']._serialized_end=900
+  _globals['_WORKERSTATUS']._serialized_start=903
+  _globals['_WORKERSTATUS']._serialized_end=1057
+  _globals['_GETINFERENCESTATUSRESPONSE']._serialized_start=1060
+  _globals['_GETINFERENCESTATUSRESPONSE']._serialized_end=1262
+  _globals['_PREFILLREQUEST']._serialized_start=1264
+  _globals['_PREFILLREQUEST']._serialized_end=1380
+  _globals['_PREFILLRESPONSE']._serialized_start=1382
+  _globals['_PREFILLRESPONSE']._serialized_end=1498
+  _globals['_FETCHKVREQUEST']._serialized_start=1500
+  _globals['_FETCHKVREQUEST']._serialized_end=1573
+  _globals['_FETCHKVRESPONSE']._serialized_start=1575
+  _globals['_FETCHKVRESPONSE']._serialized_end=1624
+  _globals['_KVBLOCK']._serialized_start=1626
+  _globals['_KVBLOCK']._serialized_end=1725
+  _globals['_RELEASEKVREQUEST']._serialized_start=1727
+  _globals['_RELEASEKVREQUEST']._serialized_end=1765
+  _globals['_RELEASEKVRESPONSE']._serialized_start=1767
+  _globals['_RELEASEKVRESPONSE']._serialized_end=1786
+  _globals['_DECODEREQUEST']._serialized_start=1789
+  _globals['_DECODEREQUEST']._serialized_end=1969
+  _globals['_DECODERESPONSE']._serialized_start=1972
+  _globals['_DECODERESPONSE']._serialized_end=2111
+  _globals['_WEIGHTMANIFEST']._serialized_start=2114
+  _globals['_WEIGHTMANIFEST']._serialized_end=2243
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=2245
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=2290
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=2292
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=2347
+  _globals['_INFERENCESERVICE']._serialized_start=2350
+  _globals['_INFERENCESERVICE']._serialized_end=2611
+  _globals['_PREFILLSERVICE']._serialized_start=2614
+  _globals['_PREFILLSERVICE']._serialized_end=2830
+  _globals['_DECODESERVICE']._serialized_start=2832
+  _globals['_DECODESERVICE']._serialized_end=2910
+  _globals['_WEIGHTSERVICE']._serialized_start=2912
+  _globals['_WEIGHTSERVICE']._serialized_end=3008
 # @@protoc_insertion_point(module_scope)

@@ -40,6 +40,11 @@ class InferenceServiceStub(object):
                 request_serializer=forge_dot_v1_dot_inference__pb2.SampleRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_inference__pb2.SampleResponse.FromString,
                 _registered_method=True)
+        self.SampleStream = channel.stream_stream(
+                '/forge.v1.InferenceService/SampleStream',
+                request_serializer=forge_dot_v1_dot_inference__pb2.SampleStreamRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_inference__pb2.SampleStreamResponse.FromString,
+                _registered_method=True)
         self.GetInferenceStatus = channel.unary_unary(
                 '/forge.v1.InferenceService/GetInferenceStatus',
                 request_serializer=forge_dot_v1_dot_inference__pb2.GetInferenceStatusRequest.SerializeToString,
@@ -61,6 +66,19 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SampleStream(self, request_iterator, context):
+        """Many Samples on one stream that is kept, since a call of its own costs a busy caller more than
+        the tokens it brings. Each is what a call of Sample is, with a deadline, a status and an order
+        of its own. Messages of either side carry what waits at that moment, of any calls. When the
+        stream is lost, every call on it without an end is lost with UNAVAILABLE. An instance that
+        drains refuses new calls with UNAVAILABLE, and ends the stream with OK once the others ended.
+        INVALID_ARGUMENT, for the stream, when a call's number is used twice. Callers have to take
+        what comes: while 8 MiB are not taken, all calls of the stream wait.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetInferenceStatus(self, request, context):
         """What is served, and how busy it is.
         """
@@ -75,6 +93,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Sample,
                     request_deserializer=forge_dot_v1_dot_inference__pb2.SampleRequest.FromString,
                     response_serializer=forge_dot_v1_dot_inference__pb2.SampleResponse.SerializeToString,
+            ),
+            'SampleStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.SampleStream,
+                    request_deserializer=forge_dot_v1_dot_inference__pb2.SampleStreamRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_inference__pb2.SampleStreamResponse.SerializeToString,
             ),
             'GetInferenceStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInferenceStatus,
@@ -110,6 +133,33 @@ class InferenceService(object):
             '/forge.v1.InferenceService/Sample',
             forge_dot_v1_dot_inference__pb2.SampleRequest.SerializeToString,
             forge_dot_v1_dot_inference__pb2.SampleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SampleStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/forge.v1.InferenceService/SampleStream',
+            forge_dot_v1_dot_inference__pb2.SampleStreamRequest.SerializeToString,
+            forge_dot_v1_dot_inference__pb2.SampleStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,15 @@ class InferenceServiceStub:
     caller sees UNAVAILABLE only when no worker is left. RESOURCE_EXHAUSTED when the queue is
     full. INVALID_ARGUMENT with the numbers when the prompt does not fit. Cancel to abort.
     """
+    SampleStream: _grpc.StreamStreamMultiCallable[_inference_pb2.SampleStreamRequest, _inference_pb2.SampleStreamResponse]
+    """Many Samples on one stream that is kept, since a call of its own costs a busy caller more than
+    the tokens it brings. Each is what a call of Sample is, with a deadline, a status and an order
+    of its own. Messages of either side carry what waits at that moment, of any calls. When the
+    stream is lost, every call on it without an end is lost with UNAVAILABLE. An instance that
+    drains refuses new calls with UNAVAILABLE, and ends the stream with OK once the others ended.
+    INVALID_ARGUMENT, for the stream, when a call's number is used twice. Callers have to take
+    what comes: while 8 MiB are not taken, all calls of the stream wait.
+    """
     GetInferenceStatus: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetInferenceStatusRequest, _inference_pb2.GetInferenceStatusResponse]
     """What is served, and how busy it is."""
 
@@ -54,6 +63,15 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     A worker that dies is replaced and sampling goes on from the tokens already sent, so the
     caller sees UNAVAILABLE only when no worker is left. RESOURCE_EXHAUSTED when the queue is
     full. INVALID_ARGUMENT with the numbers when the prompt does not fit. Cancel to abort.
+    """
+    SampleStream: _aio.StreamStreamMultiCallable[_inference_pb2.SampleStreamRequest, _inference_pb2.SampleStreamResponse]  # type: ignore[assignment]
+    """Many Samples on one stream that is kept, since a call of its own costs a busy caller more than
+    the tokens it brings. Each is what a call of Sample is, with a deadline, a status and an order
+    of its own. Messages of either side carry what waits at that moment, of any calls. When the
+    stream is lost, every call on it without an end is lost with UNAVAILABLE. An instance that
+    drains refuses new calls with UNAVAILABLE, and ends the stream with OK once the others ended.
+    INVALID_ARGUMENT, for the stream, when a call's number is used twice. Callers have to take
+    what comes: while 8 MiB are not taken, all calls of the stream wait.
     """
     GetInferenceStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetInferenceStatusRequest, _inference_pb2.GetInferenceStatusResponse]  # type: ignore[assignment]
     """What is served, and how busy it is."""
@@ -71,6 +89,21 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         A worker that dies is replaced and sampling goes on from the tokens already sent, so the
         caller sees UNAVAILABLE only when no worker is left. RESOURCE_EXHAUSTED when the queue is
         full. INVALID_ARGUMENT with the numbers when the prompt does not fit. Cancel to abort.
+        """
+
+    @_abc_1.abstractmethod
+    def SampleStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[_inference_pb2.SampleStreamRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.SampleStreamResponse], _abc.AsyncIterator[_inference_pb2.SampleStreamResponse]]:
+        """Many Samples on one stream that is kept, since a call of its own costs a busy caller more than
+        the tokens it brings. Each is what a call of Sample is, with a deadline, a status and an order
+        of its own. Messages of either side carry what waits at that moment, of any calls. When the
+        stream is lost, every call on it without an end is lost with UNAVAILABLE. An instance that
+        drains refuses new calls with UNAVAILABLE, and ends the stream with OK once the others ended.
+        INVALID_ARGUMENT, for the stream, when a call's number is used twice. Callers have to take
+        what comes: while 8 MiB are not taken, all calls of the stream wait.
         """
 
     @_abc_1.abstractmethod

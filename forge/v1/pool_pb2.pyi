@@ -192,29 +192,62 @@ Global___ScanGroupsResponse: _TypeAlias = ScanGroupsResponse  # noqa: Y015
 
 @_typing.final
 class AppendTurnsRequest(_message.Message):
+    """Either one chunk of a turn, or several whole turns."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     TURN_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Chosen by the sender; echoed when the turn is durable. Set on every chunk of the turn."""
     @_builtins.property
     def turn(self) -> _common_pb2.Chunk:
         """Of a serialized Turn."""
 
+    @_builtins.property
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___WholeTurn]:
+        """Instead of the two above: turns that go in one message. Who sends any on a stream is answered
+        in `more` as well.
+        """
+
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         turn: _common_pb2.Chunk | None = ...,
+        turns: _abc.Iterable[Global___WholeTurn] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["turn", b"turn"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "turn", b"turn", "turns", b"turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AppendTurnsRequest: _TypeAlias = AppendTurnsRequest  # noqa: Y015
+
+@_typing.final
+class WholeTurn(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    turn: _builtins.bytes
+    """A serialized Turn."""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        turn: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___AppendTurnsRequest: _TypeAlias = AppendTurnsRequest  # noqa: Y015
+Global___WholeTurn: _TypeAlias = WholeTurn  # noqa: Y015
 
 @_typing.final
 class AppendTurnsResponse(_message.Message):
@@ -223,20 +256,26 @@ class AppendTurnsResponse(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     STATUS_CODE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     status_code: _builtins.int
     """gRPC status code of this turn; 0 is success."""
     error: _builtins.str
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___AppendTurnsResponse]:
+        """Of the turns behind that one, in order; none of these has `more` in it."""
+
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         status_code: _builtins.int = ...,
         error: _builtins.str = ...,
+        more: _abc.Iterable[Global___AppendTurnsResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "sequence", b"sequence", "status_code", b"status_code"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "more", b"more", "sequence", b"sequence", "status_code", b"status_code"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

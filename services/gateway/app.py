@@ -18,6 +18,7 @@ from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
 from services.gateway.model import ChatModel
 from services.gateway.pool import Pool
+from services.gateway.sample_stream import SampleStreams
 from services.gateway.service import FULL_NAME, GatewayServicer
 from services.gateway.sessions import Limits, Sessions
 from services.gateway.turns import Turns
@@ -49,11 +50,12 @@ class GatewayApp:
         pools = self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
         pool = Pool(pools, timeout_s=config.pool_timeout_s)
         self._sessions = sessions = self._make_sessions(config, model, pool)
-        router = self._context.remote("router", inference_pb2_grpc.InferenceServiceStub)
+        routers = self._context.remote("router", inference_pb2_grpc.InferenceServiceStub)
+        self._streams = SampleStreams(routers)
         turns = Turns(
             model,
             sessions,
-            router,
+            self._streams,
             sample_timeout_s=config.sample_timeout_s,
             retry_for_s=config.retry_for_s,
         )
@@ -81,6 +83,7 @@ class GatewayApp:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await self._http.stop()
+            await self._streams.close()
         await self._actors.stop()
 
     def _make_sessions(self, config: GatewayConfig, model: ChatModel, pool: Pool) -> Sessions:

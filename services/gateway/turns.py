@@ -15,12 +15,10 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from forge.core.errors import Unavailable
 from forge.core.formats import Delta, Parser, PlainParser
 from forge.core.messages import Message
-from forge.runtime.rpc.remote import Remote
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.session import BeginChat, BeginGenerate, CountChat, EndCall
 from services.gateway.answer import AnswerReader, TokenLogprob
@@ -30,11 +28,9 @@ from services.gateway.errors import SessionClosed
 from services.gateway.handles import Handle
 from services.gateway.metrics import PREPARE_SECONDS, UPSTREAM_RETRIES
 from services.gateway.model import ChatModel, Tools
+from services.gateway.sample_stream import SampleStreams
 from services.gateway.sessions import Session, Sessions
 from services.gateway.upstream import SampleCall
-
-if TYPE_CHECKING:
-    from forge.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 
 ASK_TIMEOUT_S = 60.0
 """Of a session; it may have to be read back from the pool first."""
@@ -100,14 +96,14 @@ class Turns:
         self,
         model: ChatModel,
         sessions: Sessions,
-        router: Remote[InferenceServiceAsyncStub],
+        streams: SampleStreams,
         *,
         sample_timeout_s: float,
         retry_for_s: float,
     ) -> None:
         self.model = model
         self._sessions = sessions
-        self._router = router
+        self._streams = streams
         self._sample_timeout_s = sample_timeout_s
         self._retry_for_s = retry_for_s
 
@@ -119,7 +115,7 @@ class Turns:
         """
         await check(request)
         with self._sessions.call(session):
-            call = SampleCall(self._router, timeout_s=self._sample_timeout_s)
+            call = SampleCall(self._streams, timeout_s=self._sample_timeout_s)
             opening = self._opening(request)
             attempt = _Attempt(self.model, request, opening)
             prompt: Prompt | None = None

@@ -50,6 +50,8 @@ class AppendStream:
         self._waiting_bytes = 0
         self._ended = False
         self._draining = False
+        self._together = False
+        """Whether the sender puts several turns in a message, and takes answers likewise."""
         self._intake: asyncio.Task[None] | None = None
 
     async def responses(
@@ -59,8 +61,12 @@ class AppendStream:
         self._intake = asyncio.create_task(self._take_in(requests))
         try:
             while batch := await self._next_batch():
-                for response in await self._store(batch):
-                    yield response
+                answers = await self._store(batch)
+                if self._together:
+                    answers[0].more.extend(answers[1:])
+                    del answers[1:]
+                for answer in answers:
+                    yield answer
             if self._draining:
                 raise Unavailable("this pool instance is draining: resend what has no answer yet")
             await self._intake
@@ -77,11 +83,12 @@ class AppendStream:
     async def _take_in(self, requests: AsyncIterator[pool_pb2.AppendTurnsRequest]) -> None:
         try:
             async for request in requests:
-                arrival = self._assembly.add(request)
-                if arrival is None:
+                arrivals = self._assembly.add(request)
+                if not arrivals:
                     continue
-                self._waiting.append(arrival)
-                self._waiting_bytes += arrival.size_bytes
+                self._together = self._together or bool(request.turns)
+                self._waiting.extend(arrivals)
+                self._waiting_bytes += sum(arrival.size_bytes for arrival in arrivals)
                 self._arrived.set()
                 if self._waiting_bytes >= WINDOW_BYTES:
                     self._room.clear()
@@ -129,7 +136,7 @@ def _response(sequence: int, error: ForgeError | None) -> pool_pb2.AppendTurnsRe
 
 
 class _Assembly:
-    """Joins the chunks of one turn after another."""
+    """Takes turns out of messages: several whole ones, or a chunk of one."""
 
     def __init__(self, max_turn_bytes: int) -> None:
         self._max_turn_bytes = max_turn_bytes
@@ -138,12 +145,31 @@ class _Assembly:
         """Sequence number of the turn whose chunks are coming in."""
         self._refusal: InvalidArgument | None = None
 
-    def add(self, request: pool_pb2.AppendTurnsRequest) -> _Arrival | None:
-        """The turn, when this was its last chunk.
+    def add(self, request: pool_pb2.AppendTurnsRequest) -> list[_Arrival]:
+        """The turns that are whole with this message.
 
         A turn that is too big or no turn at all is refused by itself. Raises `InvalidArgument`
         when chunks of two turns are mixed: then nothing on the stream can be told apart.
         """
+        if request.turns:
+            if self._begun is not None:
+                raise InvalidArgument(
+                    f"whole turns came before the last chunk of sequence {self._begun}"
+                )
+            return [self._whole(each) for each in request.turns]
+        arrival = self._chunk(request)
+        return [] if arrival is None else [arrival]
+
+    def _whole(self, each: pool_pb2.WholeTurn) -> _Arrival:
+        size = len(each.turn)
+        turn = _checked(each.turn) if size <= self._max_turn_bytes else self._too_big()
+        return _Arrival(sequence=each.sequence, turn=turn, size_bytes=size)
+
+    def _too_big(self) -> InvalidArgument:
+        # Not "retry later", which the status of a full queue would mean.
+        return InvalidArgument(f"the turn exceeds max_turn_bytes {self._max_turn_bytes}")
+
+    def _chunk(self, request: pool_pb2.AppendTurnsRequest) -> _Arrival | None:
         if self._begun not in (None, request.sequence):
             raise InvalidArgument(
                 f"a chunk of sequence {request.sequence} came before the last one of {self._begun}"
@@ -162,9 +188,7 @@ class _Assembly:
             try:
                 return self._joiner.add(request.turn) or b""
             except ResourceExhausted:
-                # Not "retry later", which the status of a full queue would mean.
-                limit = self._max_turn_bytes
-                self._refusal = InvalidArgument(f"the turn exceeds max_turn_bytes {limit}")
+                self._refusal = self._too_big()
             except InvalidArgument as error:
                 self._refusal = error
             self._joiner = Joiner(max_bytes=self._max_turn_bytes)

@@ -5,7 +5,8 @@ The prompt itself is the script. Of each of these the last occurrence counts:
     SAY[[text]]    what to answer, and then the end-of-turn token; "ok" without it
     STEPS[[a|||b]] what to answer, by the number of answers that the prompt has already: for agents
                    that put their tools' results into words of their own; SAY goes before it
-    PACE[[0.05]]   seconds between tokens, when streaming
+    PACE[[0.05]]   seconds between tokens, when streaming; 0.005 without it, since tokens that come
+                   at once go out at once
     FAIL[[name]]   the engine of that name dies (SIGKILL) in mid-answer, after three tokens
 
 A text is sampled one character at a time. That is hardly ever how its tokenizer would encode it,
@@ -24,7 +25,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from forge.runtime.config import ServiceConfig, setting
 from forge.runtime.service import ServiceContext, run
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.model import ChatModel
+from services.inference.router.sample_stream import SampleStreams
 
 FULL_NAME = "forge.v1.InferenceService"
 
@@ -59,6 +61,10 @@ class ScriptedEngine(inference_pb2_grpc.InferenceServiceServicer):
         self._weight_version = weight_version
         self._requests_file = requests_file
         self._answer_begins = _answer_begins(model)
+        self._streams = SampleStreams(self.sample)
+
+    def drain(self) -> None:
+        self._streams.drain()
 
     def script(self, prompt_ids: bytes) -> list[int]:
         """What will be sampled, the end-of-turn token included."""
@@ -67,21 +73,26 @@ class ScriptedEngine(inference_pb2_grpc.InferenceServiceServicer):
         ids = [i for char in said for i in int32_array(self._model.encode(char))]
         return [*ids, min(self._model.stop_ids)]
 
-    async def Sample(
-        self, request: inference_pb2.SampleRequest, context: Any
-    ) -> AsyncIterator[inference_pb2.SampleResponse]:
+    async def SampleStream(
+        self, requests: AsyncIterator[inference_pb2.SampleStreamRequest], context: Any
+    ) -> AsyncIterator[inference_pb2.SampleStreamResponse]:
+        async for response in self._streams.serve(requests):
+            yield response
+
+    async def sample(
+        self, request: inference_pb2.SampleRequest
+    ) -> AsyncGenerator[inference_pb2.SampleResponse, None]:
         ids = self.script(request.prompt_ids)[: request.sampling.max_tokens]
         stop_ids = set(request.sampling.stop_token_ids)
         text = self._text(request.prompt_ids)
-        pace_s = float(_directive("PACE", text) or 0)
+        pace_s = float(_directive("PACE", text) or 0.005)
         fails = _directive("FAIL", text) == self._name
         sent = 0
         try:
             while request.stream and sent < len(ids) - 1 and not (fails and sent == 3):
                 yield inference_pb2.SampleResponse(tokens=self._tokens(ids, sent, sent + 1))
                 sent += 1
-                if pace_s:
-                    await asyncio.sleep(pace_s)
+                await asyncio.sleep(pace_s)
             if fails:
                 # What was sent shall arrive first.
                 await asyncio.sleep(0.1)
@@ -145,7 +156,7 @@ class ScriptedEngineApp:
 
     async def start(self) -> None:
         config = self._context.config
-        engine = ScriptedEngine(
+        self._engine = engine = ScriptedEngine(
             ChatModel.load(config.model_path),
             name=config.instance_id,
             weight_version=config.weight_version,
@@ -156,7 +167,8 @@ class ScriptedEngineApp:
         )
 
     async def drain(self) -> None:
-        """Calls end by themselves."""
+        """Kept streams end with the calls on them."""
+        self._engine.drain()
 
     async def stop(self) -> None:
         """Nothing is held."""

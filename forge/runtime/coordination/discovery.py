@@ -41,7 +41,7 @@ class Discovery:
         """All fitting instances once there are `count`. Raises Unavailable when time is up."""
         deadline_s = time.monotonic() + timeout_s
         while True:
-            fitting = tuple(one for one in self.instances if where is None or where(one))
+            fitting = self.instances if where is None else tuple(filter(where, self.instances))
             if len(fitting) >= count:
                 return fitting
             try:

@@ -6,7 +6,7 @@ for ours, `retry-after-ms` the hint that goes with RESOURCE_EXHAUSTED and UNAVAI
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -72,10 +72,17 @@ def trailing_metadata(error: BaseException) -> tuple[tuple[str, str], ...]:
 
 def from_rpc_error(error: grpc.RpcError) -> ForgeError:
     """The ForgeError that the other side raised, or that the lost connection amounts to."""
-    code, details = error.code(), error.details() or error.code().name
     # Pairs, whether the call was asynchronous or blocking; the stubs know only the former's.
     pairs: Any = error.trailing_metadata() or ()
     metadata = {str(key): value for key, value in pairs}
+    return from_status(error.code(), error.details() or "", metadata)
+
+
+def from_status(
+    code: grpc.StatusCode, details: str, metadata: Mapping[str, str | bytes]
+) -> ForgeError:
+    """The same of a status that came otherwise, with what would be its trailing metadata."""
+    details = details or code.name
     error_type = _BY_NAME.get(str(metadata.get(ERROR_KEY, "")), _BY_CODE.get(code, ForgeError))
     if error_type is ForgeError and any(phrase in details for phrase in _CONNECTION_LOST):
         error_type = errors.Unavailable

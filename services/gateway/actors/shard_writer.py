@@ -9,13 +9,16 @@ Of each trajectory one turn is under way at a time. A turn refers to earlier one
 when another gateway was first with a number, nothing that was numbered after it may get through:
 its session reads the trajectory again and numbers what waits anew (`Contested`, `Waiting`,
 `Replace`).
+
+While the pool owes an answer, turns gather, and go in one message when it has come: a message and
+its answer cost more than the turns in them. Under load that is one message per commit of the pool.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -24,13 +27,15 @@ from prometheus_client import Gauge
 
 from forge.core.errors import FailedPrecondition, ForgeError, ResourceExhausted, Unavailable
 from forge.runtime.actor import Actor
-from forge.runtime.rpc.chunks import split
+from forge.runtime.rpc.chunks import CHUNK_BYTES, split
 from forge.runtime.rpc.status import from_rpc_error
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
 from services.gateway.metrics import BACKLOG, CONTESTED_TURNS, REFUSED_TURNS
 
 _RETRY_S = 0.5
+GATHER_TURNS = 64
+"""So many turns are sent at once, whatever the pool still has to answer."""
 _PASSING = frozenset(
     code.value[0]
     for code in (
@@ -205,6 +210,8 @@ class ShardWriter(Actor):
         self._open_stream = open_stream
         self._contested = contested
         self._more = asyncio.Event()
+        self._unanswered = 0
+        """Turns sent on this stream that have no answer yet."""
         self._pump: asyncio.Task[None] | None = None
 
     async def started(self) -> None:
@@ -262,6 +269,7 @@ class ShardWriter(Actor):
             await self._wait_for_more()
         stream = await self._open_stream()
         self._backlog.resend_all()
+        self._unanswered = 0
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write(stream))
@@ -271,13 +279,8 @@ class ShardWriter(Actor):
 
     async def _write(self, stream: AppendStream) -> None:
         while True:
-            while self._backlog.unsent:
-                sequence = self._backlog.unsent.popleft()
-                turn = self._backlog.waiting.get(sequence)
-                if turn is None:
-                    continue
-                for chunk in split(turn.data):
-                    request = pool_pb2.AppendTurnsRequest(sequence=sequence, turn=chunk)
+            while self._is_due():
+                for request in self._requests():
                     try:
                         await stream.write(request)
                     except asyncio.InvalidStateError:
@@ -285,12 +288,42 @@ class ShardWriter(Actor):
                         raise Unavailable("the pool ended the stream") from None
             await self._wait_for_more()
 
+    def _is_due(self) -> bool:
+        """Whether turns are to be sent now."""
+        return len(self._backlog.unsent) >= (GATHER_TURNS if self._unanswered else 1)
+
+    def _requests(self) -> Iterator[pool_pb2.AppendTurnsRequest]:
+        """What is unsent: as many turns in a message as go, a large one in chunks."""
+        backlog = self._backlog
+        message, size = pool_pb2.AppendTurnsRequest(), 0
+        while backlog.unsent:
+            sequence = backlog.unsent.popleft()
+            turn = backlog.waiting.get(sequence)
+            if turn is None:
+                continue
+            self._unanswered += 1
+            if message.turns and size + len(turn.data) > CHUNK_BYTES:
+                yield message
+                message, size = pool_pb2.AppendTurnsRequest(), 0
+            if len(turn.data) > CHUNK_BYTES:
+                for chunk in split(turn.data):
+                    yield pool_pb2.AppendTurnsRequest(sequence=sequence, turn=chunk)
+            else:
+                message.turns.add(sequence=sequence, turn=turn.data)
+                size += len(turn.data)
+        if message.turns:
+            yield message
+
     async def _read(self, stream: AppendStream) -> None:
         while True:
             response = await stream.read()
             if not isinstance(response, pool_pb2.AppendTurnsResponse):
                 raise Unavailable("the pool ended the stream")
+            self._unanswered -= 1 + len(response.more)
             self._acknowledged(response)
+            for each in response.more:
+                self._acknowledged(each)
+            self._more.set()
 
     def _acknowledged(self, response: pool_pb2.AppendTurnsResponse) -> None:
         backlog = self._backlog
@@ -309,7 +342,6 @@ class ShardWriter(Actor):
             REFUSED_TURNS.inc()
             log.error("turn_refused", trajectory_id=turn.trajectory_id, error=why)
         backlog.settle(turn.trajectory_id)
-        self._more.set()
 
     def _taken(self, response: pool_pb2.AppendTurnsResponse) -> None:
         turn = self._backlog.waiting.get(response.sequence)

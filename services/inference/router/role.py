@@ -20,7 +20,8 @@ from services.inference.router.service import InferenceServicer
 class RouterRole:
     """The actor, its servicer, and the watch over discovery."""
 
-    def __init__(self, background: Background) -> None:
+    def __init__(self, servicer: InferenceServicer, background: Background) -> None:
+        self._servicer = servicer
         self._background = background
 
     @classmethod
@@ -48,10 +49,11 @@ class RouterRole:
             full_name="forge.v1.InferenceService",
             scopes={"GetInferenceStatus": "operator"},
         )
-        return cls(Background(context, watch(discoveries, router), name="fleet-watch"))
+        return cls(servicer, Background(context, watch(discoveries, router), name="fleet-watch"))
 
     async def drain(self) -> None:
-        """Nothing of its own: the server lets open calls finish."""
+        """Only kept streams have to be told; the server lets open calls finish."""
+        self._servicer.drain()
 
     async def stop(self) -> None:
         await self._background.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from services.inference import wire
 from services.inference.engines.base import ModelLimits
 from services.inference.router.actor import Report
 from services.inference.router.run import RouterOptions, Run
+from services.inference.router.sample_stream import SampleStreams
 
 _ASK_TIMEOUT_S = 10.0
 
@@ -37,10 +38,27 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         self._limits = limits
         self._model = Path(model_path).name
         self._options = options
+        self._streams = SampleStreams(self._sample)
+
+    def drain(self) -> None:
+        """Refuse new calls on kept streams; each ends when its open calls have."""
+        self._streams.drain()
 
     async def Sample(
         self, request: pb.SampleRequest, context: Any
     ) -> AsyncIterator[pb.SampleResponse]:
+        async with aclosing(self._sample(request)) as responses:
+            async for response in responses:
+                yield response
+
+    async def SampleStream(
+        self, requests: AsyncIterator[pb.SampleStreamRequest], context: Any
+    ) -> AsyncIterator[pb.SampleStreamResponse]:
+        async with aclosing(self._streams.serve(requests)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _sample(self, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleResponse, None]:
         prompt = wire.read_prompt(
             request.request_id,
             request.prompt_ids,

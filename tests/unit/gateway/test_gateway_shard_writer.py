@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -48,8 +48,14 @@ class FakeStream:
         self.received: asyncio.Queue[tuple[int, common_pb2.Turn]] = asyncio.Queue()
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
         self._joiner = Joiner()
+        self.messages = 0
 
     async def write(self, request: pool_pb2.AppendTurnsRequest) -> None:
+        self.messages += 1
+        for each in request.turns:
+            self.received.put_nowait((each.sequence, common_pb2.Turn.FromString(each.turn)))
+        if request.turns:
+            return
         whole = self._joiner.add(request.turn)
         if whole is not None:
             self.received.put_nowait((request.sequence, common_pb2.Turn.FromString(whole)))
@@ -68,10 +74,16 @@ class FakeStream:
         sequence, turn = await asyncio.wait_for(self.received.get(), WAIT_S)
         return sequence, turn.turn_index
 
-    def answer(self, sequence: int, code: grpc.StatusCode = grpc.StatusCode.OK) -> None:
+    def answer(
+        self, sequence: int, code: grpc.StatusCode = grpc.StatusCode.OK, *, also: Sequence[int] = ()
+    ) -> None:
+        """Answers a turn, and in the same message further ones with success."""
         self._answers.put_nowait(
             pool_pb2.AppendTurnsResponse(
-                sequence=sequence, status_code=code.value[0], error=code.name
+                sequence=sequence,
+                status_code=code.value[0],
+                error=code.name,
+                more=[pool_pb2.AppendTurnsResponse(sequence=each) for each in also],
             )
         )
 
@@ -84,6 +96,8 @@ class FakeStream:
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_writer, "_RETRY_S", 0.0)
+    # Each turn is sent as it comes, but in the tests of just that.
+    monkeypatch.setattr(shard_writer, "GATHER_TURNS", 1)
 
 
 @pytest.fixture
@@ -202,6 +216,53 @@ async def test_contested_trajectory_waits_to_be_numbered_anew(
         stream.answer(old)
         stream.answer(sequence)
     await asyncio.wait_for(done, WAIT_S)
+
+
+async def test_turns_gather_while_the_pool_owes_an_answer(
+    writer: ActorRef, shard: FakeShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came meanwhile goes in one message, and is answered in one; none of it is lost."""
+    monkeypatch.setattr(shard_writer, "GATHER_TURNS", 10)
+    writer.tell(turn(0, "first:0:0"))
+    stream = await shard.next_stream()
+    first, _ = await stream.turn()
+    for number in range(5):
+        writer.tell(turn(0, f"t:{number}:0"))
+    done = [await flush(writer, f"t:{number}:0") for number in range(5)]
+    assert (stream.messages, stream.received.empty()) == (1, True)
+    stream.answer(first)
+    sequences = [(await stream.turn())[0] for _ in range(5)]
+    assert stream.messages == 2
+    stream.answer(sequences[0], also=sequences[1:])
+    await asyncio.wait_for(asyncio.gather(*done), WAIT_S)
+
+
+async def test_many_turns_do_not_wait_for_an_answer(
+    writer: ActorRef, shard: FakeShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool that is slow to answer is sent more as soon as there is much."""
+    monkeypatch.setattr(shard_writer, "GATHER_TURNS", 4)
+    writer.tell(turn(0, "first:0:0"))
+    stream = await shard.next_stream()
+    await stream.turn()
+    for number in range(4):
+        writer.tell(turn(0, f"t:{number}:0"))
+    for _ in range(4):
+        await stream.turn()
+    assert stream.messages == 2
+
+
+async def test_a_turn_larger_than_a_message_goes_in_chunks(
+    writer: ActorRef, shard: FakeShard
+) -> None:
+    """Alone, between messages that hold others."""
+    for number, size_bytes in enumerate((10, 3 << 20, 10)):
+        writer.tell(turn(0, f"t:{number}:0", size_bytes=size_bytes))
+    stream = await shard.next_stream()
+    sequences = [(await stream.turn())[0] for _ in range(3)]
+    stream.answer(sequences[0], also=sequences[1:])
+    for number in range(3):
+        await asyncio.wait_for(await flush(writer, f"t:{number}:0"), WAIT_S)
 
 
 async def test_full_disk_is_waited_for(writer: ActorRef, shard: FakeShard) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
-from forge.core.errors import ActorStopped, ResourceExhausted
+from forge.core.errors import ActorStopped, InvalidArgument, ResourceExhausted
 from forge.runtime.rpc.chunks import split
-from forge.v1 import pool_pb2
+from forge.v1 import common_pb2, pool_pb2
 from services.pool import validation
 from services.pool.actors import COMMIT_BYTES, Writer
 from services.pool.append_stream import BATCH_TURNS, WINDOW_BYTES, AppendStream
@@ -132,6 +132,34 @@ async def test_turns_gather_while_a_commit_is_on_its_way():
     writer.may_answer.set()
     assert len(await answering) == 2 * BATCH_TURNS
     assert writer.batches == [1, BATCH_TURNS, BATCH_TURNS - 1]
+
+
+async def test_turns_of_one_message_are_answered_in_one():
+    """One that is refused has its status there, the others are stored in one commit; whole turns
+    behind a part of another end the stream."""
+    turns = [make_turn(f"t{i}:0:0").SerializeToString() for i in range(3)]
+    turns[1] = make_turn("t1:0:0", messages_json="x" * MIB).SerializeToString()
+    message = pool_pb2.AppendTurnsRequest(
+        turns=[pool_pb2.WholeTurn(sequence=7 + i, turn=turn) for i, turn in enumerate(turns)]
+    )
+    part = pool_pb2.AppendTurnsRequest(sequence=1, turn=common_pb2.Chunk(data=turns[0]))
+    writer = HeldWriter()
+    writer.may_answer.set()
+
+    async def requests(*messages: pool_pb2.AppendTurnsRequest):
+        for each in messages:
+            yield each
+
+    stream = AppendStream(writer, max_turn_bytes=MIB)
+    (answer,) = [answer async for answer in stream.responses(requests(message))]
+    answers = [answer, *answer.more]
+    assert [each.sequence for each in answers] == [7, 8, 9]
+    assert [bool(each.status_code) for each in answers] == [False, True, False]
+    assert "max_turn_bytes" in answers[1].error
+    assert writer.batches == [2]
+    with pytest.raises(InvalidArgument, match="before the last chunk of sequence 1"):
+        async for _ in AppendStream(writer, max_turn_bytes=MIB).responses(requests(part, message)):
+            pass
 
 
 async def test_a_writer_that_is_gone_is_told_to_each_turn():

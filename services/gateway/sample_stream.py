@@ -1,0 +1,261 @@
+"""Sampling over streams that are kept, one per router.
+
+Owns the streams and the calls open on them: what waits to be sent, whose answer came, what a
+call's end or the loss of its stream amounts to. Owns no retry and no choice among attempts.
+
+A reader never waits for a call: what an agent is too slow for is joined into one response, which
+the length of its answer bounds. So nobody slow holds the others, and routers can rely on their
+messages being taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from forge.core.errors import DeadlineExceeded, ForgeError, InvalidArgument, Unavailable
+from forge.runtime.rpc.channel import MAX_MESSAGE_BYTES
+from forge.runtime.rpc.remote import Remote
+from forge.runtime.rpc.status import from_rpc_error, from_status
+from forge.runtime.telemetry import log
+from forge.v1 import common_pb2
+from forge.v1 import inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from forge.v1.inference_pb2_grpc import InferenceServiceAsyncStub
+
+MESSAGE_BYTES = 1 << 20
+"""A message is closed with the request that fills it to this."""
+ROOM_BYTES = 1 << 10
+"""Of a message, for what is around a request that fills it."""
+MOST_WAITING = 64
+"""Responses of one call that are kept apart until it is read."""
+_COLUMNS = [
+    field.name
+    for field in common_pb2.SampledTokens.DESCRIPTOR.fields
+    if field.type == field.TYPE_BYTES
+]
+"""One entry per token; merging would replace them."""
+_STATUS = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class SampleStreams:
+    """A stream to each router that was asked, made anew when it is lost."""
+
+    def __init__(self, remote: Remote[InferenceServiceAsyncStub]) -> None:
+        self._remote = remote
+        self._streams: dict[str, RouterStream] = {}
+        """By address."""
+
+    async def pick(self, *, timeout_s: float) -> RouterStream:
+        """The stream to some router; waits for one to appear. Raises `Unavailable`."""
+        instance, stub = await self._remote.pick(timeout_s=timeout_s)
+        stream = self._streams.get(instance.address)
+        if stream is None or stream.lost:
+            self._streams = {at: one for at, one in self._streams.items() if not one.lost}
+            stream = self._streams[instance.address] = RouterStream(
+                stub.SampleStream(), router=instance.instance_id
+            )
+        return stream
+
+    async def close(self) -> None:
+        """Ends every stream, and the calls on them with `Unavailable`."""
+        streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            await stream.close()
+
+
+class RouterStream:
+    """One SampleStream call, and the calls that are open on it."""
+
+    def __init__(self, call: Any, *, router: str) -> None:
+        self._call = call
+        self._router = router
+        self._answers: dict[int, Answer] = {}
+        self._begins: deque[pb.SampleBegin] = deque()
+        self._cancels: list[int] = []
+        self._more = asyncio.Event()
+        self._last_call = 0
+        self.lost = False
+        # Not in the context of the call that came first: it would log as that session.
+        loop = asyncio.get_running_loop()
+        self._task = loop.create_task(self._run(), context=contextvars.Context())
+
+    def begin(self, request: pb.SampleRequest, *, timeout_s: float) -> Answer:
+        """Asks for an answer. Raises `InvalidArgument` for a request that no message can hold,
+        `Unavailable` when the stream was lost."""
+        size = request.ByteSize()
+        if size > MAX_MESSAGE_BYTES - ROOM_BYTES:
+            raise InvalidArgument(
+                f"the request has {size} bytes, more than the {MAX_MESSAGE_BYTES - ROOM_BYTES} "
+                "that a message to a router holds"
+            )
+        if self.lost:
+            raise Unavailable(f"the stream to {self._router} was lost")
+        self._last_call += 1
+        number = self._last_call
+        answer = self._answers[number] = Answer(self, number, timeout_s)
+        self._begins.append(pb.SampleBegin(call=number, request=request, timeout_s=timeout_s))
+        self._more.set()
+        return answer
+
+    def cancel(self, number: int) -> None:
+        """Tells the router, unless the call has ended."""
+        if self._answers.pop(number, None) is not None:
+            self._cancels.append(number)
+            self._more.set()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def _run(self) -> None:
+        error: ForgeError = Unavailable(f"the stream to {self._router} was closed")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write())
+                tasks.create_task(self._read())
+        except* Exception as group:
+            error = self._why(group)
+        finally:
+            self.lost = True
+            self._call.cancel()
+            answers, self._answers = self._answers, {}
+            for answer in answers.values():
+                answer.end(error)
+
+    def _why(self, group: ExceptionGroup) -> ForgeError:
+        first = group.exceptions[0]
+        known = from_rpc_error(first) if isinstance(first, grpc.aio.AioRpcError) else first
+        bug = None if isinstance(known, ForgeError) else known
+        (log.info if bug is None else log.error)(
+            "router_stream_lost",
+            router=self._router,
+            calls=len(self._answers),
+            error=str(known),
+            exc_info=bug,
+        )
+        if isinstance(known, ForgeError):
+            return known
+        return Unavailable(f"the stream to {self._router} was lost")
+
+    async def _write(self) -> None:
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            while self._begins or self._cancels:
+                message = self._message()
+                try:
+                    await self._call.write(message)
+                except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+                    return  # The call has ended: reading tells how.
+
+    def _message(self) -> pb.SampleStreamRequest:
+        """What waits, or as much of it as goes in one message."""
+        begins: list[pb.SampleBegin] = []
+        size = 0
+        while self._begins and size < MESSAGE_BYTES:
+            # One alone may be of any size; more of them only together.
+            size += self._begins[0].ByteSize()
+            if begins and size > MESSAGE_BYTES:
+                break
+            begins.append(self._begins.popleft())
+        cancels, self._cancels = self._cancels, []
+        return pb.SampleStreamRequest(begin=begins, cancel=cancels)
+
+    async def _read(self) -> None:
+        while True:
+            message = await self._call.read()
+            if not isinstance(message, pb.SampleStreamResponse):
+                raise Unavailable(f"{self._router} ended the stream")
+            for event in message.events:
+                answer = self._answers.get(event.call)
+                if answer is None:
+                    continue  # It was cancelled.
+                if event.HasField("end"):
+                    del self._answers[event.call]
+                    answer.end(_error_of(event.end))
+                else:
+                    answer.take(event.response)
+
+
+class Answer:
+    """What a router sends in one call."""
+
+    __slots__ = ("_deadline", "_ended", "_error", "_number", "_responses", "_stream", "_waiter")
+
+    def __init__(self, stream: RouterStream, number: int, timeout_s: float) -> None:
+        self._stream = stream
+        self._number = number
+        self._responses: list[pb.SampleResponse] = []
+        self._ended = False
+        self._error: ForgeError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        loop = asyncio.get_running_loop()
+        # The router keeps the same deadline; this one is for a router that hangs.
+        self._deadline = loop.call_later(timeout_s, self._expire, timeout_s)
+
+    async def read(self) -> pb.SampleResponse | None:
+        """What came since the last time, as one response; None at the end, or once cancelled.
+        Raises the ForgeError that the router answered, `Unavailable` if the stream was lost."""
+        while not self._responses:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        responses, self._responses = self._responses, []
+        return joined(responses)
+
+    def cancel(self) -> None:
+        """Nothing more is wanted: the router stops, and whoever reads gets None."""
+        self._stream.cancel(self._number)
+        self._responses.clear()
+        self.end(None)
+
+    def take(self, response: pb.SampleResponse) -> None:
+        self._responses.append(response)
+        if len(self._responses) > MOST_WAITING:
+            self._responses = [joined(self._responses)]
+        self._wake()
+
+    def end(self, error: ForgeError | None) -> None:
+        """The first end counts."""
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._deadline.cancel()
+            self._wake()
+
+    def _expire(self, timeout_s: float) -> None:
+        self._stream.cancel(self._number)
+        self.end(DeadlineExceeded(f"the router gave no whole answer within {timeout_s:g} s"))
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def joined(responses: list[pb.SampleResponse]) -> pb.SampleResponse:
+    """Consecutive responses of one call as one, with what the last of them says of the end."""
+    if len(responses) == 1:
+        return responses[0]
+    whole = pb.SampleResponse()
+    for response in responses:
+        whole.MergeFrom(response)
+    for name in _COLUMNS:
+        parts = [getattr(response.tokens, name) for response in responses]
+        setattr(whole.tokens, name, b"".join(parts))
+    return whole
+
+
+def _error_of(end: pb.SampleEnd) -> ForgeError | None:
+    if not end.status_code:
+        return None
+    code = _STATUS.get(end.status_code, grpc.StatusCode.UNKNOWN)
+    return from_status(code, end.details, end.metadata)

@@ -1,0 +1,324 @@
+"""Many answers on one stream between gateway and router: both real sides over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc.aio
+import pytest
+
+from forge.core.errors import (
+    DeadlineExceeded,
+    ForgeError,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+)
+from forge.core.trajectory import float32_bytes, int32_array, int32_bytes
+from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from services.gateway.sample_stream import MOST_WAITING, Answer, SampleStreams, joined
+from services.gateway.upstream import SampleCall
+from services.inference.router import sample_stream as router_side
+
+WAIT_S = 30.0
+
+
+def request(*ids: int, name: str = "") -> inference_pb2.SampleRequest:
+    return inference_pb2.SampleRequest(request_id=name, prompt_ids=int32_bytes(ids))
+
+
+def response(*ids: int, last: bool = False) -> inference_pb2.SampleResponse:
+    return inference_pb2.SampleResponse(
+        tokens=common_pb2.SampledTokens(
+            ids=int32_bytes(ids),
+            logprobs=float32_bytes([-0.5] * len(ids)),
+            weight_versions=int32_bytes([1] * len(ids)),
+        ),
+        finish_reason=common_pb2.FINISH_REASON_STOP if last else 0,
+    )
+
+
+class Router(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers a prompt with its own ids, one by one, and does what a request's name says."""
+
+    def __init__(self) -> None:
+        self.kept = router_side.SampleStreams(self.sample)
+        self.streams = 0
+        self.go_on = asyncio.Event()
+        """Those that hold wait for it, in the middle of their answer."""
+        self.left: list[str] = []
+        """Names of the answers that were not wanted to their end."""
+        self.server = grpc.aio.server()
+        self.address = ""
+
+    async def SampleStream(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        self.streams += 1
+        async for answer in self.kept.serve(requests):
+            yield answer
+
+    async def sample(
+        self, asked: inference_pb2.SampleRequest
+    ) -> AsyncGenerator[inference_pb2.SampleResponse, None]:
+        if asked.request_id == "busy":
+            raise ResourceExhausted("7 requests are waiting", retry_after_s=1.5)
+        if asked.request_id == "bug":
+            raise ZeroDivisionError("of the router")
+        ids = int32_array(asked.prompt_ids)
+        whole = False
+        try:
+            for at, token_id in enumerate(ids):
+                await asyncio.sleep(0)
+                yield response(token_id, last=at == len(ids) - 1)
+                if asked.request_id.startswith("hold") and not at:
+                    await self.go_on.wait()
+            whole = True
+        finally:
+            if not whole:
+                self.left.append(asked.request_id)
+
+    async def until_left(self, *names: str) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while sorted(self.left) != sorted(names):
+                await asyncio.sleep(0.01)
+
+
+class Remote:
+    """Discovery that shows the routers it is given; the last one is picked."""
+
+    def __init__(self, *routers: Router) -> None:
+        self.routers = list(routers)
+        self.channels: list[grpc.aio.Channel] = []
+
+    async def pick(self, *, timeout_s: float) -> tuple[Any, Any]:
+        router = self.routers[-1]
+        self.channels.append(grpc.aio.insecure_channel(router.address))
+        stub = inference_pb2_grpc.InferenceServiceStub(self.channels[-1])
+        return SimpleNamespace(address=router.address, instance_id="router-0"), stub
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[Router]:
+    router = Router()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, router.server)
+    router.address = f"127.0.0.1:{router.server.add_insecure_port('127.0.0.1:0')}"
+    await router.server.start()
+    yield router
+    await router.server.stop(None)
+
+
+@asynccontextmanager
+async def connected(*routers: Router) -> AsyncIterator[SampleStreams]:
+    remote = Remote(*routers)
+    streams = SampleStreams(cast(Any, remote))
+    yield streams
+    await streams.close()
+    for channel in remote.channels:
+        await channel.close()
+
+
+async def begin(
+    streams: SampleStreams, asked: inference_pb2.SampleRequest, *, timeout_s: float = WAIT_S
+) -> Answer:
+    return (await streams.pick(timeout_s=WAIT_S)).begin(asked, timeout_s=timeout_s)
+
+
+async def rest(answer: Answer) -> list[int]:
+    ids: list[int] = []
+    while (said := await answer.read()) is not None:
+        ids += int32_array(said.tokens.ids)
+    return ids
+
+
+async def test_answers_on_one_stream_do_not_mix() -> None:
+    """Hundreds at once each get their own tokens, in order, and there is one stream."""
+    async with listening() as router, connected(router) as streams:
+        prompts = [list(range(n, n + 1 + n % 7)) for n in range(300)]
+        answers = [await begin(streams, request(*prompt)) for prompt in prompts]
+        assert await asyncio.gather(*map(rest, answers)) == prompts
+        assert router.streams == 1
+
+
+async def test_an_aborted_call_ends_alone() -> None:
+    """Its reader gets None, the router stops sampling it, the others come to their end."""
+    async with listening() as router, connected(router) as streams:
+        aborted = SampleCall(streams, timeout_s=WAIT_S)
+        await aborted.begin(request(1, 2, name="hold-aborted"), wait_s=WAIT_S)
+        other = await begin(streams, request(3, 4, name="hold-other"))
+        assert await aborted.read() == response(1)
+        reading = asyncio.create_task(aborted.read())
+        await asyncio.sleep(0)
+        aborted.abort()
+        assert await reading is None
+        await router.until_left("hold-aborted")
+        router.go_on.set()
+        assert await rest(other) == [3, 4]
+
+
+async def test_a_call_that_was_aborted_before_it_began_is_not_sent() -> None:
+    """A session that closes meanwhile asks no router."""
+    async with listening() as router, connected(router) as streams:
+        call = SampleCall(streams, timeout_s=WAIT_S)
+        call.abort()
+        await call.begin(request(1, name="hold"), wait_s=WAIT_S)
+        assert await call.read() is None
+        assert await rest(await begin(streams, request(2))) == [2]
+        assert not router.left
+
+
+async def test_the_death_of_a_router_is_unavailable_for_each_call() -> None:
+    """Each gets what had come, then the error; the next call finds another router."""
+    async with listening() as dying, connected(dying) as streams, listening() as second:
+        answers = [await begin(streams, request(n, n, name=f"hold-{n}")) for n in range(3)]
+        for number, answer in enumerate(answers):
+            assert await answer.read() == response(number)
+        await dying.server.stop(None)
+        for answer in answers:
+            with pytest.raises(Unavailable):
+                await answer.read()
+        cast(Any, streams)._remote.routers.append(second)
+        assert await rest(await begin(streams, request(5))) == [5]
+
+
+async def test_nobody_at_the_address_is_unavailable() -> None:
+    """A router that died before its lease is found as little as one that dies."""
+    async with listening() as router, connected(router) as streams:
+        await router.server.stop(None)
+        answer = await begin(streams, request(1))
+        with pytest.raises(Unavailable):
+            await answer.read()
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [("busy", ResourceExhausted, "7 requests are waiting"), ("bug", ForgeError, "internal error")],
+)
+async def test_an_error_is_its_calls_alone(
+    name: str, error: type[ForgeError], message: str
+) -> None:
+    """It arrives as the class that was raised, with its hint; a bug's cause stays in the log."""
+    async with listening() as router, connected(router) as streams:
+        other = await begin(streams, request(1, 2, name="hold"))
+        answer = await begin(streams, request(1, name=name))
+        with pytest.raises(error, match=message) as caught:
+            await answer.read()
+        assert type(caught.value) is error
+        assert caught.value.retry_after_s == (1.5 if name == "busy" else None)
+        router.go_on.set()
+        assert await rest(other) == [1, 2]
+
+
+async def test_a_deadline_ends_its_call_on_both_sides() -> None:
+    """The caller gets DeadlineExceeded, the router stops; others keep their own deadline."""
+    async with listening() as router, connected(router) as streams:
+        other = await begin(streams, request(1, 2, name="hold-other"))
+        late = await begin(streams, request(3, 4, name="hold-late"), timeout_s=0.2)
+        with pytest.raises(DeadlineExceeded):
+            await rest(late)
+        await router.until_left("hold-late")
+        router.go_on.set()
+        assert await rest(other) == [1, 2]
+
+
+async def test_a_router_keeps_the_deadline_itself() -> None:
+    """A caller that hangs does not keep it sampling."""
+    router = Router()
+
+    async def requests() -> AsyncIterator[inference_pb2.SampleStreamRequest]:
+        begun = inference_pb2.SampleBegin(call=1, request=request(1, 2, name="hold"), timeout_s=0.1)
+        yield inference_pb2.SampleStreamRequest(begin=[begun])
+
+    events = [event async for said in router.kept.serve(requests()) for event in said.events]
+    assert events[0].response == response(1)
+    assert events[-1].end.status_code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+    assert router.left == ["hold"]
+
+
+async def test_a_slow_reader_holds_nobody() -> None:
+    """Its tokens are joined meanwhile, in order, into few responses; others get theirs."""
+    async with listening() as router, connected(router) as streams:
+        ids = list(range(3000))
+        slow = await begin(streams, request(*ids))
+        assert await rest(await begin(streams, request(1, 2))) == [1, 2]
+        while not cast(Any, slow)._ended:
+            assert await rest(await begin(streams, request(3))) == [3]
+        assert len(cast(Any, slow)._responses) <= MOST_WAITING
+        whole = await slow.read()
+        assert whole is not None
+        assert list(int32_array(whole.tokens.ids)) == ids
+        assert whole.finish_reason == common_pb2.FINISH_REASON_STOP
+        assert await slow.read() is None
+
+
+async def test_calls_wait_for_a_gateway_that_takes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a stream holds is bounded; taken, its calls go on to their end."""
+    monkeypatch.setattr(router_side, "WINDOW_BYTES", 1000)
+    monkeypatch.setattr(router_side, "MESSAGE_BYTES", 100)
+    given = 0
+
+    async def sample(asked: Any) -> AsyncGenerator[inference_pb2.SampleResponse, None]:
+        nonlocal given
+        for number in range(500):
+            given += 1
+            yield response(number)
+
+    async def requests() -> AsyncIterator[inference_pb2.SampleStreamRequest]:
+        begun = [
+            inference_pb2.SampleBegin(call=n, request=request(1), timeout_s=WAIT_S) for n in (1, 2)
+        ]
+        yield inference_pb2.SampleStreamRequest(begin=begun)
+
+    said = router_side.SampleStreams(sample).serve(requests())
+    first = await anext(said)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert given * response(1).ByteSize() < 2000
+    events = list(first.events) + [event async for message in said for event in message.events]
+    assert given == 1000
+    for call in (1, 2):
+        ids = [i for e in events if e.call == call for i in int32_array(e.response.tokens.ids)]
+        assert ids == list(range(500))
+
+
+async def test_a_router_that_drains_ends_what_it_has_begun() -> None:
+    """Open calls come to their end, new ones are refused, then the stream ends."""
+    async with listening() as router, connected(router) as streams:
+        stream = await streams.pick(timeout_s=WAIT_S)
+        answer = stream.begin(request(1, 2, name="hold"), timeout_s=WAIT_S)
+        assert await answer.read() == response(1)
+        router.kept.drain()
+        with pytest.raises(Unavailable, match="draining"):
+            await stream.begin(request(3), timeout_s=WAIT_S).read()
+        router.go_on.set()
+        assert await rest(answer) == [2]
+        async with asyncio.timeout(WAIT_S):
+            await router.server.stop(WAIT_S)
+
+
+async def test_a_request_that_no_message_holds_is_refused_alone() -> None:
+    """It does not take the stream, and all who are on it, along."""
+    async with listening() as router, connected(router) as streams:
+        other = await begin(streams, request(1, 2, name="hold"))
+        with pytest.raises(InvalidArgument, match="5000005 bytes"):
+            await begin(streams, inference_pb2.SampleRequest(prompt_ids=bytes(5_000_000)))
+        router.go_on.set()
+        assert await rest(other) == [1, 2]
+
+
+def test_joined_responses_keep_every_column() -> None:
+    """All that is told of a token is joined; the end is the last one's."""
+    first, last = response(1, 2), response(3, last=True)
+    for part in (first, last):
+        part.tokens.allowed_logprobs = part.tokens.logprobs
+    last.cached_tokens = 5
+    whole = joined([first, last])
+    assert list(int32_array(whole.tokens.ids)) == [1, 2, 3]
+    for column in ("logprobs", "weight_versions", "allowed_logprobs"):
+        both = getattr(first.tokens, column) + getattr(last.tokens, column)
+        assert getattr(whole.tokens, column) == both
+    assert (whole.finish_reason, whole.cached_tokens) == (last.finish_reason, 5)
