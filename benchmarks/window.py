@@ -68,6 +68,12 @@ def fixed_settings(size: Size) -> Iterator[tuple[str, QueueSettings]]:
         ahead = replace(_base(size), admission=Admission.AHEAD, ahead=times * n)
         yield f"greedy_ahead{times}", replace(ahead, mode=Mode.GREEDY)
         yield f"w03_ahead{times}", ahead
+    # What an operator would choose who wants the very bounds that `adaptive` gets.
+    for staleness in ADAPTIVE_STALENESS:
+        ahead = replace(_base(size), admission=Admission.AHEAD, ahead=staleness * size.batch)
+        yield f"fifo_s{staleness}", replace(ahead, mode=Mode.FIFO)
+        yield f"w03_s{staleness}", ahead
+        yield f"greedy_s{staleness}", replace(ahead, mode=Mode.GREEDY)
 
 
 def adaptive_settings(size: Size) -> Iterator[tuple[str, QueueSettings]]:
@@ -76,7 +82,7 @@ def adaptive_settings(size: Size) -> Iterator[tuple[str, QueueSettings]]:
 
 
 def _adaptive(size: Size, staleness: float) -> QueueSettings:
-    return replace(_base(size), mode=Mode.ADAPTIVE, max_staleness_p99=staleness)
+    return replace(_base(size), mode=Mode.ADAPTIVE, max_staleness_p99=staleness, max_shift_kl=0.0)
 
 
 def _base(size: Size) -> QueueSettings:
@@ -105,7 +111,8 @@ def measure(size: Size) -> dict[str, Outcome]:
     }
     staleness = ADAPTIVE_STALENESS[-1]
     chosen = dict(fixed_settings(size)) | {"adaptive": _adaptive(size, staleness)}
-    for name in ("fifo", "w03", "wn", "greedy", "greedy_ahead4", "adaptive"):
+    best = f"fifo_s{staleness}"
+    for name in ("fifo", "w03", "wn", "greedy", "greedy_ahead4", best, "adaptive"):
         for transient, load in transients.items():
             found[f"{name}.{transient}"] = Simulation(chosen[name], load).play()
     return found

@@ -191,6 +191,10 @@ class Books:
         """Groups that are complete and in no batch."""
         return self._counts[False, Phase.COMPLETE]
 
+    def untrained(self) -> int:
+        """Training groups that were started, and neither trained on nor given up."""
+        return sum(self._counts[False, phase] for phase in _STARTED)
+
     def running(self, *, away: frozenset[str] = frozenset()) -> int:
         if not away:
             return self._running_groups
@@ -225,3 +229,4 @@ class Books:
 
 
 _PENDING = (Phase.QUEUED, Phase.RUNNING, Phase.COMPLETE, Phase.BATCHED)
+_STARTED = _PENDING[1:]

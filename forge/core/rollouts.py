@@ -164,9 +164,7 @@ class Rollouts:
         if running >= self._settings.concurrency:
             return False
         if self._books.adaptive:
-            return self._books.adaptive.admits(
-                running=self._books.running_training(), unfetched=self._books.complete()
-            )
+            return self._books.adaptive.admits(untrained=self._books.untrained())
         return self._settings.admits(
             index=group.spec.index,
             head=self._books.window.head,

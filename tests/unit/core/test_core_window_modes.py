@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from forge.core.activity import Activity
-from forge.core.adaptive import Adaptive, Bounds
 from forge.core.admission import Admission, Mode, QueueSettings
 from forge.core.generation import GenerationQueue
 from forge.core.groups import Group, GroupSpec, Phase
@@ -125,35 +124,38 @@ def test_domain_at_its_limit_holds_up_no_other() -> None:
     assert lease(queue) == ["a1"]
 
 
-def started(adaptive: Adaptive, index: int, *, now_s: float = 0.0) -> Group:
-    spec = GroupSpec(task_id=TaskId(str(index)), index=index, domain="a", shard="s", size=1)
-    group = Group(spec)
-    adaptive.started(group, now_s)
-    return group
+def test_adaptive_starts_less_than_can_be_trained_on_in_time() -> None:
+    """0.6 S B groups are started and not trained on, whether they run, are complete or in a batch;
+    a group counts no more once it is trained on."""
+    queue = make_queue("a" * 64, mode=Mode.ADAPTIVE, batch_groups=4, max_staleness_p99=5.5)
+    names = lease(queue)
+    assert len(names) == 12, "0.6 of five steps of four groups"
+    complete(queue, *names)
+    assert lease(queue) == []
+    batch = queue.take(trainer_id="t", max_groups=4, now_s=0.0)
+    assert batch
+    assert lease(queue) == []
+    queue.batches.commit(batch.batch_id, step=1)
+    assert len(lease(queue)) == 4
+    assert queue.books.window.width == 40
 
 
-def test_adaptive_runs_as_many_as_the_bound_on_staleness_allows() -> None:
-    """running = S B mean / p99: with one group in ten nine times as long, half of S B."""
-    bounds = Bounds(concurrency=1000, batch_groups=20, staleness_p99=10.0, shift_kl=0.05)
-    adaptive = Adaptive(bounds)
-    assert adaptive.running_limit == 40, "a tail of 5 is assumed at first"
-    groups = [started(adaptive, index) for index in range(200)]
-    for index, group in enumerate(groups):
-        adaptive.completed(group, 9.0 if index % 10 == 0 else 1.0)
-    adaptive.trained(groups[:20], head=20)
-    assert adaptive.running_limit == 40
-    adaptive.trained(groups[20:40], head=40)
-    assert adaptive.running_limit == round(200 * 1.8 / 9.0)
-    assert not adaptive.admits(running=40, unfetched=0)
-    assert adaptive.admits(running=39, unfetched=200)
-    assert not adaptive.admits(running=39, unfetched=211)
+def test_adaptive_starts_a_whole_batch_whatever_the_bound() -> None:
+    """With a bound of one step it is generation and training in turns, and no halt."""
+    queue = make_queue("a" * 64, mode=Mode.ADAPTIVE, batch_groups=8, max_staleness_p99=1.0)
+    for _ in range(3):
+        names = lease(queue)
+        assert len(names) == 8
+        complete(queue, *names)
+        assert take(queue, 8) == tuple(names)
+        assert lease(queue) == []
+        queue.batches.commit(queue.take(trainer_id="t", max_groups=8, now_s=0.0).batch_id, step=1)
 
 
 def test_adaptive_batch_waits_for_the_slow_ones_of_a_start() -> None:
     """What is complete first after a start is short: it is no batch before slow ones have ended."""
     queue = make_queue("a" * 64, mode=Mode.ADAPTIVE, batch_groups=8, max_staleness_p99=20.0)
-    names = lease(queue)
-    assert len(names) == 32
+    names = lease(queue, 32)
     short, slow = names[1::2], names[0::2]
     complete(queue, *short, now_s=1.0)
     assert take(queue, 8, now_s=1.0) == ()

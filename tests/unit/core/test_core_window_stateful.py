@@ -127,8 +127,7 @@ class GenerationQueueMachine(QueueInvariants):
         assert books.running_training() <= running or books.activity is Activity.RUNNING
         if books.adaptive and books.running_training() > running:
             assert books.running_training() <= books.adaptive.running_limit
-            ahead = books.running_training() + books.complete()
-            assert ahead <= books.adaptive.window_size, "the queue ran ahead of the bound"
+            assert books.untrained() <= books.adaptive.open_limit, "the queue ran ahead"
         for claim in claims:
             assert claim.trajectory_id not in self.held, "an attempt was handed out twice"
             self.held[claim.trajectory_id] = claim

@@ -1,0 +1,140 @@
+"""The bound on staleness of the adaptive mode, kept in advance."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge.core.admission import Mode, QueueSettings
+from forge.core.deadlines import Deadlines
+from forge.core.generation import GenerationQueue
+from forge.core.groups import Group, GroupSpec, Phase
+from forge.core.trajectory import TaskId
+
+EVERYTHING = 1_000
+
+
+def make_group(index: int, *, shard: str = "s") -> Group:
+    spec = GroupSpec(task_id=TaskId(f"t{index}"), index=index, domain="a", shard=shard, size=1)
+    return Group(spec)
+
+
+def make_started(deadlines: Deadlines, *indices: int, complete: bool = False) -> list[Group]:
+    groups = [make_group(index) for index in indices]
+    for group in groups:
+        group.phase = Phase.COMPLETE if complete else Phase.RUNNING
+        deadlines.started(group)
+    return groups
+
+
+def train(deadlines: Deadlines, *groups: Group) -> None:
+    for group in groups:
+        deadlines.taken(group)
+    deadlines.trained(groups)
+
+
+def look(deadlines: Deadlines, size: int = 2, **changed: object) -> tuple[list[int], bool]:
+    asked: dict[str, object] = {"batched": 0, "edge": EVERYTHING, "away": frozenset()}
+    due, lacking = deadlines.due(size, **(asked | changed))
+    return [group.spec.index for group in due], lacking
+
+
+def test_group_is_due_in_the_last_step_that_is_in_time() -> None:
+    """Started after step 0 with a bound of 3: the third batch must hold it."""
+    deadlines = Deadlines(3, history=1000)
+    make_started(deadlines, 0, complete=True)
+    assert look(deadlines) == ([], False)
+    train(deadlines)
+    assert look(deadlines) == ([], False)
+    assert look(deadlines, batched=2) == ([0], False), "the second batch is out already"
+    train(deadlines)
+    assert look(deadlines) == ([0], False)
+
+
+def test_more_than_fit_into_the_last_batch_are_due_before() -> None:
+    """Five groups with two steps left, two to a batch: one cannot be in time in any order, and
+    the batch before the last must be full of them."""
+    deadlines = Deadlines(2, history=1000)
+    make_started(deadlines, 0, 1, 2, complete=True)
+    assert look(deadlines) == ([0], False)
+    make_started(deadlines, 3, 4, complete=True)
+    assert look(deadlines) == ([0, 1], False)
+
+
+def test_batch_waits_for_what_is_due_and_runs() -> None:
+    """A running group is lacking, unless its pool shard is away or it is beyond the window."""
+    deadlines = Deadlines(1, history=1000)
+    make_started(deadlines, 7)
+    assert look(deadlines) == ([], True)
+    assert look(deadlines, away=frozenset({"s"})) == ([], False)
+    assert look(deadlines, edge=7) == ([], False)
+
+
+def test_one_in_a_thousand_may_be_late() -> None:
+    """Nobody waits for the first hung group of a thousand trained ones; for the second, they do."""
+    deadlines = Deadlines(1, history=1000)
+    for index in range(999):
+        train(deadlines, *make_started(deadlines, index))
+    hung = make_started(deadlines, 1000, 1001)
+    assert look(deadlines, edge=2000) == ([], True)
+    deadlines.gave_up(hung[1])
+    train(deadlines, *make_started(deadlines, 999))
+    assert look(deadlines, edge=2000) == ([], False)
+    assert deadlines.staleness_p99 == 1
+    make_started(deadlines, 1002)
+    train(deadlines)
+    assert look(deadlines, edge=2000) == ([], True)
+
+
+def test_group_of_another_leader_is_due_at_once() -> None:
+    """Nobody remembers its start; its staleness is not counted."""
+    deadlines = Deadlines(5, history=1000)
+    group = make_group(3)
+    group.phase = Phase.COMPLETE
+    deadlines.came_back(group)
+    assert look(deadlines) == ([3], False)
+    train(deadlines, group)
+    assert look(deadlines) == ([], False)
+    assert deadlines.staleness_p99 == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.integers(1, 5),
+    bound=st.integers(1, 6),
+    concurrency=st.integers(1, 24),
+    order=st.lists(st.floats(0, 1, exclude_max=True), min_size=60, max_size=250),
+)
+def test_no_order_of_completion_breaks_the_bound(
+    batch: int, bound: int, concurrency: int, order: list[float]
+) -> None:
+    """Whichever group completes next, with full batches none is ever staler than the bound, none
+    beyond the edge is handed out, and the window never takes back what it announced."""
+    rules = QueueSettings(
+        concurrency=concurrency, mode=Mode.ADAPTIVE, batch_groups=batch, max_staleness_p99=bound
+    )
+    queue = GenerationQueue(rules)
+    for index in range(len(order) + concurrency):
+        queue.add(make_group(index), now_s=0.0)
+    window, step, announced = queue.books.window, 0, 0
+    started: dict[str, int] = {}
+    running: list[str] = []
+    for now_s, choice in enumerate(order):
+        for claim in queue.rollouts.lease(runner_id="r", max_rollouts=999, now_s=0.0):
+            started[claim.task_id] = step
+            running.append(claim.task_id)
+        if not running:
+            break
+        done = running.pop(int(choice * len(running)))
+        queue.rollouts.complete(f"{done}:0:0", now_s=float(now_s))
+        # At time 0 the queue still counts as growing: no batch is ever short.
+        while taken := queue.take(trainer_id="t", max_groups=batch, now_s=0.0):
+            edge = window.edge
+            assert edge >= announced
+            assert edge >= window.head + min(window.size, len(order) + concurrency - window.head)
+            announced = edge
+            step += 1
+            for task_id in taken.task_ids:
+                assert step - started[task_id] <= bound
+                assert int(task_id[1:]) < edge
+            queue.batches.commit(taken.batch_id, step=step)
