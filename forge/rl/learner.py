@@ -298,16 +298,23 @@ class Learner:
             "mtp": self.mtp.state_dict() if self.mtp else {},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`; load the weights first."""
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises `InvalidArgument` when a `state_dict()` is not of a learner like this one."""
         critic = state.get("critic", {})
         if bool(critic) != (self._critic is not None):
             raise InvalidArgument(
                 f"algorithm = {self.config.objective.algorithm!r} cannot go on from a checkpoint "
                 f"{'with' if critic else 'without'} a critic"
             )
+        self._optimizer.check_state(state["optimizer"])
+        if self.mtp is not None and state.get("mtp"):
+            self.mtp.heads.check(state["mtp"]["heads"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`; load the weights first. Raises like `check_state`."""
+        self.check_state(state)
         if self._critic is not None:
-            self._critic.head.load_state_dict(critic)
+            self._critic.head.load_state_dict(state["critic"])
         # A run may begin to train heads, or cease to, at any checkpoint.
         if self.mtp is not None and state.get("mtp"):
             self.mtp.load_state_dict(state["mtp"])

@@ -90,15 +90,26 @@ class Optimizers:
         """What `load_state_dict` takes."""
         return {"name": self.name, "parts": [part.state_dict() for part in self._parts]}
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises `InvalidArgument` for the state of another optimizer, or over other weights."""
+        name, parts = state.get("name"), state.get("parts", ())
+        sizes, own = _sizes(parts), _sizes([part.state_dict() for part in self._parts])
+        if name == self.name and sizes == own:
+            return
+        what = f"optimizer {name!r}"
+        if name == self.name:
+            what += f" over parameter groups of {sizes} tensors, which are {own} in this run"
+        raise InvalidArgument(f"optimizer = {self.name!r} cannot go on from a checkpoint of {what}")
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises `InvalidArgument` for the state of another optimizer."""
-        if state.get("name") != self.name or len(state["parts"]) != len(self._parts):
-            raise InvalidArgument(
-                f"optimizer = {self.name!r} cannot go on from a checkpoint of optimizer "
-                f"{state.get('name')!r}"
-            )
+        self.check_state(state)
         for part, own in zip(self._parts, state["parts"], strict=True):
             part.load_state_dict(own)
+
+
+def _sizes(parts: Iterable[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for part in parts for group in part["param_groups"]]
 
 
 def _trunk_matrices(model: Any) -> list[Tensor]:

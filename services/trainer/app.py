@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from forge.core.errors import ActorStopped, ForgeError, Unavailable
+from forge.core.errors import ActorStopped, ConfigError, ForgeError, Unavailable
 from forge.rl.batch_plan import plan_batch
 from forge.rl.policy import attention_channels
 from forge.runtime.actor import ActorRef
@@ -111,7 +111,7 @@ class TrainerApp:
                 more = await training.ask(Advance(), timeout_s=UNBOUNDED_S)
             except ActorStopped:
                 return
-            except (Superseded, Diverged) as error:
+            except (Superseded, Diverged, ConfigError) as error:
                 log.error(type(error).__name__.lower(), error=str(error))
                 self._context.stop()
                 return

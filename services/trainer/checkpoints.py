@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.core.errors import DataLoss, ResourceExhausted
+from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
 from forge.runtime.telemetry import log
 
 KEPT = 2
@@ -101,7 +101,10 @@ class CheckpointStore:
         return min((int(path.name.removeprefix(_PREFIX)) for path in paths), default=0)
 
     def newest_first(self) -> Iterator[Checkpoint]:
-        """Every valid checkpoint; one that is damaged is told about and passed over."""
+        """Every valid checkpoint; one that is damaged is told about and passed over.
+
+        Raises `ConfigError` at one of another format.
+        """
         for path in sorted(self._directory.glob(f"{_PREFIX}*[0-9]"), reverse=True):
             try:
                 yield _read(path)
@@ -136,7 +139,10 @@ def _read(path: Path) -> Checkpoint:
     try:
         state = json.loads((path / _STATE).read_text())
         if state["format"] != _FORMAT:
-            raise DataLoss(f"format {state['format']}; this trainer reads {_FORMAT}")
+            # Not damage: to pass it over would be to train from the start, unasked.
+            raise ConfigError(
+                f"{path / _STATE} is of format {state['format']!r}; this trainer reads {_FORMAT}"
+            )
         for name, size in state["files"].items():
             found = (path / name).stat().st_size
             if found != size:

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forge.core.errors import InvalidArgument
+from forge.core.errors import ConfigError, InvalidArgument
+from services.trainer.trainee import OWN_DIRECTORY
 
-_LEARNER = "learner.pt"
+LEARNER_FILE = "learner.pt"
 HEADS_FILE = "mtp.safetensors"
 UNREADABLE = (
     OSError,
@@ -75,7 +76,7 @@ class Contents:
         if self.heads:
             _save_tensors(self.heads, directory / HEADS_FILE)
         try:
-            torch.save(dict(self.learner), directory / _LEARNER)
+            torch.save(dict(self.learner), directory / LEARNER_FILE)
         except RuntimeError as error:
             # Torch has a word of its own for a write that failed.
             raise OSError(0, str(error).splitlines()[0]) from error
@@ -117,7 +118,9 @@ def read_heads(directory: Path) -> dict[str, Tensor]:
 
 def read(directory: Path, weights_file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights and the learner's state. Raises one of `UNREADABLE` when they are damaged."""
-    return load_file(directory / weights_file), torch.load(directory / _LEARNER, weights_only=True)
+    return load_file(directory / weights_file), torch.load(
+        directory / LEARNER_FILE, weights_only=True
+    )
 
 
 def host_copy(value: Any) -> Any:
@@ -132,3 +135,19 @@ def host_copy(value: Any) -> Any:
         case tuple():
             return tuple(host_copy(part) for part in value)
     return value
+
+
+def outline(directory: Path, weights_file: str) -> tuple[dict[str, list[int]], dict[str, Any]]:
+    """Shapes of the weights, and the learner's state with its tensors left on disk.
+
+    Raises one of `UNREADABLE` when they are damaged, `ConfigError` when there are other weights.
+    """
+    if not (directory / weights_file).is_file():
+        kind = "with all weights trained" if "adapter" in weights_file else "with adapters (LoRA)"
+        raise ConfigError(
+            f"{directory} holds no {weights_file}: it is of a run {kind}. {OWN_DIRECTORY}"
+        )
+    with safe_open(directory / weights_file, framework="pt") as weights:
+        shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+    state = torch.load(directory / LEARNER_FILE, weights_only=True, mmap=True, map_location="cpu")
+    return shapes, state

@@ -6,7 +6,7 @@ is stepped is `forge.rl.learner`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +15,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound
+from forge.core.errors import ConfigError, InvalidArgument, NotFound
+
+OWN_DIRECTORY = "Give the run a checkpoint_dir of its own, or the settings it began with."
+"""What to do about a checkpoint of something else."""
 
 
 class Trainee:
@@ -40,18 +43,28 @@ class Trainee:
         """Further text files of a checkpoint, by name."""
         return {}
 
+    def check(self, shapes: Mapping[str, Sequence[int]], *, base: str, source: Path) -> None:
+        """Raises `ConfigError` when what was saved in the file `source` is of another model."""
+        own = {name: tuple(tensor.shape) for name, tensor in self.saved().items()}
+        found = {name: tuple(shape) for name, shape in shapes.items()}
+        odd = [name for name in {**own, **found} if own.get(name) != found.get(name)]
+        if odd:
+            raise ConfigError(
+                f"{source} is of another model than this run: {odd[0]} is "
+                f"{found.get(odd[0], 'missing')}, {own.get(odd[0], 'not there')} in this run "
+                f"({len(odd)} of {len(own)} tensors differ). {OWN_DIRECTORY}"
+            )
+        if base != self.base:
+            raise ConfigError(
+                f"{source} has adapters of another base model than this run's. {OWN_DIRECTORY}"
+            )
+
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], *, base: str, source: Path) -> None:
-        """Go back to what was saved. Raises `FailedPrecondition` when it is of another model."""
-        own = self.saved()
-        shapes = {name: tensor.shape for name, tensor in own.items()}
-        fits = shapes == {name: tensor.shape for name, tensor in weights.items()}
-        if not fits or base != self.base:
-            raise FailedPrecondition(
-                f"checkpoint {source} is of another model, or of other LoRA settings, than this "
-                "run: give the run a checkpoint_dir of its own"
-            )
-        for name, tensor in own.items():
+        """Go back to what was saved. Raises `ConfigError` when it is of another model."""
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        self.check(shapes, base=base, source=source)
+        for name, tensor in self.saved().items():
             tensor.copy_(weights[name])
 
 

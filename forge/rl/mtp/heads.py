@@ -68,8 +68,8 @@ class MtpHeads(nn.ModuleList):
         """`mtp.<k from 0>.<weight>`: the tensors themselves, not copies."""
         return {PREFIX + name: tensor for name, tensor in self.state_dict().items()}
 
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take what `named_tensors` gave. Raises `InvalidArgument` when it does not fit."""
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises `InvalidArgument` when what `named_tensors` gave is of other heads."""
         own = {name: tuple(tensor.shape) for name, tensor in self.named_tensors().items()}
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if own != found:
@@ -78,4 +78,8 @@ class MtpHeads(nn.ModuleList):
                 f"MTP heads do not fit: {odd[0]} is {found.get(odd[0], 'missing')}, "
                 f"{own.get(odd[0], 'nothing of that name')} is expected ({len(odd)} differ)"
             )
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take what `named_tensors` gave. Raises like `check`."""
+        self.check(tensors)
         self.load_state_dict({name.removeprefix(PREFIX): one for name, one in tensors.items()})

