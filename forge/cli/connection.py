@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge.cli.rundir import RunDirectory
-from forge.core.errors import InvalidArgument, NotFound
+from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc import Channels
 from forge.runtime.security import Keyring, Security
@@ -52,11 +52,17 @@ class Connection:
 
 
 def of_run(path: Path) -> Connection:
-    """To the stack of a run that is going on. Raises `NotFound` for no run."""
+    """To the stack of a run that is going on. Raises `NotFound` for no run, and
+    `FailedPrecondition` for one that stands still."""
     directory = RunDirectory(path.resolve())
     endpoints_file = directory.path / "etcd.endpoints"
     if not endpoints_file.exists():
         raise NotFound(f"{path} is not a run directory: {endpoints_file.name} is missing")
+    if not directory.in_use():
+        raise FailedPrecondition(
+            f"{path} is not running: `forge run --run-dir {path}` goes on with it, `forge up` "
+            "only starts its services"
+        )
     return Connection(
         etcd=endpoints_file.read_text().strip(),
         cluster=directory.path.name,

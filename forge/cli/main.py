@@ -123,6 +123,28 @@ def status(
 
 
 @app.command()
+def plot(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run directories, or metrics.jsonl files; several compare.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Picture to write: .svg, .png or .pdf. Default: in the run.")
+    ] = None,
+) -> None:
+    """Draw a run's curves: reward, entropy, staleness, merging and time over optimizer steps."""
+    from forge.cli.plot import draw
+    from forge.cli.rundir import RunDirectory
+
+    first = runs[0]
+    target = out or RunDirectory(first if first.is_dir() else first.parent).curves
+    try:
+        draw(runs, target)
+    except ForgeError as error:
+        fail(error)
+    console.print(str(target), highlight=False, soft_wrap=True)
+
+
+@app.command()
 def doctor(root: Root = Path(".forge")) -> None:
     """Check this machine: Python, packages, etcd, ports, disk, memory, sandbox.
 

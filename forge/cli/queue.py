@@ -6,20 +6,25 @@ Owns the commands and the line they print; what they mean is the scheduler's bus
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forge.cli.connection import Connection
 from forge.cli.outcome import console, finish
 from forge.cli.pool_options import reading
-from forge.v1 import scheduler_pb2
+from forge.v1 import common_pb2, scheduler_pb2
+
+if TYPE_CHECKING:
+    from forge.cli.submitting import Submission
+    from forge.core.dataset_cursor import DatasetCursor
 
 queue_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Pause, resume and drain the generation queue of a running system, the newest run under "
-    ".forge unless told otherwise. What is set outlives the scheduler.",
+    help="Fill, pause, resume and drain the generation queue of a running system, the newest run "
+    "under .forge unless told otherwise. What is set outlives the scheduler.",
 )
 _POLL_S = 1.0
 
@@ -53,6 +58,56 @@ def drain(
 def status(at: Connection) -> None:
     """Show how the queue stands."""
     finish(lambda: _set(at, None), "Interrupted.")
+
+
+@queue_app.command()
+@reading
+def submit(
+    at: Connection,
+    file: Annotated[Path, typer.Argument(help="JSON Lines: an object with `payload` per task.")],
+    name: Annotated[str, typer.Option(help="Of the data set. Default: the file's name.")] = "",
+    epochs: Annotated[int, typer.Option(min=0, help="0: without end.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the order within each epoch.")] = 0,
+    shuffle: Annotated[bool, typer.Option(help="Each epoch in an order of its own.")] = True,
+    queued: Annotated[int, typer.Option(min=1, help="Groups to keep waiting in the queue.")] = 256,
+    curriculum: Annotated[
+        str, typer.Option(help="module:function that chooses which tasks come next.")
+    ] = "",
+    domain: Annotated[str, typer.Option(help="Of tasks that name none.")] = "",
+    scaffold: Annotated[str, typer.Option(help="Of tasks that name none.")] = "blackbox",
+    group_size: Annotated[int, typer.Option(min=1, help="Of tasks that name none.")] = 8,
+) -> None:
+    """Submit a file of tasks, epoch by epoch, and keep the queue filled until all are in it.
+
+    Interrupted, the same command goes on where it stood: the tasks in the pool say where.
+    """
+    from forge.cli.submitting import Submission
+
+    submission = Submission(
+        file=file,
+        name=name or file.stem,
+        epochs=epochs,
+        seed=seed,
+        shuffle=shuffle,
+        queued=queued,
+        curriculum=curriculum,
+        defaults=common_pb2.Task(domain=domain, scaffold=scaffold, group_size=group_size),
+    )
+    finish(lambda: _submit(at, submission), "Interrupted. The same command goes on.")
+
+
+async def _submit(at: Connection, submission: Submission) -> None:
+    """Raises ForgeError."""
+    from forge.cli.submitting import Submitter
+    from forge.client.operator import Operator
+
+    def show(cursor: DatasetCursor, accepted: int) -> None:
+        console.print(f"{accepted} tasks submitted, epoch {cursor.epoch}", highlight=False)
+
+    async with at.open() as (coordinator, channels):
+        submitter = Submitter(Operator(coordinator, channels), submission)
+        await submitter.run(show)
+        console.print(f"all of {submission.name} is in the queue", highlight=False)
 
 
 async def _set(

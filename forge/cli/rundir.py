@@ -42,6 +42,7 @@ class RunDirectory:
         self.etcd = path / "etcd"
         self.checkpoints = path / "checkpoints"
         self.metrics_file = path / "metrics.jsonl"
+        self.curves = path / "curves.svg"
         self._state_file = path / "run.json"
 
     def pool(self, shard: str) -> Path:
@@ -82,6 +83,14 @@ class RunDirectory:
         state = replace(state, phase=phase)
         self.save(state)
         return state
+
+    def in_use(self) -> bool:
+        """Whether some process holds the directory."""
+        try:
+            with self.locked():
+                return False
+        except FailedPrecondition:
+            return True
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,10 +14,12 @@ from rich.console import Console
 from forge.cli.campaign import Campaign, CampaignResult
 from forge.cli.display import RunDisplay, result_notes, result_table
 from forge.cli.models import ensure_model
+from forge.cli.plot import draw
 from forge.cli.presets import Preset, Settings, merged, preset_for
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
 from forge.cli.stack import Stack, StackPlan
 from forge.client.operator import Operator
+from forge.core.errors import ForgeError
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc import Channels
 from forge.runtime.security import Keyring, Security
@@ -116,6 +118,10 @@ async def train(options: RunOptions, console: Console) -> None:
     console.print(result_table(result))
     for note in result_notes(result, directory, time.monotonic() - started):
         console.print(note, highlight=False, soft_wrap=True)
+    # No picture is no reason for a run to fail.
+    with suppress(ForgeError):
+        draw([directory.path], directory.curves)
+        console.print(f"Curves {directory.curves}", highlight=False, soft_wrap=True)
 
 
 async def _campaign(

@@ -29,6 +29,7 @@ def test_run_trains_and_prints_the_table(tmp_path: Path, forge_root: Path) -> No
     steps = run.metrics()
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["merge_ratio"] > 1 for step in steps)
+    assert (run.directory / "curves.svg").exists()
 
 
 def test_interrupted_run_leaves_no_process_and_resumes(tmp_path: Path, forge_root: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from pyarrow import parquet
 
+from forge.cli.rundir import RunDirectory
 from forge.core.trajectory import float32_array, int32_array
 from forge.runtime.coordination import Coordinator
 from forge.v1 import pool_pb2
@@ -38,7 +39,8 @@ async def pool(
     process = PoolProcess(folder, etcd=shared_etcd, cluster=CLUSTER)
     process.start()
     (folder / "etcd.endpoints").write_text(shared_etcd.endpoint + "\n")
-    yield process
+    with RunDirectory(folder).locked():
+        yield process
     process.kill()
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from forge.cli.campaign import CampaignResult, Evaluation, evaluation
+from forge.cli.connection import of_run
 from forge.cli.dataset import held_out_tasks, interleave, training_tasks
 from forge.cli.display import result_table, sparkline
 from forge.cli.presets import PRESETS, merged, parse_overrides, preset_for
@@ -21,6 +22,17 @@ from forge.v1 import common_pb2 as pb
 from forge.v1 import scheduler_pb2
 
 STATE = RunState(model="tiny", model_path="/models/tiny", seed=0, steps=3)
+
+
+def test_a_run_that_stands_still_is_said_to(tmp_path: Path) -> None:
+    """Nobody is sent to an etcd that ended with the run."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    (directory.path / "etcd.endpoints").write_text("127.0.0.1:1\n")
+    with pytest.raises(FailedPrecondition, match=r"is not running: `forge run --run-dir"):
+        of_run(directory.path)
+    with directory.locked():
+        assert of_run(directory.path).etcd == "127.0.0.1:1"
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -1,0 +1,134 @@
+"""`forge plot`: the curves of a run, or of several beside each other, as one picture.
+
+Reads `metrics.jsonl` and draws; knows nothing of a running system.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.cli.rundir import RunDirectory
+from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound
+
+SMOOTHING = 0.25
+"""Weight of the newest step in the moving average that is drawn over the single steps."""
+
+Step = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One line of a panel."""
+
+    label: str
+    steps: Sequence[int]
+    values: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One quantity over optimizer steps."""
+
+    title: str
+    value: Callable[[Step], float]
+    of_domain: str = ""
+    """Its name among a domain's metrics; "" for what only a whole step has."""
+
+
+PANELS = (
+    Panel(title="reward", value=lambda step: step["mean_reward"], of_domain="mean_reward"),
+    Panel(title="entropy (nats)", value=lambda step: step["entropy"], of_domain="entropy"),
+    Panel(title="staleness (versions)", value=lambda step: step["staleness_mean"]),
+    Panel(title="log-prob gap", value=lambda step: step["logprob_gap_mean"]),
+    Panel(title="tokens merged into one", value=lambda step: step["merge_ratio"]),
+    Panel(
+        title="seconds a step, waiting included", value=lambda step: step["step_s"] + step["wait_s"]
+    ),
+)
+
+
+def read_steps(path: Path) -> list[Step]:
+    """The steps of a run directory or metrics file, in order; a step that was taken again counts
+    as it was taken last. Raises `NotFound` for no file, `InvalidArgument` for one that is not
+    metrics or holds no step."""
+    file = RunDirectory(path).metrics_file if path.is_dir() else path
+    try:
+        lines = file.read_text().splitlines()
+    except FileNotFoundError:
+        raise NotFound(f"{file}: there is no such file; name a run's directory") from None
+    steps: dict[int, Step] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            step = json.loads(line)
+            steps[step["step"]] = step
+        except (ValueError, KeyError, TypeError):
+            raise InvalidArgument(f"{file}:{number} is not the metrics of a step") from None
+    if not steps:
+        raise InvalidArgument(f"{file} holds no step yet")
+    return [steps[number] for number in sorted(steps)]
+
+
+def curves(panel: Panel, runs: Mapping[str, Sequence[Step]]) -> list[Curve]:
+    """A line for each domain of one run, or one for each of several runs."""
+    if len(runs) > 1 or not panel.of_domain:
+        return [
+            Curve(
+                label=name,
+                steps=[step["step"] for step in steps],
+                values=[panel.value(step) for step in steps],
+            )
+            for name, steps in runs.items()
+        ]
+    (steps,) = runs.values()
+    domains = sorted({name for step in steps for name in step["domains"]})
+    lines = []
+    for name in domains:
+        own = {step["step"]: step["domains"][name] for step in steps if name in step["domains"]}
+        values = [one[panel.of_domain] for one in own.values()]
+        lines.append(Curve(label=name, steps=list(own), values=values))
+    return lines
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Exponential moving average, as long as `values`."""
+    averages: list[float] = []
+    for value in values:
+        before = averages[-1] if averages else value
+        averages.append(before + SMOOTHING * (value - before))
+    return averages
+
+
+def draw(paths: Sequence[Path], out: Path) -> None:
+    """Write the picture, in the format of `out`'s suffix. Raises `FailedPrecondition` without
+    matplotlib, `NotFound` or `InvalidArgument` for what cannot be read or written."""
+    runs = {path.resolve().name: read_steps(path) for path in paths}
+    try:
+        import matplotlib
+    except ImportError:
+        raise FailedPrecondition("plots need matplotlib: pip install matplotlib") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, rows = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained", sharex=True)
+    for axes, panel in zip(rows.flat, PANELS, strict=True):
+        lines = curves(panel, runs)
+        for index, line in enumerate(lines):
+            axes.plot(line.steps, line.values, color=f"C{index}", alpha=0.25, linewidth=0.8)
+            axes.plot(line.steps, smoothed(line.values), color=f"C{index}", label=line.label)
+        axes.set_title(panel.title, fontsize=10)
+        axes.set_ylim(bottom=min(0.0, *(value for line in lines for value in line.values)))
+        if len(lines) > 1:
+            axes.legend(fontsize=8)
+    for axes in rows[-1]:
+        axes.set_xlabel("optimizer step")
+    figure.suptitle(", ".join(runs), fontsize=11)
+    try:
+        figure.savefig(out)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"--out {out}: {error}") from error
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,177 @@
+"""`forge queue submit`: a file of tasks, kept flowing into the queue of a running system.
+
+Owns the file's format, the pace and the question to a curriculum. What comes next is for
+`forge.core.dataset_cursor` to say.
+
+A line is a JSON object: `payload` (an object) and, where they differ from the command's options,
+`domain`, `scaffold`, `group_size`, `difficulty`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.agents.plugins import load_attribute
+from forge.client.operator import Operator
+from forge.core.dataset_cursor import DatasetCursor, Place, chosen_of, place_of, task_id_of
+from forge.core.errors import ConfigError, InvalidArgument
+from forge.v1 import common_pb2
+
+CANDIDATES = 4096
+"""Most rows a curriculum chooses from at a time."""
+_POLL_S = 1.0
+_FIELDS = frozenset({"payload", "domain", "scaffold", "group_size", "difficulty"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What a curriculum may know of a row."""
+
+    row: int
+    """Line of the file, from 0."""
+    epoch: int
+    domain: str
+    difficulty: float
+    payload: Mapping[str, Any]
+
+
+Curriculum = Callable[[Sequence[Candidate], Mapping[str, float]], Sequence[int]]
+"""Given candidates and the recent reward by domain, the positions of those to submit, first first.
+What it leaves out is offered again; a row comes once an epoch whatever it says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """What the command was asked for."""
+
+    file: Path
+    name: str
+    epochs: int
+    seed: int
+    shuffle: bool
+    queued: int
+    """Groups kept waiting in the queue."""
+    curriculum: str
+    """module:function; "": file order, shuffled or not."""
+    defaults: common_pb2.Task
+    """Of fields that a line leaves out."""
+
+
+def read_tasks(file: Path, defaults: common_pb2.Task) -> list[common_pb2.Task]:
+    """The tasks of the file, without ids. Raises InvalidArgument naming the line."""
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{file}: {error}") from None
+    tasks = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            tasks.append(_task(json.loads(line), defaults))
+        except (ValueError, TypeError, InvalidArgument) as error:
+            raise InvalidArgument(f"{file}, line {number}: {error}") from None
+    return tasks
+
+
+def load_curriculum(reference: str) -> Curriculum:
+    """Raises ConfigError when there is no such function."""
+    found = load_attribute(reference)
+    if not callable(found):
+        raise ConfigError(f"{reference} is no function")
+    curriculum: Curriculum = found
+    return curriculum
+
+
+class Submitter:
+    """Submits one data set to its end."""
+
+    def __init__(self, operator: Operator, submission: Submission) -> None:
+        """Raises InvalidArgument, ConfigError."""
+        self._operator = operator
+        self._submission = submission
+        self._tasks = read_tasks(submission.file, submission.defaults)
+        self._curriculum = load_curriculum(submission.curriculum) if submission.curriculum else None
+        task_id_of(submission.name, Place(0, len(self._tasks)))
+        self.accepted = 0
+
+    async def run(self, on_progress: Callable[[DatasetCursor, int], None]) -> None:
+        """Until the last row of the last epoch is in the queue; told after each submission."""
+        cursor = await self._resume()
+        while not cursor.finished:
+            status = await self._operator.scheduler_status()
+            places = self._choose(cursor, self._submission.queued - status.queued, status)
+            if places:
+                self.accepted += await self._operator.submit(map(self._named, places))
+                cursor.submitted(places)
+                on_progress(cursor, self.accepted)
+            else:
+                await asyncio.sleep(_POLL_S)
+
+    async def _resume(self) -> DatasetCursor:
+        name = self._submission.name
+        submitted = [
+            place
+            async for group in self._operator.groups(name)
+            if (place := place_of(name, group.group.task.task_id)) is not None
+        ]
+        return DatasetCursor(
+            rows=len(self._tasks),
+            epochs=self._submission.epochs,
+            seed=self._submission.seed,
+            shuffle=self._submission.shuffle,
+            submitted=submitted,
+        )
+
+    def _choose(self, cursor: DatasetCursor, room: int, status: Any) -> Sequence[Place]:
+        if room <= 0:
+            return []
+        if self._curriculum is None:
+            return cursor.waiting(room)
+        waiting = cursor.waiting(CANDIDATES)
+        rewards = {each.domain: each.recent_reward for each in status.domains}
+        choice = self._curriculum([self._candidate(place) for place in waiting], rewards)
+        chosen = chosen_of(waiting, list(choice), room)
+        # A queue with nothing in it brings no reward that could change its mind.
+        return chosen or (waiting[:1] if not status.queued and not status.running_groups else [])
+
+    def _candidate(self, place: Place) -> Candidate:
+        task = self._tasks[place.row]
+        return Candidate(
+            row=place.row,
+            epoch=place.epoch,
+            domain=task.domain,
+            difficulty=task.difficulty,
+            payload=json.loads(task.payload_json),
+        )
+
+    def _named(self, place: Place) -> common_pb2.Task:
+        task = common_pb2.Task()
+        task.CopyFrom(self._tasks[place.row])
+        task.task_id = task_id_of(self._submission.name, place)
+        task.tag = self._submission.name
+        return task
+
+
+def _task(line: Any, defaults: common_pb2.Task) -> common_pb2.Task:
+    if not isinstance(line, dict) or not isinstance(line.get("payload"), dict):
+        raise InvalidArgument("must be a JSON object with an object `payload`")
+    unknown = sorted(line.keys() - _FIELDS)
+    if unknown:
+        raise InvalidArgument(
+            f"unknown field {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}"
+        )
+    task = common_pb2.Task()
+    task.CopyFrom(defaults)
+    for field in sorted(_FIELDS - {"payload"}):
+        if field in line:
+            setattr(task, field, line[field])
+    task.payload_json = json.dumps(line["payload"])
+    if not task.domain:
+        raise InvalidArgument("has no `domain`, and there is no --domain")
+    return task

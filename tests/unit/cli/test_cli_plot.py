@@ -1,0 +1,111 @@
+"""`forge plot`: what it draws of which steps, and what it says of files that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from forge.cli.main import app
+from forge.cli.plot import PANELS, Curve, curves, draw, read_steps, smoothed
+from forge.core.errors import InvalidArgument, NotFound
+
+REWARD, STALENESS = PANELS[0], PANELS[2]
+
+
+def step(number: int, **rewards: float) -> dict[str, Any]:
+    """Metrics of a step, as the trainer writes them."""
+    domains = {
+        name: {"mean_reward": reward, "entropy": 0.5} for name, reward in sorted(rewards.items())
+    }
+    return {
+        "step": number,
+        "mean_reward": sum(rewards.values()) / len(rewards),
+        "entropy": 0.5,
+        "staleness_mean": 2.0,
+        "logprob_gap_mean": 0.01,
+        "merge_ratio": 8.0,
+        "step_s": 1.0,
+        "wait_s": 0.5,
+        "domains": domains,
+    }
+
+
+def write(directory: Path, *steps: dict[str, Any]) -> Path:
+    directory.mkdir()
+    lines = "".join(json.dumps(one) + "\n" for one in steps)
+    (directory / "metrics.jsonl").write_text(lines)
+    return directory
+
+
+def test_a_step_taken_again_counts_as_it_was_taken_last(tmp_path: Path) -> None:
+    """A run that was resumed from a checkpoint has some steps twice."""
+    run = write(tmp_path / "run", step(1, qa=0.1), step(2, qa=0.2), step(2, qa=0.9), step(3, qa=1))
+    assert [one["mean_reward"] for one in read_steps(run)] == [0.1, 0.9, 1]
+    assert read_steps(run / "metrics.jsonl") == read_steps(run)
+
+
+def test_one_run_has_a_line_per_domain_and_several_have_one_each(tmp_path: Path) -> None:
+    """Domains that a batch had nothing of are missing from that step, not zero."""
+    steps = [step(1, qa=0.5, code=0.0), step(2, qa=1.0)]
+    assert curves(REWARD, {"a": steps}) == [
+        Curve(label="code", steps=[1], values=[0.0]),
+        Curve(label="qa", steps=[1, 2], values=[0.5, 1.0]),
+    ]
+    assert curves(STALENESS, {"a": steps}) == [Curve(label="a", steps=[1, 2], values=[2.0, 2.0])]
+    both = curves(REWARD, {"a": steps, "b": steps[:1]})
+    assert [(line.label, line.values) for line in both] == [("a", [0.25, 1.0]), ("b", [0.25])]
+
+
+def test_the_average_starts_at_the_first_step_and_follows() -> None:
+    """No pull towards zero at the start."""
+    assert smoothed([4.0, 4.0, 8.0]) == [4.0, 4.0, 5.0]
+    assert smoothed([]) == []
+
+
+def test_a_picture_names_the_domains(tmp_path: Path) -> None:
+    """SVG holds its text: titles as they are drawn."""
+    run = write(tmp_path / "run", step(1, qa=-0.5, code=0.0), step(2, qa=1.0, code=0.5))
+    out = tmp_path / "curves.svg"
+    draw([run], out)
+    assert out.read_text().lstrip().startswith("<?xml")
+    # The second line of a panel's legend stands for the second domain.
+    assert out.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no such file"),
+        ("", "holds no step yet"),
+        ("{}\n", ":1 is not the metrics of a step"),
+        ('{"step": 1}\nnonsense\n', ":2 is not the metrics of a step"),
+    ],
+)
+def test_files_without_steps_are_named(tmp_path: Path, content: str | None, said: str) -> None:
+    """One line: the file, and what is wrong with it."""
+    file = tmp_path / "metrics.jsonl"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises((NotFound, InvalidArgument), match=said):
+        read_steps(file)
+
+
+def test_a_format_nobody_draws_is_refused(tmp_path: Path) -> None:
+    """The command ends with 2 and names the flag."""
+    run = write(tmp_path / "run", step(1, qa=0.5))
+    result = CliRunner().invoke(app, ["plot", str(run), "--out", str(tmp_path / "curves.txt4")])
+    assert result.exit_code == 2
+    assert "--out" in result.stderr and "txt4" in result.stderr
+
+
+def test_the_picture_of_a_run_stands_in_it(tmp_path: Path) -> None:
+    """Without --out the command writes beside the metrics, and says where."""
+    run = write(tmp_path / "run", step(1, qa=0.5))
+    result = CliRunner().invoke(app, ["plot", str(run)])
+    assert result.exit_code == 0
+    assert (run / "curves.svg").exists()
+    assert "curves.svg" in result.stdout
