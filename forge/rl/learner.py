@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -62,13 +62,21 @@ class _Gradient:
     """Why there is none."""
 
 
+class Reference(Protocol):
+    """What a KL penalty keeps the policy close to; nothing changes it."""
+
+    def logprobs(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
+        """As of a `TreePolicy`: log-probs and entropies [T]."""
+        ...
+
+
 class Learner:
     """A policy with its optimizer. Not thread-safe."""
 
     def __init__(
-        self, policy: TreePolicy, config: LearnerConfig, *, reference: TreePolicy | None = None
+        self, policy: TreePolicy, config: LearnerConfig, *, reference: Reference | None = None
     ) -> None:
-        """`reference` is what a KL penalty keeps the policy close to; it is never changed.
+        """`reference` is needed for a KL penalty alone.
 
         Raises `InvalidArgument` for an objective that cannot be.
         """

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Sequence
+from copy import copy
 from itertools import accumulate
 from typing import Any
 
@@ -121,6 +122,12 @@ class TreePolicy:
         if self._softcap:
             logits_RV = torch.tanh(logits_RV / self._softcap) * self._softcap
         return (logits_RV / temperatures_R[:, None]).log_softmax(-1)
+
+    def plain(self) -> TreePolicy:
+        """The same model for its log-probs alone: no values, no states, no balance."""
+        bare = copy(self)
+        bare.value_head = bare.states = bare.balance = None
+        return bare
 
     @property
     def vocabulary(self) -> int:

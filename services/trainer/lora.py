@@ -1,6 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model, through PEFT.
 
-Owns putting them in, the merged weights that inference gets, and PEFT's layout of what is saved:
+Owns putting them in, the merged weights that inference gets, the reference policy that is the base
+without them, and PEFT's layout of what is saved:
 `PeftModel.from_pretrained(model_path, checkpoint)` reads a checkpoint. PEFT is an optional
 package, imported only here and only when adapters are asked for.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from forge.core.errors import ConfigError
+from forge.rl.policy import TreePolicy
+from forge.rl.tree_batch import TreeBatch
 from services.trainer.trainee import Trainee, own_tensors
 
 _ADAPTER = "default"
@@ -70,6 +73,10 @@ class LoraTrainee(Trainee):
             else:
                 yield name, plain[name] + layer.get_delta_weight(_ADAPTER)
 
+    def base_reference(self, policy: TreePolicy) -> BaseReference:
+        """The model as it was before the adapters; `policy` is that of the adapted one."""
+        return BaseReference(policy, list(self._layers.values()))
+
     def saved(self) -> dict[str, Tensor]:
         """The adapters, under PEFT's names."""
         return {
@@ -80,6 +87,29 @@ class LoraTrainee(Trainee):
 
     def sidecars(self) -> Mapping[str, str]:
         return {"adapter_config.json": self._config}
+
+
+class BaseReference:
+    """A reference policy that needs no copy of the model: its adapters are left out."""
+
+    def __init__(self, policy: TreePolicy, layers: Sequence[Any]) -> None:
+        self._policy = policy
+        self._layers = layers
+
+    def logprobs(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
+        """Of the frozen weights, without dropout."""
+        model, training = self._policy.model, self._policy.model.training
+        self._enable(False)
+        model.eval()
+        try:
+            return self._policy.plain().logprobs(batch)
+        finally:
+            model.train(training)
+            self._enable(True)
+
+    def _enable(self, enabled: bool) -> None:
+        for layer in self._layers:
+            layer.enable_adapters(enabled)
 
 
 def _inject(model: Any, settings: LoraSettings, model_path: Path) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.batch_plan import BatchPlan
-from forge.rl.learner import Learner, StepResult
+from forge.rl.learner import Learner, Reference, StepResult
 from forge.rl.policy import TreePolicy
 from forge.rl.precision import computes_bfloat16
 from forge.runtime.actor import ThreadActor
@@ -94,16 +94,21 @@ class LearnerActor(ThreadActor):
         self._trainee = (
             LoraTrainee(model, lora, model_path=self._model_path) if lora else Trainee(model)
         )
-        reference = None
-        if self._config.kl_coef:
-            frozen = load_model(Path(self._config.reference_path or self._model_path))
-            reference = TreePolicy(frozen.requires_grad_(False).eval(), autocast=autocast)
-        self._learner = Learner(
-            TreePolicy(model, autocast=autocast), self._config.learner(), reference=reference
-        )
+        policy = TreePolicy(model, autocast=autocast)
+        self._learner = Learner(policy, self._config.learner(), reference=self._reference(policy))
         heads = read_heads(self._model_path) if self._learner.mtp else {}
         if self._learner.mtp and heads:
             self._learner.mtp.heads.load_tensors(heads)
+
+    def _reference(self, policy: TreePolicy) -> Reference | None:
+        """A frozen copy of the model, but for adapters on it: their base is there already."""
+        if not self._config.kl_coef:
+            return None
+        path = Path(self._config.reference_path or self._model_path)
+        if isinstance(self._trainee, LoraTrainee) and path == self._model_path:
+            return self._trainee.base_reference(policy)
+        frozen = load_model(path).requires_grad_(False).eval()
+        return TreePolicy(frozen, autocast=policy.autocast)
 
     def _heads(self) -> dict[str, Tensor]:
         return self._learner.mtp.heads.named_tensors() if self._learner.mtp else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -19,6 +20,7 @@ from forge.rl.batch_plan import plan_batch
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.config import TrainerConfig
+from services.trainer.trainee import load_model
 from services.trainer.weights import Snapshot
 from tests.support.rl_models import make_sample, tiny_model
 
@@ -113,6 +115,37 @@ def test_a_restored_run_takes_the_same_step(
     assert not torch.equal(one["model.layers.0.mlp.down_proj.weight"], sent(trained[0])[
         "model.layers.0.mlp.down_proj.weight"
     ])  # fmt: skip
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_reference_is_the_base_without_adapters(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropout: float
+) -> None:
+    """No second copy is loaded; step for step it is what a second copy gives, heads included."""
+    copied = tmp_path / "copy"
+    shutil.copytree(model_path, copied)
+    loads: list[Path] = []
+
+    def counted(path: Path) -> Any:
+        loads.append(path)
+        return load_model(path)
+
+    monkeypatch.setattr("services.trainer.actors.learner.load_model", counted)
+    settings = {"kl_coef": 0.3, "kl_estimator": "k3", "lora_dropout": dropout, "mtp_heads": 1}
+    shared = learner(model_path, tmp_path / "shared", **settings)
+    assert loads == [model_path]
+    apart = learner(model_path, tmp_path / "apart", reference_path=str(copied), **settings)
+    assert loads[1:] == [model_path, copied]
+    for number in range(3):
+        results = []
+        for actor in (shared, apart):
+            torch.manual_seed(number)
+            results.append(step(actor))
+        assert results[0].loss == results[1].loss
+        assert results[0].stats == results[1].stats and results[0].mtp == results[1].mtp
+    assert results[0].stats.reference_kl > 0
+    one, other = sent(shared), sent(apart)
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("other", ["base", "rank"])
