@@ -31,6 +31,9 @@ class SampledBatch:
     logprobs: torch.Tensor
     """float32 natural log, shape [B]; 0 for rows sampled greedily, which had no other
     choice. Not finite where the logits are not."""
+    all_logprobs: torch.Tensor | None = None
+    """float32, shape [B, V]: the distribution drawn from, if it was asked for; of greedy rows at
+    temperature 1, with their other cuts."""
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
@@ -49,16 +52,17 @@ def sample(
     top_p_B: torch.Tensor,
     top_k_B: torch.Tensor,
     uniform_B: torch.Tensor,
+    keep_all: bool = False,
 ) -> SampledBatch:
     """One token per row, by inverting the cumulative distribution at `uniform_B`.
 
     Order of the cuts: temperature, then top-k (0 keeps all), then top-p on what is left,
     renormalised, as in transformers. Temperature 0 takes the likeliest token. Ties at a cut are
-    kept.
+    kept. `keep_all` gives the whole distribution, too.
     """
     logits_BV = logits_BV.float()
     greedy_B = temperature_B <= 0
-    if bool(greedy_B.all()):
+    if not keep_all and bool(greedy_B.all()):
         likeliest = logits_BV.max(-1)
         # Not plain zero: what is not finite must stay so, or broken weights would not show.
         return SampledBatch(ids=likeliest.indices, logprobs=likeliest.values * 0.0)
@@ -72,7 +76,8 @@ def sample(
     if bool(greedy_B.any()):
         ids_B = torch.where(greedy_B, logits_BV.argmax(-1), ids_B)
         logprobs_B = torch.where(greedy_B, logits_BV.amax(-1) * 0.0, logprobs_B)
-    return SampledBatch(ids=ids_B, logprobs=logprobs_B)
+    all_logprobs = logprobs_BV if keep_all else None
+    return SampledBatch(ids=ids_B, logprobs=logprobs_B, all_logprobs=all_logprobs)
 
 
 def _mix(state: np.ndarray) -> np.ndarray:

@@ -231,6 +231,8 @@ class SampledTokens(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSIONS_FIELD_NUMBER: _builtins.int
     ALLOWED_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     ids: _builtins.bytes
     """int32 token ids, in the order they were sampled."""
     logprobs: _builtins.bytes
@@ -243,6 +245,15 @@ class SampledTokens(_message.Message):
     nothing likely. Empty when no grammar was asked for. `logprobs` plus this is the log-prob of
     the token without the grammar (with top_p 1 and top_k 0); docs/training.md says what for.
     """
+    top_ids: _builtins.bytes
+    """Only with SamplingParams.top_logprobs, n: for each token, the int32 ids of the n likeliest at
+    its place, the likeliest first. n entries per token (or the vocabulary's, if it has fewer).
+    For the caller alone: never stored.
+    """
+    top_logprobs: _builtins.bytes
+    """float32 natural log of their probabilities in the distribution sampled from, entry for entry;
+    -inf for what it leaves out. Of a greedy token: at temperature 1.
+    """
     def __init__(
         self,
         *,
@@ -250,10 +261,12 @@ class SampledTokens(_message.Message):
         logprobs: _builtins.bytes = ...,
         weight_versions: _builtins.bytes = ...,
         allowed_logprobs: _builtins.bytes = ...,
+        top_ids: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_logprobs", b"allowed_logprobs", "ids", b"ids", "logprobs", b"logprobs", "weight_versions", b"weight_versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_logprobs", b"allowed_logprobs", "ids", b"ids", "logprobs", b"logprobs", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs", "weight_versions", b"weight_versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -314,6 +327,7 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 samples greedily. Unset means 1: the distribution that is trained."""
     top_p: _builtins.float
@@ -324,6 +338,8 @@ class SamplingParams(_message.Message):
     """Most tokens to sample. Must be at least 1."""
     seed: _builtins.int
     """Same seed, prompt and weights give the same tokens. Unset draws a fresh seed."""
+    top_logprobs: _builtins.int
+    """How many of the likeliest tokens to tell with each sampled one: at most 20; 0 tells none."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sampling one of these ends the turn; it is kept as the last sampled token."""
@@ -344,10 +360,11 @@ class SamplingParams(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         seed: _builtins.int | None = ...,
         grammar: Global___Grammar | None = ...,
+        top_logprobs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015

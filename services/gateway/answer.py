@@ -6,8 +6,10 @@ only tool call that is wanted, are dropped: no context ever contains them. Owns 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
+from math import isfinite
 
 from forge.core.errors import DataLoss
 from forge.core.formats import CallDelta, Delta, Parser, ReasoningDelta, TextDelta
@@ -24,6 +26,8 @@ class TokenLogprob:
 
     text: str
     logprob: float
+    top: Sequence[tuple[str, float]] = ()
+    """The likeliest tokens at its place and their log-probs, if asked for; the likeliest first."""
 
 
 class AnswerReader:
@@ -48,6 +52,9 @@ class AnswerReader:
         self.weight_versions = bytearray()
         self.allowed_logprobs = bytearray()
         """Empty without a grammar."""
+        self._top_ids = bytearray()
+        self._top_logprobs = bytearray()
+        """Of the likeliest tokens, the same number for each; empty unless asked for."""
         self._model = model
         self._parser = parser
         self._stream = TextStream(model)
@@ -69,6 +76,9 @@ class AnswerReader:
             raise DataLoss("the engine sent columns of unequal length")
         if len(tokens.allowed_logprobs) not in (0, len(tokens.ids)):
             raise DataLoss("the engine sent columns of unequal length")
+        top_bytes = len(tokens.top_ids) // count if count else 0
+        if not len(tokens.top_ids) == len(tokens.top_logprobs) == top_bytes * count:
+            raise DataLoss("the engine sent columns of unequal length")
         ids = list(int32_array(tokens.ids))
         deltas: list[Delta] = []
         if not self._stop and self._parallel_calls:
@@ -84,6 +94,8 @@ class AnswerReader:
         self.logprobs += tokens.logprobs[: count * TOKEN_BYTES]
         self.weight_versions += tokens.weight_versions[: count * TOKEN_BYTES]
         self.allowed_logprobs += tokens.allowed_logprobs[: count * TOKEN_BYTES]
+        self._top_ids += tokens.top_ids[: count * top_bytes]
+        self._top_logprobs += tokens.top_logprobs[: count * top_bytes]
         return deltas
 
     def finish(self) -> list[Delta]:
@@ -105,12 +117,22 @@ class AnswerReader:
         )
 
     def token_logprobs(self) -> list[TokenLogprob]:
+        ids, logprobs = int32_array(bytes(self.ids)), float32_array(bytes(self.logprobs))
         return [
-            TokenLogprob(text=self._model.piece(token_id), logprob=logprob)
-            for token_id, logprob in zip(
-                int32_array(bytes(self.ids)), float32_array(bytes(self.logprobs)), strict=True
-            )
+            TokenLogprob(text=self._model.piece(token_id), logprob=logprob, top=top)
+            for token_id, logprob, top in zip(ids, logprobs, self._top(len(ids)), strict=True)
         ]
+
+    def _top(self, count: int) -> Iterator[Sequence[tuple[str, float]]]:
+        """What was likeliest at each place; what had no probability is left out."""
+        ids = int32_array(bytes(self._top_ids))
+        logprobs = float32_array(bytes(self._top_logprobs))
+        each = len(ids) // count if count else 0
+        for start in range(0, count * each, each) if each else ():
+            pairs = zip(ids[start : start + each], logprobs[start : start + each], strict=True)
+            yield [(self._model.piece(i), logprob) for i, logprob in pairs if isfinite(logprob)]
+        if not each:
+            yield from repeat((), count)
 
     def _until_stop(self, text: str) -> str:
         """Text up to the first stop string, less what may become one."""

@@ -20,7 +20,7 @@ from forge.runtime.rpc.server import current_claims
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from services.gateway.closing import check_rewards, close_session, facts_of
 from services.gateway.errors import SessionClosed
-from services.gateway.http.schema import tools_of
+from services.gateway.http.schema import tools_of, top_logprobs_of
 from services.gateway.model import Tools
 from services.gateway.pool import Pool
 from services.gateway.sessions import Sessions
@@ -55,6 +55,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def Chat(
         self, request: gateway_pb2.ChatRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.ChatResponse]:
+        if request.sampling.top_logprobs:
+            raise InvalidArgument(
+                "sampling.top_logprobs: Chat gives text; Generate gives log-probs"
+            )
         turn_request = TurnRequest(
             messages=[_message(message, at) for at, message in enumerate(request.messages)],
             tools=_tools(request.tools_json),
@@ -191,4 +195,5 @@ def _sampling(sampling: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
         raise InvalidArgument(f"temperature {sampling.temperature} must be from 0 to 100")
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
         raise InvalidArgument(f"top_p {sampling.top_p} must be in (0, 1]")
+    top_logprobs_of(sampling.top_logprobs)
     return sampling

@@ -26,6 +26,7 @@ from services.inference.engines.base import (
     Finish,
     Grammar,
     KvSpan,
+    Likeliest,
     ModelLimits,
     NamedTensor,
     Prompt,
@@ -41,6 +42,8 @@ _FINISH = {
     Finish.LENGTH: FINISH_REASON_LENGTH,
     None: FINISH_REASON_UNSPECIFIED,
 }
+MAX_TOP_LOGPROBS = 20
+"""As in OpenAI's protocol."""
 _FROM_FINISH = {reason: finish for finish, reason in _FINISH.items()}
 
 
@@ -89,6 +92,10 @@ def read_sampling(params: SamplingParams, *, seed: int) -> Sampling:
         raise InvalidArgument(f"sampling.top_p = {top_p}: must be above 0 and at most 1")
     if params.max_tokens < 1:
         raise InvalidArgument(f"sampling.max_tokens = {params.max_tokens}: must be at least 1")
+    if params.top_logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidArgument(
+            f"sampling.top_logprobs = {params.top_logprobs}: must be at most {MAX_TOP_LOGPROBS}"
+        )
     return Sampling(
         temperature=temperature,
         top_p=top_p,
@@ -97,6 +104,7 @@ def read_sampling(params: SamplingParams, *, seed: int) -> Sampling:
         stop_ids=frozenset(params.stop_token_ids),
         seed=params.seed if params.HasField("seed") else seed,
         grammar=_read_grammar(params) if params.HasField("grammar") else None,
+        top_logprobs=params.top_logprobs,
     )
 
 
@@ -134,6 +142,7 @@ def write_sampling(sampling: Sampling) -> SamplingParams:
         stop_token_ids=sorted(sampling.stop_ids),
         seed=sampling.seed,
         grammar=_write_grammar(sampling.grammar),
+        top_logprobs=sampling.top_logprobs,
     )
 
 
@@ -143,6 +152,8 @@ def write_tokens(tokens: Tokens) -> SampledTokens:
         logprobs=array("f", tokens.logprobs).tobytes(),
         weight_versions=array("i", tokens.versions).tobytes(),
         allowed_logprobs=array("f", tokens.allowed).tobytes(),
+        top_ids=array("i", [token for top in tokens.top for token, _ in top]).tobytes(),
+        top_logprobs=array("f", [logprob for top in tokens.top for _, logprob in top]).tobytes(),
     )
 
 
@@ -158,7 +169,22 @@ def read_tokens(tokens: SampledTokens) -> Tokens:
         logprobs=tuple(array("f", tokens.logprobs)),
         versions=tuple(array("i", tokens.weight_versions)),
         allowed=tuple(array("f", tokens.allowed_logprobs)),
+        top=_read_top(tokens),
     )
+
+
+def _read_top(tokens: SampledTokens) -> tuple[Likeliest, ...]:
+    if not tokens.top_ids and not tokens.top_logprobs:
+        return ()
+    ids, logprobs, sampled = len(tokens.top_ids), len(tokens.top_logprobs), len(tokens.ids)
+    if ids != logprobs or not sampled or ids % sampled:
+        raise InvalidArgument(
+            f"columns of {ids} and {logprobs} bytes tell the likeliest of "
+            f"{sampled // TOKEN_BYTES} tokens"
+        )
+    each = ids // sampled
+    pairs = list(zip(array("i", tokens.top_ids), array("f", tokens.top_logprobs), strict=True))
+    return tuple(tuple(pairs[at : at + each]) for at in range(0, len(pairs), each))
 
 
 def joined(parts: list[SampledTokens]) -> SampledTokens:
@@ -170,6 +196,8 @@ def joined(parts: list[SampledTokens]) -> SampledTokens:
         logprobs=b"".join(part.logprobs for part in parts),
         weight_versions=b"".join(part.weight_versions for part in parts),
         allowed_logprobs=b"".join(part.allowed_logprobs for part in parts),
+        top_ids=b"".join(part.top_ids for part in parts),
+        top_logprobs=b"".join(part.top_logprobs for part in parts),
     )
 
 

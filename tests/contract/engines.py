@@ -23,6 +23,7 @@ from transformers import (
 from forge.runtime.actor import ActorSystem
 from services.inference.engines.base import (
     DecodeEngine,
+    Likeliest,
     NamedTensor,
     PrefillEngine,
     Prompt,
@@ -123,6 +124,7 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     allowed: list[float] = field(default_factory=list)
+    top: list[Likeliest] = field(default_factory=list)
     finish: Any = None
     cached_tokens: int = 0
     fetched_tokens: int = 0
@@ -132,6 +134,7 @@ class Answer:
         self.logprobs += tokens.logprobs
         self.versions += tokens.versions
         self.allowed += tokens.allowed
+        self.top += tokens.top
 
 
 @dataclass(kw_only=True)

@@ -176,6 +176,49 @@ async def test_a_pydantic_model_is_parsed_and_its_log_probs_are_exact(
         assert sum(share < -1 for share in allowed) > len(allowed) / 2
 
 
+async def test_the_likeliest_tokens_are_told_and_never_stored(
+    stack: GatewayStack, gateway: Instance, coordinator: Coordinator
+) -> None:
+    """Whole, streamed and in responses: as many as asked for, the sampled one among them if it is
+    one of them; the pool has nothing of it."""
+    client = stack.openai(gateway, stack.token("likeliest:0:0"))
+    asked: Any = {"model": "policy", "messages": ask(), "seed": 4, "max_tokens": 12}
+    whole = await client.chat.completions.create(**asked, logprobs=True, top_logprobs=20)
+    told = whole.choices[0].logprobs
+    streamed = []
+    stream = await client.chat.completions.create(
+        **asked, logprobs=True, top_logprobs=20, stream=True
+    )
+    async for chunk in stream:
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content or []
+    assert told is not None
+    assert streamed == told.content
+    assert len(streamed) == 12
+    for token in streamed:
+        assert len(token.top_logprobs) == 20
+        values = [top.logprob for top in token.top_logprobs]
+        assert values == sorted(values, reverse=True)
+        assert token.logprob < values[-1] or token.logprob in values
+    response = await client.responses.create(
+        model="policy", input="Which?", max_output_tokens=12, top_logprobs=3
+    )
+    (part,) = response.output[0].content  # type: ignore[union-attr]
+    assert {len(token.top_logprobs) for token in part.logprobs} == {3}  # type: ignore[union-attr]
+    assert response.top_logprobs == 3
+    with pytest.raises(BadRequestError, match="top_logprobs = 21"):
+        await client.chat.completions.create(**asked, logprobs=True, top_logprobs=21)
+    with pytest.raises(BadRequestError, match="needs logprobs"):
+        await client.chat.completions.create(**asked, top_logprobs=2)
+
+    await close(stack, gateway, "likeliest:0:0")
+    trajectory = await recorded(stack, coordinator, "likeliest:0:0")
+    assert len(trajectory.turns) == 3
+    for turn in trajectory.turns:
+        assert not turn.sampled.top_ids
+        assert not turn.sampled.top_logprobs
+
+
 async def test_a_required_call_is_complete(stack: GatewayStack, gateway: Instance) -> None:
     """Random weights call the tool with arguments of its schema, and the answer ends there."""
     client = stack.openai(gateway, stack.token("calls:0:0"))

@@ -250,14 +250,14 @@ def _fingerprint(turns: list[Turn]) -> str:
 
 def token_logprobs(turn: Turn) -> list[dict[str, Any]]:
     return [
-        {
-            "token": token.text,
-            "logprob": token.logprob,
-            "bytes": list(token.text.encode()),
-            "top_logprobs": [],
-        }
+        _logprob(token.text, token.logprob)
+        | {"top_logprobs": [_logprob(text, logprob) for text, logprob in token.top]}
         for token in turn.token_logprobs()
     ]
+
+
+def _logprob(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def _error_event(error: ForgeError) -> bytes:

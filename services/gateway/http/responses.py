@@ -72,7 +72,7 @@ class Responses:
                 session=session,
                 request=replace(turn, messages=await _history(session, asked, edge.turns.model)),
                 head=head,
-                logprobs=LOGPROBS in (asked.include or ()),
+                logprobs=bool(asked.top_logprobs) or LOGPROBS in (asked.include or ()),
             )
             if not turn.stream:
                 return json_response(await answering.whole())
@@ -174,16 +174,18 @@ def _read(
         "instructed": bool(asked.instructions),
         "echoed": responses_schema.remembered(echoed),
     }
+    sampling = schema.sampling_params(
+        max_tokens=asked.max_output_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        max_tokens_name="max_output_tokens",
+    )
+    sampling.top_logprobs = schema.top_logprobs_of(asked.top_logprobs)
     turn = TurnRequest(
         tools=tools,
         call_tools=asked.tool_choice != "none",
         required_tool=None if wanted is None else schema.tool_to_call(wanted, tools, model.format),
-        sampling=schema.sampling_params(
-            max_tokens=asked.max_output_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            max_tokens_name="max_output_tokens",
-        ),
+        sampling=sampling,
         parallel_calls=asked.parallel_tool_calls is not False,
         handle=None if asked.store is False else Handle(name=key, facts=facts),
         stream=bool(asked.stream),

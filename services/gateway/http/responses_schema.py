@@ -44,6 +44,7 @@ _ECHOED = (
     "temperature",
     "text",
     "tool_choice",
+    "top_logprobs",
     "top_p",
     "truncation",
 )
@@ -92,10 +93,6 @@ def check(request: ResponsesRequest) -> None:
     if request.truncation not in (None, "disabled"):
         raise InvalidArgument(
             f"truncation {request.truncation[:40]!r} is not supported: only 'disabled' is"
-        )
-    if request.top_logprobs:
-        raise InvalidArgument(
-            "top_logprobs is not supported: log-probs are kept of sampled tokens only"
         )
     _check_metadata(request.metadata or {})
 

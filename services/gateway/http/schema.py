@@ -23,6 +23,7 @@ from services.gateway.model import Tools
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
 Request = TypeVar("Request")
 
 
@@ -189,7 +190,15 @@ def sampling_of(request: ChatCompletionRequest) -> common_pb2.SamplingParams:
     )
     if request.seed is not None:
         sampling.seed = request.seed % 2**64
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidArgument("top_logprobs needs logprobs: true")
+    sampling.top_logprobs = top_logprobs_of(request.top_logprobs)
     return sampling
+
+
+def top_logprobs_of(asked: int | None) -> int:
+    """How many of the likeliest tokens; raises `InvalidArgument` for more than there may be."""
+    return int(_within("top_logprobs", asked or 0, 0, MAX_TOP_LOGPROBS))
 
 
 def sampling_params(
@@ -243,10 +252,6 @@ def checked_stops(name: str, stops: list[str]) -> list[str]:
 
 def choices_of(request: ChatCompletionRequest) -> int:
     """How many answers; also refuses what no answer could satisfy."""
-    if request.top_logprobs:
-        raise InvalidArgument(
-            "top_logprobs is not supported: log-probs are kept of sampled tokens only"
-        )
     if request.functions:
         raise InvalidArgument("functions are not supported: give them as tools")
     if request.web_search_options is not None:

@@ -45,6 +45,8 @@ class Sampling:
     grammar: Grammar | None = None
     """Applied before all other cuts; there are `stop_ids` then, and they can be drawn only where
     the answer is complete."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to tell with each sampled one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,11 @@ class Prompt:
         return len(self.ids) // TOKEN_BYTES
 
 
+Likeliest = tuple[tuple[int, float], ...]
+"""Tokens and their log-probs in the distribution drawn from, the likeliest first; -inf for what a
+cut or a grammar leaves out. Of a greedy token at temperature 1."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
     """Columns over sampled tokens, in order."""
@@ -71,6 +78,8 @@ class Tokens:
     """Weights that sampled each."""
     allowed: tuple[float, ...] = ()
     """With a grammar: the log of the share of probability it left; else empty."""
+    top: tuple[Likeliest, ...] = ()
+    """With `top_logprobs`: that many for each token, or the whole vocabulary; else empty."""
 
 
 class Finish(Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given
@@ -133,6 +134,28 @@ def test_unequal_columns_are_refused() -> None:
     broken = common_pb2.SampledTokens(ids=int32_bytes([5]), weight_versions=int32_bytes([1]))
     with pytest.raises(DataLoss):
         reader_of().feed(broken)
+
+
+def test_answer_tells_the_likeliest_tokens_of_what_it_keeps() -> None:
+    """Of each token up to the one that ended it, without what had no probability."""
+    sent = tokens(spelt("abc"))
+    shown = spelt("axbycz")
+    sent.top_ids = int32_bytes(shown)
+    sent.top_logprobs = float32_bytes([-0.5, -1.0] * 2 + [-0.25, -math.inf])
+    reader = reader_of()
+    read_whole = [*reader.feed(sent), *reader.finish()]
+    assert read_whole
+    assert [token.top for token in reader.token_logprobs()] == [
+        [("a", -0.5), ("x", -1.0)],
+        [("b", -0.5), ("y", -1.0)],
+        [("c", -0.25)],
+    ]
+    stopped = reader_of(stop=["b"])
+    stopped.feed(sent)
+    assert [token.top[0][0] for token in stopped.token_logprobs()] == ["a", "b"]
+    sent.top_ids = sent.top_ids[:-8]
+    with pytest.raises(DataLoss, match="unequal"):
+        reader_of().feed(sent)
 
 
 def test_answer_names_the_stop_string_that_ended_it() -> None:

@@ -157,7 +157,6 @@ def test_items_that_cannot_be_had_are_named(item: dict[str, Any], says: str) -> 
         ("context_management", [{"type": "compaction"}], "context_management"),
         ("moderation", {"model": "m"}, "moderation"),
         ("truncation", "auto", "'auto'"),
-        ("top_logprobs", 3, "top_logprobs"),
         ("metadata", {str(n): "" for n in range(17)}, "17 pairs"),
         ("metadata", {"k": "v" * 513}, "'k'"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from array import array
@@ -78,7 +79,13 @@ def test_unset_sampling_means_the_distribution_that_is_trained() -> None:
 def test_sampling_survives_the_way_to_a_worker() -> None:
     """Every field, zero temperature and a 64-bit seed among them, reads back as written."""
     params = SamplingParams(
-        temperature=0.0, top_p=0.5, top_k=3, max_tokens=9, stop_token_ids=[4, 2], seed=2**64 - 1
+        temperature=0.0,
+        top_p=0.5,
+        top_k=3,
+        max_tokens=9,
+        stop_token_ids=[4, 2],
+        seed=2**64 - 1,
+        top_logprobs=20,
     )
     sampling = wire.read_sampling(params, seed=0)
     assert wire.read_sampling(wire.write_sampling(sampling), seed=0) == sampling
@@ -92,6 +99,20 @@ def test_tokens_survive_the_way() -> None:
     assert wire.read_tokens(message) == tokens
     doubled = wire.read_tokens(wire.joined([message, message]))
     assert doubled.ids == (3, 1, 3, 1)
+
+
+def test_the_likeliest_survive_the_way() -> None:
+    """As many for each token as there were, also joined; columns that do not fit are refused."""
+    top = (((3, -0.5), (1, -1.0)), ((9, -0.25), (2, -math.inf)))
+    tokens = Tokens(ids=(3, 1), logprobs=(-0.5, -0.25), versions=(7, 8), top=top)
+    message = wire.write_tokens(tokens)
+    assert wire.read_tokens(message) == tokens
+    assert wire.read_tokens(wire.joined([message, message])).top == (*top, *top)
+    message.top_logprobs = message.top_logprobs[:-4]
+    with pytest.raises(InvalidArgument, match="likeliest"):
+        wire.read_tokens(message)
+    with pytest.raises(InvalidArgument, match="top_logprobs = 21"):
+        wire.read_sampling(SamplingParams(max_tokens=1, top_logprobs=21), seed=0)
 
 
 def test_columns_of_different_length_are_refused() -> None:

@@ -124,6 +124,7 @@ class _Sequence(Branch):
             logprobs=tuple(drawn.logprob for drawn, _ in unsent),
             versions=tuple(version for _, version in unsent),
             allowed=() if self.matcher is None else tuple(drawn.allowed for drawn, _ in unsent),
+            top=tuple(drawn.top for drawn, _ in unsent if drawn.top),
         )
 
 

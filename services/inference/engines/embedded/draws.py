@@ -17,7 +17,7 @@ import torch
 
 from forge.core.errors import ForgeError
 from forge.rl.sampling import sample, uniforms
-from services.inference.engines.base import Prompt
+from services.inference.engines.base import Likeliest, Prompt
 from services.inference.grammar import Matcher, mask_words
 
 
@@ -27,6 +27,8 @@ class DrawnToken(NamedTuple):
     """In the distribution drawn from."""
     allowed: float
     """The log of the share of probability that the grammar left; 0 without one."""
+    top: Likeliest
+    """Empty where nobody asked for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +39,15 @@ class Drawn:
     logprobs: list[float]
     allowed: Mapping[int, float]
     """Of rows with a grammar alone."""
+    top: Mapping[int, Likeliest]
+    """Of rows that asked for it alone."""
     failed: Mapping[int, ForgeError]
     """Rows whose grammar cannot be gone on with; what was drawn there means nothing."""
 
     def row(self, row: int) -> DrawnToken:
-        return DrawnToken(self.ids[row], self.logprobs[row], self.allowed.get(row, 0.0))
+        return DrawnToken(
+            self.ids[row], self.logprobs[row], self.allowed.get(row, 0.0), self.top.get(row, ())
+        )
 
 
 def draw(
@@ -64,10 +70,28 @@ def draw(
         top_p_B=torch.tensor([s.top_p for s in settings], device=device),
         top_k_B=torch.tensor([s.top_k for s in settings], device=device),
         uniform_B=uniforms([s.seed for s in settings], positions).to(device),
+        keep_all=any(s.top_logprobs for s in settings),
     )
     return Drawn(
-        ids=drawn.ids.tolist(), logprobs=drawn.logprobs.tolist(), allowed=allowed, failed=failed
+        ids=drawn.ids.tolist(),
+        logprobs=drawn.logprobs.tolist(),
+        allowed=allowed,
+        top=_likeliest(drawn.all_logprobs, [s.top_logprobs for s in settings]),
+        failed=failed,
     )
+
+
+def _likeliest(logprobs_RV: torch.Tensor | None, counts: Sequence[int]) -> dict[int, Likeliest]:
+    """The `counts` likeliest tokens of each row that wants any."""
+    if logprobs_RV is None:
+        return {}
+    rows = [row for row, count in enumerate(counts) if count]
+    most = min(max(counts), logprobs_RV.shape[-1])
+    top = logprobs_RV[rows].topk(most, dim=-1)
+    return {
+        row: tuple(zip(ids[: counts[row]], logprobs[: counts[row]], strict=True))
+        for row, ids, logprobs in zip(rows, top.indices.tolist(), top.values.tolist(), strict=True)
+    }
 
 
 def _mask(

@@ -174,6 +174,7 @@ class PrefillActor(ThreadActor):
                     logprobs=(drawn.logprob,),
                     versions=(version,),
                     allowed=() if message.matcher is None else (drawn.allowed,),
+                    top=(drawn.top,) if drawn.top else (),
                 ),
                 cached_tokens=reading.start if its_own else reading.prompt.tokens,
                 queue_s=began_s - message.asked_s,
