@@ -83,7 +83,7 @@ def load_curriculum(reference: str) -> Curriculum:
     """Raises ConfigError when there is no such function."""
     found = load_attribute(reference)
     if not callable(found):
-        raise ConfigError(f"{reference} is no function")
+        raise ConfigError(f"curriculum: {reference} is no function")
     curriculum: Curriculum = found
     return curriculum
 

@@ -1,0 +1,45 @@
+"""A file of tasks on its way into a real queue."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from forge.cli.submitting import Submission, Submitter
+from forge.client.operator import Operator
+from forge.v1 import common_pb2
+from tests.support.scheduler_cluster import SchedulerCluster
+
+
+async def test_submission_goes_on_after_the_leader_was_killed(
+    forge: SchedulerCluster, tmp_path: Path
+) -> None:
+    """What the next leader finds in the pool is where the next start of the command goes on."""
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps({"payload": {"n": n}}) + "\n" for n in range(4)))
+    leader = forge.start_scheduler()
+    first = await forge.leader()
+    submission = Submission(
+        file=file,
+        name="sums",
+        epochs=1,
+        seed=3,
+        shuffle=True,
+        queued=3,
+        curriculum="",
+        defaults=common_pb2.Task(domain="math", scaffold="none", group_size=1),
+    )
+    operator = Operator(forge.coordinator, forge.channels)
+    submitted = Submitter(operator, submission)
+    cursor = await submitted._resume()
+    places = cursor.waiting(3)
+    await operator.submit(map(submitted._named, places))
+    leader.kill()
+    forge.start_scheduler()
+    await forge.leader(other_than=first.instance_id)
+    await forge.complete(3)
+    submitted = Submitter(operator, submission)
+    await submitted.run(lambda *_: None)
+    assert submitted.accepted == 1
+    ids = [group.group.task.task_id for group in await forge.groups("sums")]
+    assert sorted(ids) == [f"sums.e0.r{row}" for row in range(4)]

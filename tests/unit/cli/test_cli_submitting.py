@@ -1,0 +1,124 @@
+"""The file that `forge queue submit` reads, and what a curriculum is asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.cli.submitting import Submission, Submitter, load_curriculum, read_tasks
+from forge.core.errors import ConfigError, InvalidArgument
+from forge.v1 import common_pb2, scheduler_pb2
+
+DEFAULTS = common_pb2.Task(domain="qa", scaffold="blackbox", group_size=4)
+
+
+class Queue:
+    """An operator's view of a queue that begins each group at once, and stops after some."""
+
+    def __init__(self, *, calls: int = 1000) -> None:
+        self.tasks: list[common_pb2.Task] = []
+        self._calls = calls
+
+    async def scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
+        domains = [scheduler_pb2.DomainStatus(domain="qa", recent_reward=0.5)]
+        return scheduler_pb2.GetSchedulerStatusResponse(domains=domains)
+
+    async def submit(self, tasks: Any) -> int:
+        if not self._calls:
+            raise KeyboardInterrupt
+        self._calls -= 1
+        found = list(tasks)
+        self.tasks += found
+        return len(found)
+
+    async def groups(self, tag: str) -> Any:
+        for task in self.tasks:
+            if task.tag == tag:
+                record = common_pb2.GroupRecord(task=task)
+                yield scheduler_pb2.BatchGroup(group=record)
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def make_submission(file: Path, **changed: Any) -> Submission:
+    given: dict[str, Any] = {
+        "file": file,
+        "name": "set",
+        "epochs": 1,
+        "seed": 0,
+        "shuffle": False,
+        "queued": 2,
+        "curriculum": "",
+        "defaults": DEFAULTS,
+    }
+    return Submission(**(given | changed))
+
+
+def hardest_first(candidates: Any, rewards: Any) -> list[int]:
+    assert rewards == {"qa": 0.5}
+    return sorted(range(len(candidates)), key=lambda at: -candidates[at].difficulty)
+
+
+def nothing(candidates: Any, rewards: Any) -> list[int]:
+    return []
+
+
+def test_line_overrides_what_the_command_says(tmp_path: Path) -> None:
+    """Empty lines are none."""
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"payload": {"q": 1}}\n\n{"payload": {}, "domain": "code", "group_size": 2}\n')
+    plain, other = read_tasks(file, DEFAULTS)
+    assert (plain.domain, plain.group_size, plain.payload_json) == ("qa", 4, '{"q": 1}')
+    assert (other.domain, other.group_size, other.scaffold) == ("code", 2, "blackbox")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[1]", '{"q": 1}', '{"payload": {}, "dificulty": 1}', "{", '{"payload": {}, "domain": 3}'],
+)
+def test_wrong_line_is_named(tmp_path: Path, line: str) -> None:
+    """By its number, before anything is submitted."""
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"payload": {}}\n' + line + "\n")
+    with pytest.raises(InvalidArgument, match="line 2"):
+        read_tasks(file, DEFAULTS)
+
+
+async def test_interrupted_submission_goes_on(tmp_path: Path) -> None:
+    """Each line once an epoch, in the order of the file, whoever begins where."""
+    file = write(tmp_path / "t.jsonl", *({"payload": {"n": n}} for n in range(5)))
+    queue = Queue(calls=2)
+    with pytest.raises(KeyboardInterrupt):
+        await Submitter(queue, make_submission(file, epochs=2)).run(lambda *_: None)
+    assert len(queue.tasks) == 4
+    queue._calls = 1000
+    await Submitter(queue, make_submission(file, epochs=2)).run(lambda *_: None)
+    expected = [f"set.e{epoch}.r{row}" for epoch in range(2) for row in range(5)]
+    assert [task.task_id for task in queue.tasks] == expected
+    assert {task.tag for task in queue.tasks} == {"set"}
+
+
+async def test_curriculum_chooses_the_order(tmp_path: Path) -> None:
+    """It sees difficulty and recent rewards; one that chooses nothing does not halt training."""
+    rows = [{"payload": {}, "difficulty": level} for level in (0.1, 0.9, 0.5)]
+    file = write(tmp_path / "t.jsonl", *rows)
+    queue = Queue()
+    hook = f"{__name__}:hardest_first"
+    await Submitter(queue, make_submission(file, curriculum=hook)).run(lambda *_: None)
+    assert [task.task_id for task in queue.tasks] == ["set.e0.r1", "set.e0.r2", "set.e0.r0"]
+    queue = Queue()
+    hook = f"{__name__}:nothing"
+    await Submitter(queue, make_submission(file, curriculum=hook)).run(lambda *_: None)
+    assert len(queue.tasks) == 3
+
+
+def test_curriculum_that_is_none_is_said() -> None:
+    """Before anything is submitted."""
+    with pytest.raises(ConfigError, match="is no function"):
+        load_curriculum("math:pi")
