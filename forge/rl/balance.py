@@ -21,13 +21,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge.core.errors import InvalidArgument
+
 
 class RouterBalance:
     """What the routers of one model did with a batch."""
 
     def __init__(self, config: Any, *, coef: float) -> None:
+        """Raises `InvalidArgument` for a model without experts."""
+        top_k = getattr(config, "num_experts_per_tok", None)
+        if not top_k:
+            raise InvalidArgument(
+                f"balance_coef = {coef} is not allowed: a model of type "
+                f"{config.model_type!r} has no experts to balance"
+            )
         self.coef = coef
-        self._top_k: int = config.num_experts_per_tok
+        self._top_k: int = top_k
         self.sealed = False
         """Counts are those of a whole batch: passes add nothing to them."""
         self.value = 0.0

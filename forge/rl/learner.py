@@ -54,6 +54,7 @@ class _Gradient:
     plan: BatchPlan
     loss: float = 0.0
     stats: list[TokenStats] = field(default_factory=list)
+    balance_loss: float = 0.0
     mtp: MtpStats = MtpStats()  # noqa: RUF009
     frozen: list[_Frozen] = field(default_factory=list)
     retries: int = 0
@@ -131,6 +132,7 @@ class Learner:
             stats=policy_stats(first.stats, weight_version=weight_version),
             domains=domain_stats(first.stats, weight_version=weight_version),
             critic=critic_stats([one.credit for one in frozen if one.credit is not None]),
+            balance_loss=first.balance_loss,
             mtp=first.mtp,
             compute_s=time.perf_counter() - began,
             plan=plan,
@@ -162,6 +164,8 @@ class Learner:
                     raise
             # From here on nothing holds the traceback, and with it the activations.
             if not shortage:
+                balance = self.policy.balance
+                tried.balance_loss = balance.value if balance is not None else 0.0
                 tried.mtp = self.mtp.stats() if self.mtp else MtpStats()
                 return tried
             tried.shortage = shortage

@@ -83,6 +83,8 @@ class StepResult:
     """Of the first pass too."""
     critic: CriticStats = CriticStats()  # noqa: RUF009
     """Of the values as the batch began; zeros without a critic."""
+    balance_loss: float = 0.0
+    """Load-balance loss of the experts, as the batch began; not in `loss`. 0 without one."""
     mtp: MtpStats = MtpStats()  # noqa: RUF009
     """Of the heads as the batch began."""
     cut_short: str = ""

@@ -146,6 +146,7 @@ class StepMetrics(_message.Message):
     DOMAINS_FIELD_NUMBER: _builtins.int
     MTP_LOSS_FIELD_NUMBER: _builtins.int
     MTP_ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    BALANCE_LOSS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     weight_version: _builtins.int
     loss: _builtins.float
@@ -194,6 +195,8 @@ class StepMetrics(_message.Message):
     """1 - Var(target - value) / Var(target); 0 without a critic."""
     mtp_loss: _builtins.float
     """Mean loss of the draft heads; 0 without any."""
+    balance_loss: _builtins.float
+    """Load-balance loss of a mixture of experts, not part of `loss`; 0 without one."""
     @_builtins.property
     def reward_by_domain(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
@@ -240,10 +243,11 @@ class StepMetrics(_message.Message):
         domains: _abc.Mapping[_builtins.str, Global___DomainMetrics] | None = ...,
         mtp_loss: _builtins.float = ...,
         mtp_acceptance: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        balance_loss: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["behavior_kl", b"behavior_kl", "clip_fraction", b"clip_fraction", "domains", b"domains", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "mtp_acceptance", b"mtp_acceptance", "mtp_loss", b"mtp_loss", "publish_s", b"publish_s", "reference_kl", b"reference_kl", "reward_by_domain", b"reward_by_domain", "sample_tokens", b"sample_tokens", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_loss", b"balance_loss", "behavior_kl", b"behavior_kl", "clip_fraction", b"clip_fraction", "domains", b"domains", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "mtp_acceptance", b"mtp_acceptance", "mtp_loss", b"mtp_loss", "publish_s", b"publish_s", "reference_kl", b"reference_kl", "reward_by_domain", b"reward_by_domain", "sample_tokens", b"sample_tokens", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -179,6 +179,9 @@ class TrainerConfig(ServiceConfig):
         "logs a warning; 0: never",
         minimum=0,
     )
+    balance_coef: float = setting(
+        0.0, help="weight of the load-balance loss of a mixture of experts; 0: none", minimum=0
+    )
     mtp_heads: int = setting(
         0, help="heads that draft tokens, trained beside the policy; 0: none", minimum=0, maximum=8
     )

@@ -55,6 +55,7 @@ _GAUGES = {
         ("token_budget", "Most tokens in one pass: lowered when memory did not suffice."),
         ("value_loss", "Half the mean squared error of the critic's values."),
         ("value_explained_variance", "Share of the targets' variance that values explain."),
+        ("balance_loss", "Load-balance loss of the experts."),
         ("mtp_loss", "Mean loss of the draft heads."),
         ("yield_j", "Effective agent training yield so far."),
     )
@@ -132,6 +133,7 @@ def step_metrics(
         value_loss=result.critic.value_loss,
         value_explained_variance=result.critic.explained_variance,
         domains=_domains(batch, result),
+        balance_loss=result.balance_loss,
         mtp_loss=fmean(result.mtp.losses) if result.mtp.losses else 0.0,
         mtp_acceptance={str(k): value for k, value in enumerate(result.mtp.acceptance, 1)},
     )

@@ -94,7 +94,8 @@ class LearnerActor(ThreadActor):
         self._trainee = (
             LoraTrainee(model, lora, model_path=self._model_path) if lora else Trainee(model)
         )
-        policy = TreePolicy(model, autocast=autocast)
+        balance_coef = self._config.balance_coef
+        policy = TreePolicy(model, autocast=autocast, balance_coef=balance_coef)
         self._learner = Learner(policy, self._config.learner(), reference=self._reference(policy))
         heads = read_heads(self._model_path) if self._learner.mtp else {}
         if self._learner.mtp and heads:

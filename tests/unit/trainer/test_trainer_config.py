@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from random import Random
+
 import pytest
+import torch
 
 from forge.core.advantages import AdvantageRules
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, InvalidArgument
+from forge.rl.batch_plan import plan_batch
 from forge.rl.losses import Objective, ObjectiveConfig
 from forge.rl.losses.algorithms import PRESETS
 from forge.runtime.config import load, to_toml
+from services.trainer.actors.learner import LearnerActor, Step
+from services.trainer.checkpoints import CheckpointStore
 from services.trainer.config import TrainerConfig
+from tests.support.rl_models import make_sample, tiny_model
 
 
 def configured(*argv: str) -> TrainerConfig:
@@ -84,6 +92,32 @@ def test_a_wrong_setting_is_one_line_with_name_and_value(
     with pytest.raises(ConfigError, match=message) as caught:
         configured(*argv)
     assert "\n" not in str(caught.value)
+
+
+def test_experts_are_balanced_as_the_setting_says(tmp_path: Path) -> None:
+    """The learner's balance loss is there, scales with the coefficient, and is told."""
+    tiny_model("qwen3_moe", torch.float32).save_pretrained(tmp_path / "model")
+    samples = [make_sample([1, 2, 3, n], (3, 4), rng=Random(n)) for n in range(4)]
+    plan = plan_batch(samples, token_budget=64, channels=32)
+    losses = {}
+    for coef in ("0", "0.1", "0.2"):
+        config = configured(
+            *("--model-path", str(tmp_path / "model"), "--torch-threads", "1"),
+            *("--balance-coef", coef),
+        )
+        actor = LearnerActor(config, CheckpointStore(tmp_path / coef))
+        actor.started()
+        losses[coef] = actor.receive(Step(plan=plan, weight_version=1)).balance_loss
+    assert losses["0"] == 0
+    assert losses["0.2"] == pytest.approx(2 * losses["0.1"]) and losses["0.1"] > 0
+
+
+def test_a_dense_model_has_nothing_to_balance(tmp_path: Path) -> None:
+    """The setting and the type of the model are named."""
+    tiny_model("qwen3", torch.float32).save_pretrained(tmp_path)
+    config = configured("--model-path", str(tmp_path), "--balance-coef", "0.1")
+    with pytest.raises(InvalidArgument, match=r"balance_coef = 0\.1 .*'qwen3' has no experts"):
+        LearnerActor(config, CheckpointStore(tmp_path / "checkpoints")).started()
 
 
 def test_printed_settings_read_back(tmp_path) -> None:  # type: ignore[no-untyped-def]
