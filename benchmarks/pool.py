@@ -1,6 +1,6 @@
 """What the pool takes and gives: durable appends and reads, beside Redis streams and TransferQueue.
 
-    python -m benchmarks.pool [--quick] [--json FILE]
+    python -m benchmarks.pool [--quick] [--opening] [--json FILE]
 
 Turns of 16 KB, four columns of numbers, go over loopback into one process and are read back, in
 interleaved rounds; each round gives the ratios, and their medians count. All have four producers
@@ -8,8 +8,8 @@ with 64 records unanswered each; TransferQueue also gets 16 and 256 a batch, and
 medians stands for it. `benchmarks/support/pool_targets.py` says what an answer of each means.
 Seconds include the load, which is Python everywhere.
 
-The time to open a shard is measured at growing numbers of records; what is given for ten million is
-the line through them, not a measurement.
+The time to open a shard is measured at growing numbers of small turns, up to ten million (a few
+minutes and 4 GB of disk to write them); `--opening` measures that alone.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ from tests.support.pool_records import make_turn
 IN_FLIGHT = 64
 BATCHES = {"forge": (IN_FLIGHT,), "redis": (IN_FLIGHT,), "transferqueue": (16, IN_FLIGHT, 256)}
 PEERS = ("redis", "transferqueue")
-MANY = 10_000_000
-"""Records that the time to open is extrapolated to."""
 COMMIT_TURNS = 2000
 
 
@@ -46,11 +44,11 @@ class Size:
     rounds: int
     records: int
     """Of one round and target."""
-    open_records: tuple[int, ...]
+    open_turns: tuple[int, ...]
 
 
-QUICK = Size(rounds=3, records=512, open_records=(2_000, 10_000))
-FULL = Size(rounds=7, records=4096, open_records=(50_000, 200_000, 500_000))
+QUICK = Size(rounds=3, records=512, open_turns=(2_000, 10_000))
+FULL = Size(rounds=7, records=4096, open_turns=(100_000, 1_000_000, 10_000_000))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,23 +132,15 @@ def numbers_of(rounds: dict[tuple[str, int], list[Round]]) -> dict[str, float]:
 
 
 def opening(size: Size) -> dict[str, float]:
-    """Milliseconds to open a shard of so many turns, and the line through them."""
+    """Milliseconds to open a shard of so many turns, each of a trajectory of its own."""
     numbers: dict[str, float] = {}
-    points: list[tuple[int, float]] = []
     with tempfile.TemporaryDirectory(prefix="forge-bench-") as folder:
         written = 0
-        for records in size.open_records:
-            fill(Path(folder) / "shard", written, records)
-            written = records
+        for turns in size.open_turns:
+            fill(Path(folder) / "shard", written, turns)
+            written = turns
             times = [open_ms(Path(folder) / "shard") for _ in range(5)]
-            points.append((records, statistics.median(times)))
-            numbers[f"open_ms_at_{records}"] = points[-1][1]
-    records, milliseconds = zip(*points, strict=True)
-    slope = statistics.linear_regression(records, milliseconds).slope
-    numbers["open_ms_per_million_more"] = slope * 1e6
-    # What noise makes of a flat line must not come out as a shard that opens before it is asked.
-    more_ms = max(slope, 0.0) * (MANY - records[-1])
-    numbers["open_ms_at_10m_extrapolated"] = milliseconds[-1] + more_ms
+            numbers[f"open_ms_at_{turns}"] = statistics.median(times)
     return numbers
 
 
@@ -179,9 +169,15 @@ def main() -> None:
     parser.add_argument(
         "--peers", default=",".join(PEERS), help="those to compare with, separated by commas"
     )
+    parser.add_argument("--opening", action="store_true", help="only the time to open a shard")
     options = parser.parse_args()
     peers = tuple(name for name in options.peers.split(",") if name)
     size = QUICK if options.quick else FULL
+    if options.opening:
+        numbers = opening(size)
+        show("Pool", numbers)
+        keep(numbers, options.json)
+        return
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         numbers = runner.run(measure(size, peers))
     show("Pool", numbers)
