@@ -4,7 +4,7 @@ Owns the file's format, the pace and the question to a curriculum. What comes ne
 `forge.core.dataset_cursor` to say.
 
 A line is a JSON object: `payload` (an object) and, where they differ from the command's options,
-`domain`, `scaffold`, `group_size`, `difficulty`.
+`domain`, `scaffold`, `group_size`, `difficulty`, `priority`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forge.v1 import common_pb2
 CANDIDATES = 4096
 """Most rows a curriculum chooses from at a time."""
 _POLL_S = 1.0
-_FIELDS = frozenset({"payload", "domain", "scaffold", "group_size", "difficulty"})
+_FIELDS = frozenset({"payload", "domain", "scaffold", "group_size", "difficulty", "priority"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

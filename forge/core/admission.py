@@ -24,8 +24,8 @@ class Admission(enum.Enum):
     """Running plus complete groups that no trainer took count against N: generation is at most N
     groups ahead of training."""
     AHEAD = "ahead"
-    """Only groups with an index below H + M start: generation is at most M positions ahead of
-    the oldest group that is not consumed."""
+    """Only groups with a place below H + M start: generation is at most M positions ahead of the
+    oldest group that is not consumed, and what priorities gain."""
 
 
 class Mode(enum.Enum):
@@ -98,12 +98,12 @@ class QueueSettings:
         doublings = min(failures - 1, 32)
         return float(min(self.retry_backoff_s * 2.0**doublings, self.max_backoff_s))
 
-    def admits(self, *, index: int, head: int, running: int, unfetched: int) -> bool:
-        """Whether the training group at `index` may start, as long as fewer than N run."""
+    def admits(self, *, place: float, head: int, running: int, unfetched: int) -> bool:
+        """Whether the training group in that place may start, as long as fewer than N run."""
         match self.admission:
             case Admission.RUNNING:
                 return True
             case Admission.WINDOW:
                 return running + unfetched < self.concurrency
             case Admission.AHEAD:
-                return index < head + (self.ahead or self.concurrency)
+                return place < head + (self.ahead or self.concurrency)

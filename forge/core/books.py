@@ -46,12 +46,15 @@ class Books:
         adaptive: Adaptive | None = None,
         *,
         domain_limits: Mapping[str, int] | None = None,
+        reach: int = 0,
     ) -> None:
-        """`domain_limits`: most groups of a domain that run at once, of both purposes."""
+        """`domain_limits`: most groups of a domain that run at once, of both purposes. `reach`:
+        how many older groups a priority may start before, at most."""
         self.window = window
         self.adaptive = adaptive
         self._domain_limits = dict(domain_limits or {})
         self.dispatch = Dispatch(frozenset(self._domain_limits))
+        self._reach = reach
         self._running_of: Counter[str] = Counter()
         """By domain, of those with a limit."""
         self.away: frozenset[str] = frozenset()
@@ -87,6 +90,9 @@ class Books:
         if spec.task_id in self._groups:
             raise InvalidArgument(f"task_id {spec.task_id!r} was submitted before")
         assert group.phase is Phase.QUEUED or not group.phase.open
+        gained = 0 if spec.evaluation else min(spec.priority, self._reach)
+        # Before the oldest that it passes, and behind the next one.
+        group.place = spec.index - gained - 0.5 if gained else spec.index
         self._groups[spec.task_id] = group
         self._counts[spec.evaluation, group.phase] += 1
         self.added_s = now_s

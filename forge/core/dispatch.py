@@ -1,6 +1,6 @@
 """In which order rollouts are handed to runners, and which of them are out.
 
-Owns the strict order (evaluation first, then by queue index, then by rollout index), the claims
+Owns the strict order (evaluation first, then by place, then by rollout index), the claims
 that are out and the two clocks on rollouts: the end of a claim and the end of a back-off. Whether
 a further group may start is `forge.core.admission`'s rule; `forge.core.generation` asks both.
 
@@ -22,9 +22,14 @@ from forge.core.trajectory import TrajectoryId
 class Slot:
     """One rollout of one group, ordered as it is handed out."""
 
+    place: float
     queue_index: int
     rollout_index: int
     group: Group = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, group: Group, rollout_index: int) -> Slot:
+        return cls(group.place, group.spec.index, rollout_index, group)
 
     @property
     def rollout(self) -> Rollout:
@@ -35,19 +40,24 @@ class Slot:
 class _Lane:
     """What waits to be handed out, of one purpose on one pool shard."""
 
-    fresh: list[tuple[int, Group]] = field(default_factory=list)
-    ready: list[tuple[int, int, Slot]] = field(default_factory=list)
-    """By queue index and rollout index."""
+    fresh: list[tuple[float, int, Group]] = field(default_factory=list)
+    """By place and queue index."""
+    ready: list[tuple[float, int, int, Slot]] = field(default_factory=list)
+    """By place, queue index and rollout index."""
 
     def first_fresh(self) -> Group | None:
-        while self.fresh and self.fresh[0][1].phase is not Phase.QUEUED:
+        while self.fresh and self.fresh[0][2].phase is not Phase.QUEUED:
             heappop(self.fresh)
-        return self.fresh[0][1] if self.fresh else None
+        return self.fresh[0][2] if self.fresh else None
 
     def first_ready(self) -> Slot | None:
-        while self.ready and not _due(self.ready[0][2]):
-            heappop(self.ready)[2].rollout.listed = False
-        return self.ready[0][2] if self.ready else None
+        while self.ready and not _due(self.ready[0][3]):
+            heappop(self.ready)[3].rollout.listed = False
+        return self.ready[0][3] if self.ready else None
+
+
+def _order_of(group: Group) -> tuple[float, int]:
+    return group.place, group.spec.index
 
 
 def _due(slot: Slot) -> bool:
@@ -70,22 +80,22 @@ class Dispatch:
 
     def list_group(self, group: Group) -> None:
         """`group` waits to be started."""
-        heappush(self._lane(group).fresh, (group.spec.index, group))
+        heappush(self._lane(group).fresh, (group.place, group.spec.index, group))
 
     def list_rollout(self, slot: Slot) -> None:
         """A rollout of a running group waits to be handed out. Harmless when it is listed."""
         if not slot.rollout.listed:
             slot.rollout.listed = True
-            entry = (slot.queue_index, slot.rollout_index, slot)
+            entry = (slot.place, slot.queue_index, slot.rollout_index, slot)
             heappush(self._lane(slot.group).ready, entry)
 
     def first_group(self, *, evaluation: bool, away: frozenset[str]) -> Group | None:
-        """The oldest group that waits to be started, of a domain that is not held back."""
+        """The group to start next, of a domain that is not held back."""
         first: Group | None = None
         for (purpose, shard, domain), lane in self._lanes.items():
             if purpose is evaluation and shard not in away and domain not in self._held_back:
                 group = lane.first_fresh()
-                if group and (first is None or group.spec.index < first.spec.index):
+                if group and (first is None or _order_of(group) < _order_of(first)):
                     first = group
         return first
 

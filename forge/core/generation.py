@@ -12,7 +12,7 @@ writes first and applies then. Every operation is O(log n) or amortized O(1) in 
 from __future__ import annotations
 
 from forge.core.adaptive import Adaptive, Bounds
-from forge.core.admission import Mode, QueueSettings
+from forge.core.admission import UNBOUNDED, Mode, QueueSettings
 from forge.core.batches import Batch, Batches
 from forge.core.books import Books
 from forge.core.groups import Group, Phase
@@ -72,7 +72,7 @@ def _books(settings: QueueSettings, shares: DomainShares) -> Books:
     strict = settings.mode is Mode.FIFO
     if settings.mode is not Mode.ADAPTIVE:
         window = Window(size=settings.window_size, shares=shares, strict=strict)
-        return Books(window, domain_limits=settings.domain_limits)
+        return _over(window, settings)
     bounds = Bounds(
         concurrency=settings.concurrency,
         batch_groups=settings.batch_groups,
@@ -81,4 +81,10 @@ def _books(settings: QueueSettings, shares: DomainShares) -> Books:
     )
     adaptive = Adaptive(bounds)
     window = Window(size=adaptive.window_size, shares=shares)
-    return Books(window, adaptive, domain_limits=settings.domain_limits)
+    return _over(window, settings, adaptive)
+
+
+def _over(window: Window, settings: QueueSettings, adaptive: Adaptive | None = None) -> Books:
+    # Whatever starts before the head is then inside the window: it cannot fill N and halt all.
+    width = settings.concurrency if window.size == UNBOUNDED else window.size
+    return Books(window, adaptive, domain_limits=settings.domain_limits, reach=width - 1)

@@ -97,6 +97,8 @@ class GroupSpec:
     evaluation: bool = False
     difficulty: float = 0.0
     """From 0 to 1; 0 when nobody said."""
+    priority: int = 0
+    """How many older groups it may start before."""
 
 
 class AttemptState(enum.IntEnum):
@@ -121,6 +123,9 @@ class Group:
     """One task and its rollouts."""
 
     spec: GroupSpec
+    place: float = 0
+    """In the order of starts: the queue index, less what its priority gains. The older one of two
+    in the same place is first."""
     phase: Phase = Phase.QUEUED
     rollouts: list[Rollout] = field(default_factory=list)
     """Empty until something is known about one, and again once the group is closed: a million

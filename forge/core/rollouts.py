@@ -58,7 +58,7 @@ class Rollouts:
         return slot.group
 
     def lease(self, *, runner_id: str, max_rollouts: int, now_s: float) -> tuple[RolloutClaim, ...]:
-        """The next rollouts in strict queue order, with at most N groups running."""
+        """The next rollouts in strict order of places, with at most N groups running."""
         if now_s < self._hold_until_s or self._books.activity is Activity.PAUSED:
             return ()
         for slot in self._claims.due_retries(now_s):
@@ -149,7 +149,7 @@ class Rollouts:
         while True:
             slot = order.first_rollout(evaluation=evaluation, away=away)
             fresh = order.first_group(evaluation=evaluation, away=away)
-            if fresh is None or (slot is not None and slot.queue_index < fresh.spec.index):
+            if fresh is None or (slot is not None and slot < Slot.of(fresh, 0)):
                 return slot
             if not self._may_start(fresh):
                 return slot
@@ -166,7 +166,7 @@ class Rollouts:
         if self._books.adaptive:
             return self._books.adaptive.admits(untrained=self._books.untrained())
         return self._settings.admits(
-            index=group.spec.index,
+            place=group.place,
             head=self._books.window.head,
             running=self._books.running_training(),
             unfetched=self._books.complete(),
@@ -176,7 +176,7 @@ class Rollouts:
         self._books.start(group, now_s)
         for index in range(group.spec.size):
             if group.rollout(index).phase is RolloutPhase.READY:
-                self._books.dispatch.list_rollout(Slot(group.spec.index, index, group))
+                self._books.dispatch.list_rollout(Slot.of(group, index))
 
     def _claim(self, slot: Slot, runner_id: str, now_s: float) -> RolloutClaim:
         rollout = slot.rollout
@@ -241,4 +241,4 @@ class Rollouts:
                 f"trajectory_id {trajectory_id!r}: task {name.task_id} has rollouts 0 to "
                 f"{group.spec.size - 1}"
             )
-        return Slot(group.spec.index, name.rollout_index, group), name.attempt
+        return Slot.of(group, name.rollout_index), name.attempt

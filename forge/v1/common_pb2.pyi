@@ -464,6 +464,7 @@ class Task(_message.Message):
     PURPOSE_FIELD_NUMBER: _builtins.int
     TAG_FIELD_NUMBER: _builtins.int
     DIFFICULTY_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Chosen by who submits; submitting the same id again changes nothing. At most 200 of
     [A-Za-z0-9._-].
@@ -482,6 +483,10 @@ class Task(_message.Message):
     """Free label to find results by, e.g. "eval-before"."""
     difficulty: _builtins.float
     """From 0 to 1; batches of the adaptive mode keep the queue's mix of it."""
+    priority: _builtins.int
+    """How many groups that were submitted before it may start after it; 0: none. No more than W - 1
+    count. Of training groups; the order in which groups may be trained on stays that of the queue.
+    """
     def __init__(
         self,
         *,
@@ -493,10 +498,11 @@ class Task(_message.Message):
         purpose: Global___Purpose.ValueType = ...,
         tag: _builtins.str = ...,
         difficulty: _builtins.float = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["difficulty", b"difficulty", "domain", b"domain", "group_size", b"group_size", "payload_json", b"payload_json", "purpose", b"purpose", "scaffold", b"scaffold", "tag", b"tag", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["difficulty", b"difficulty", "domain", b"domain", "group_size", b"group_size", "payload_json", b"payload_json", "priority", b"priority", "purpose", b"purpose", "scaffold", b"scaffold", "tag", b"tag", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

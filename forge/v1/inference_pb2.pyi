@@ -100,7 +100,7 @@ class SampleStreamRequest(_message.Message):
     def begin(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleBegin]: ...
     @_builtins.property
     def cancel(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Calls to abort; of these nothing more is sent, no end either. Ended ones are left alone."""
+        """Calls to abort; they get no end. Those that ended already are left alone."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class SampleBegin(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     call: _builtins.int
-    """Chosen by the caller, never twice on a stream."""
+    """Chosen by the caller, each greater than the one before on the stream."""
     timeout_s: _builtins.float
     """Until DEADLINE_EXCEEDED, from the arrival on."""
     @_builtins.property

@@ -72,8 +72,8 @@ class InferenceServiceServicer(object):
         of its own. Messages of either side carry what waits at that moment, of any calls. When the
         stream is lost, every call on it without an end is lost with UNAVAILABLE. An instance that
         drains refuses new calls with UNAVAILABLE, and ends the stream with OK once the others ended.
-        INVALID_ARGUMENT, for the stream, when a call's number is used twice. Callers have to take
-        what comes: while 8 MiB are not taken, all calls of the stream wait.
+        INVALID_ARGUMENT, for the stream, when the numbers of its calls do not grow. Callers have to
+        take what comes: while 8 MiB are not taken, all calls of the stream wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,8 +47,8 @@ class InferenceServiceStub:
     of its own. Messages of either side carry what waits at that moment, of any calls. When the
     stream is lost, every call on it without an end is lost with UNAVAILABLE. An instance that
     drains refuses new calls with UNAVAILABLE, and ends the stream with OK once the others ended.
-    INVALID_ARGUMENT, for the stream, when a call's number is used twice. Callers have to take
-    what comes: while 8 MiB are not taken, all calls of the stream wait.
+    INVALID_ARGUMENT, for the stream, when the numbers of its calls do not grow. Callers have to
+    take what comes: while 8 MiB are not taken, all calls of the stream wait.
     """
     GetInferenceStatus: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetInferenceStatusRequest, _inference_pb2.GetInferenceStatusResponse]
     """What is served, and how busy it is."""
@@ -70,8 +70,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     of its own. Messages of either side carry what waits at that moment, of any calls. When the
     stream is lost, every call on it without an end is lost with UNAVAILABLE. An instance that
     drains refuses new calls with UNAVAILABLE, and ends the stream with OK once the others ended.
-    INVALID_ARGUMENT, for the stream, when a call's number is used twice. Callers have to take
-    what comes: while 8 MiB are not taken, all calls of the stream wait.
+    INVALID_ARGUMENT, for the stream, when the numbers of its calls do not grow. Callers have to
+    take what comes: while 8 MiB are not taken, all calls of the stream wait.
     """
     GetInferenceStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetInferenceStatusRequest, _inference_pb2.GetInferenceStatusResponse]  # type: ignore[assignment]
     """What is served, and how busy it is."""
@@ -102,8 +102,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         of its own. Messages of either side carry what waits at that moment, of any calls. When the
         stream is lost, every call on it without an end is lost with UNAVAILABLE. An instance that
         drains refuses new calls with UNAVAILABLE, and ends the stream with OK once the others ended.
-        INVALID_ARGUMENT, for the stream, when a call's number is used twice. Callers have to take
-        what comes: while 8 MiB are not taken, all calls of the stream wait.
+        INVALID_ARGUMENT, for the stream, when the numbers of its calls do not grow. Callers have to
+        take what comes: while 8 MiB are not taken, all calls of the stream wait.
         """
 
     @_abc_1.abstractmethod

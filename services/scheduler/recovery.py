@@ -95,6 +95,7 @@ def _spec(record: common_pb2.GroupRecord) -> GroupSpec:
         size=task.group_size,
         evaluation=task.purpose == common_pb2.PURPOSE_EVAL,
         difficulty=task.difficulty,
+        priority=task.priority,
     )
 
 

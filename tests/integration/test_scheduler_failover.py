@@ -268,3 +268,17 @@ async def test_leader_stands_down_while_etcd_is_frozen_and_comes_back(
         own_etcd.thaw()
         await forge.close()
         await coordinator.close()
+
+
+async def test_priority_outlives_the_leader(forge: SchedulerCluster) -> None:
+    """It is stored with the task: the next leader starts groups in the same order."""
+    leader = forge.start_scheduler()
+    first = await forge.leader()
+    urgent = make_task("c")
+    urgent.priority = 2
+    await forge.submit([make_task("a"), make_task("b"), urgent])
+    leader.kill()
+    forge.start_scheduler()
+    await forge.leader(other_than=first.instance_id)
+    leases = await forge.lease(3)
+    assert [lease.task.task_id for lease in leases] == ["c", "a", "b"]

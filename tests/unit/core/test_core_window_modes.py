@@ -161,3 +161,43 @@ def test_adaptive_batch_waits_for_the_slow_ones_of_a_start() -> None:
     assert take(queue, 8, now_s=1.0) == ()
     complete(queue, *slow, now_s=9.0)
     assert take(queue, 8, now_s=9.0) == tuple(names[:8]), "half of it slow, as in the queue"
+
+
+def make_priorities(*priorities: int, **settings: object) -> GenerationQueue:
+    """A group for each: task `a<index>`."""
+    queue = make_queue("", **settings)
+    for index, priority in enumerate(priorities):
+        spec = GroupSpec(
+            task_id=TaskId(f"a{index}"),
+            index=index,
+            domain="a",
+            shard="s0",
+            size=1,
+            priority=priority,
+        )
+        queue.add(Group(spec), now_s=0.0)
+    return queue
+
+
+def test_priority_lets_a_group_start_before_so_many() -> None:
+    """It goes ahead of as many as its priority says; of two in one place the older is first."""
+    queue = make_priorities(0, 0, 0, 2, 3, 0, 1, concurrency=64, window=10)
+    assert lease(queue) == ["a0", "a3", "a4", "a1", "a2", "a6", "a5"]
+
+
+def test_priority_passes_no_more_than_the_window_holds() -> None:
+    """However high it is, and however many have it: nobody starves, and the head's batch fills."""
+    queue = make_priorities(0, *[10_000] * 9, window=4, concurrency=2, admission=Admission.WINDOW)
+    assert lease(queue) == ["a1", "a2"]
+    complete(queue, "a1", "a2")
+    assert take(queue, 2) == ("a1", "a2"), "what started before the head is inside the window"
+    queue.batches.commit(queue.take(trainer_id="t", max_groups=2, now_s=0.0).batch_id, step=1)
+    assert lease(queue) == ["a3", "a0"], "three passed it, and no more"
+
+
+def test_priority_changes_nothing_for_a_trainer() -> None:
+    """A batch is in queue order, and nothing beyond the window is handed out."""
+    queue = make_priorities(0, 0, 0, 0, 0, 1, window=4, mode=Mode.WINDOWED)
+    lease(queue)
+    complete(queue, "a0", "a5", "a1")
+    assert take(queue, 2) == ("a0", "a1")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from forge.core.activity import Activity
-from forge.core.admission import Admission, Mode, QueueSettings
+from forge.core.admission import UNBOUNDED, Admission, Mode, QueueSettings
 from forge.core.batches import Batch
 from forge.core.errors import NotFound
 from forge.core.generation import GenerationQueue
@@ -91,8 +91,9 @@ class GenerationQueueMachine(QueueInvariants):
         domain=st.sampled_from(DOMAINS),
         shard=st.sampled_from(SHARDS),
         evaluation=st.sampled_from([False, False, False, True]),
+        priority=st.sampled_from([0, 0, 0, 1, 3, 2**32 - 1]),
     )
-    def submit(self, size: int, domain: str, shard: str, evaluation: bool) -> None:
+    def submit(self, size: int, domain: str, shard: str, evaluation: bool, priority: int) -> None:
         spec = GroupSpec(
             task_id=TaskId(f"task-{len(self.pool)}"),
             index=self.next_index[evaluation],
@@ -100,6 +101,7 @@ class GenerationQueueMachine(QueueInvariants):
             shard=shard,
             size=size,
             evaluation=evaluation,
+            priority=priority,
         )
         self.next_index[evaluation] += 1
         self.pool[spec.task_id] = Durable(spec)
@@ -122,6 +124,7 @@ class GenerationQueueMachine(QueueInvariants):
     @rule(count=st.integers(1, 4))
     def lease(self, count: int) -> None:
         books, running = self.queue.books, self.queue.books.running_training()
+        queued = {group for group in self._groups() if group.phase is Phase.QUEUED}
         claims = self.queue.rollouts.lease(runner_id="r", max_rollouts=count, now_s=self.now_s)
         assert not claims or books.activity is not Activity.PAUSED
         assert books.running_training() <= running or books.activity is Activity.RUNNING
@@ -132,6 +135,19 @@ class GenerationQueueMachine(QueueInvariants):
             assert claim.trajectory_id not in self.held, "an attempt was handed out twice"
             self.held[claim.trajectory_id] = claim
         self._check_order(claims)
+        self._check_reach(queued)
+
+    def _check_reach(self, queued: set[Group]) -> None:
+        """No group is passed by one that is W or more behind it, whatever the priorities."""
+        width = self.queue.books.window.size
+        reach = self.settings.concurrency if width == UNBOUNDED else width
+        if self.settings.domain_limits or self.queue.books.away:
+            return
+        training = [group for group in queued if not group.spec.evaluation]
+        left = [group.spec.index for group in training if group.phase is Phase.QUEUED]
+        for group in training:
+            if group.phase is not Phase.QUEUED and left:
+                assert group.spec.index - min(left) < reach
 
     def _check_order(self, claims: tuple[RolloutClaim, ...]) -> None:
         """Evaluation first, then by index; nothing that could go out was passed over."""
@@ -139,7 +155,7 @@ class GenerationQueueMachine(QueueInvariants):
         assert keys == sorted(keys)
         if keys:
             left = [
-                (not group.spec.evaluation, group.spec.index, index)
+                self._place(group, index)
                 for group in self._groups()
                 if group.phase is Phase.RUNNING and group.spec.shard not in self.queue.books.away
                 for index in range(group.spec.size)
@@ -147,9 +163,11 @@ class GenerationQueueMachine(QueueInvariants):
             ]
             assert not left or keys[-1] < min(left)
 
-    def _key(self, claim: RolloutClaim) -> tuple[bool, int, int]:
-        spec = self.pool[claim.task_id].spec
-        return (not spec.evaluation, spec.index, claim.rollout_index)
+    def _key(self, claim: RolloutClaim) -> tuple[bool, float, int, int]:
+        return self._place(self.queue.books.group(claim.task_id), claim.rollout_index)
+
+    def _place(self, group: Group, rollout_index: int) -> tuple[bool, float, int, int]:
+        return (not group.spec.evaluation, group.place, group.spec.index, rollout_index)
 
     @precondition(lambda self: self.failed)
     @rule(data=st.data())
