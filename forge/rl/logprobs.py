@@ -34,11 +34,12 @@ class _EdgeLogprobs(torch.autograd.Function):
         probs_RV = hidden_RC.new_empty(0)
         for rows, edges in chunks:
             logits_RV = _logits(hidden_RC, weight_VC, head, rows)
-            lse_R = logits_RV.logsumexp(-1)
+            probs_RV = logits_RV.softmax(-1)
+            # log sum exp by the likeliest token, which costs two reads and no table of its own.
+            lse_R = logits_RV.amax(-1) - probs_RV.amax(-1).log()
             rows_E = head.rows_E[edges] - rows.start
             logprobs_E[edges] = logits_RV[rows_E, head.targets_E[edges]] - lse_R[rows_E]
-            probs_RV = torch.sub(logits_RV, lse_R[:, None]).exp_()
-            entropy_R[rows] = lse_R - (probs_RV * logits_RV).sum(-1)
+            entropy_R[rows] = lse_R - torch.linalg.vecdot(probs_RV, logits_RV)
         # A single chunk fits in memory by definition: keep it rather than compute it again.
         kept = probs_RV if len(chunks) == 1 else None
         ctx.save_for_backward(hidden_RC, weight_VC, kept)
@@ -59,11 +60,12 @@ class _EdgeLogprobs(torch.autograd.Function):
             else:
                 grad_RV = kept_RV
             rows_E = head.rows_E[edges] - rows.start
-            total_R = grad_RV.new_zeros(grad_RV.shape[0]).index_add_(0, rows_E, grad_E[edges])
-            # d logprob = onehot - softmax, summed over the edges that leave the row.
-            grad_RV = grad_RV * -total_R[:, None]
-            grad_RV.index_put_((rows_E, head.targets_E[edges]), grad_E[edges], accumulate=True)
-            grad_RV /= head.temperatures_R[rows, None]
+            pulls_E = grad_E[edges] / head.temperatures_R[rows][rows_E]
+            total_R = grad_RV.new_zeros(grad_RV.shape[0]).index_add_(0, rows_E, pulls_E)
+            # d logprob = onehot - softmax, summed over the edges that leave the row; in place, for
+            # a table of all logits is the largest thing there is.
+            grad_RV.mul_(-total_R[:, None])
+            grad_RV.index_put_((rows_E, head.targets_E[edges]), pulls_E, accumulate=True)
             grad_hidden_RC[rows] = grad_RV @ weight_VC
             grad_weight_VC.addmm_(grad_RV.T, hidden_RC[rows])
         return grad_hidden_RC, grad_weight_VC, None, None
@@ -106,5 +108,5 @@ def _chunks(head: HeadRows, rows: int, chunk_rows: int) -> Iterator[tuple[slice,
 
 
 def _logits(hidden_RC: Tensor, weight_VC: Tensor, head: HeadRows, rows: slice) -> Tensor:
-    logits_RV = hidden_RC[rows] @ weight_VC.T
-    return logits_RV.div_(head.temperatures_R[rows, None])
+    logits_RV: Tensor = (hidden_RC[rows] / head.temperatures_R[rows, None]) @ weight_VC.T
+    return logits_RV
