@@ -39,6 +39,18 @@ class Mode(enum.Enum):
     """The window, and how many groups run, follow bounds on staleness and shift."""
 
 
+class PartialGroups(enum.Enum):
+    """What becomes of a group one of whose rollouts failed. It is never trained on with one
+    missing, and a failure that no other attempt could change always ends it."""
+
+    FILL = "fill"
+    """The rollout is attempted again, up to `max_attempts`; then the group is dropped."""
+    WAIT = "wait"
+    """It is attempted again until it is there, and the head of the window waits with it."""
+    DROP = "drop"
+    """The group is tombstoned at once, with the reason."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSettings:
     """The rules of one generation queue."""
@@ -66,6 +78,7 @@ class QueueSettings:
     """Longest life of one attempt, renewed or not."""
     recheck_s: float = 2.0
     """How soon an expired claim whose fate is not settled is reported again."""
+    partial_groups: PartialGroups = PartialGroups.FILL
     max_attempts: int = 3
     retry_backoff_s: float = 1.0
     """Before the second attempt; doubles with each failure."""

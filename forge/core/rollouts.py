@@ -1,8 +1,8 @@
 """The sampling side of the generation queue: rollouts go out to runners and come back.
 
 Owns claims, attempts and retries. A rollout that fails is tried again after a back-off, under a
-new attempt number; one that failed `max_attempts` times takes its whole group with it, tombstoned
-with the reason, so a partial group is never trained on.
+new attempt number, as often as `partial_groups` says; then it takes its whole group with it,
+tombstoned with the reason, so a partial group is never trained on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forge.core.activity import Activity
-from forge.core.admission import QueueSettings
+from forge.core.admission import PartialGroups, QueueSettings
 from forge.core.books import Books
 from forge.core.dispatch import Claims, Slot
 from forge.core.errors import NotFound
@@ -112,7 +112,7 @@ class Rollouts:
         rollout.phase = RolloutPhase.READY
         rollout.failures += 1
         rollout.attempt = attempt + 1
-        if permanent or rollout.failures >= self._settings.max_attempts:
+        if permanent or not self._may_try_again(rollout):
             self._give_up(slot.group, f"rollout {slot.rollout_index}: {reason}")
         else:
             self.retries += 1
@@ -232,6 +232,16 @@ class Rollouts:
         for rollout in group.rollouts:
             self._claims.drop(rollout)
         self._books.tombstone(group, reason)
+
+    def _may_try_again(self, rollout: Rollout) -> bool:
+        match self._settings.partial_groups:
+            case PartialGroups.FILL:
+                return rollout.failures < self._settings.max_attempts
+            case PartialGroups.WAIT:
+                # Beyond these, its numbers would be those of the next leader's.
+                return rollout.attempt < self._first_attempt + TERM_ATTEMPTS
+            case PartialGroups.DROP:
+                return False
 
     def _locate(self, trajectory_id: str) -> tuple[Slot, int]:
         name = parse_trajectory_id(trajectory_id)

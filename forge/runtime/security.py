@@ -42,8 +42,14 @@ class Claims:
     task_id: str = ""
     domain: str = ""
     pool_shard: str = ""
+    context_tokens: int = 0
+    """Longest context the session may have, prompt and answer; 0: as long as the model's."""
     expires_unix_s: float = 0.0
     """0: never."""
+
+    def context_limit(self, model_tokens: int) -> int:
+        """The longest context of this session with a model that takes `model_tokens`."""
+        return min(model_tokens, self.context_tokens or model_tokens)
 
     def allows(self, scope: str) -> bool:
         """Whether this suffices for `scope` ("a|b": either; "": open to everybody).
@@ -113,6 +119,7 @@ class Keyring:
             "task": claims.task_id,
             "domain": claims.domain,
             "shard": claims.pool_shard,
+            "context": claims.context_tokens,
             "exp": claims.expires_unix_s,
         }
         compact = {name: value for name, value in payload.items() if value}
@@ -153,6 +160,7 @@ class Keyring:
             task_id=fields.get("task", ""),
             domain=fields.get("domain", ""),
             pool_shard=fields.get("shard", ""),
+            context_tokens=int(fields.get("context", 0)),
             expires_unix_s=float(fields.get("exp", 0.0)),
         )
 

@@ -48,7 +48,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             task_id=claims.task_id,
             domain=claims.domain,
             model=self._turns.model.name,
-            context_tokens=self._turns.model.context_tokens,
+            context_tokens=claims.context_limit(self._turns.model.context_tokens),
             turns=facts.turns,
         )
 

@@ -190,17 +190,17 @@ class Turns:
             request_id=call.call_id,
             session_id=session.claims.trajectory_id,
             prompt_ids=prompt.ids,
-            sampling=self._sampling(request, prompt, attempt),
+            sampling=self._sampling(session, request, prompt, attempt),
             stream=request.stream or bool(request.stop) or not request.parallel_calls,
         )
 
     def _sampling(
-        self, request: TurnRequest, prompt: Prompt, attempt: _Attempt
+        self, session: Session, request: TurnRequest, prompt: Prompt, attempt: _Attempt
     ) -> common_pb2.SamplingParams:
         """What was asked for, within the room that the context leaves and as this model writes."""
         sampling = common_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
-        room = self.model.context_tokens - prompt.tokens
+        room = session.claims.context_limit(self.model.context_tokens) - prompt.tokens
         sampling.max_tokens = min(sampling.max_tokens or room, room)
         sampling.stop_token_ids.extend(sorted(self.model.stop_ids - {*sampling.stop_token_ids}))
         grammar = turn_grammar(self.model, request, opening=attempt.opening, inside=attempt.inside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forge.core.admission import Admission, Mode, QueueSettings
+from forge.core.admission import Admission, Mode, PartialGroups, QueueSettings
 from forge.core.errors import ConfigError
 from forge.runtime.config import ServiceConfig, setting
 
@@ -55,6 +55,12 @@ class SchedulerConfig(ServiceConfig):
     domain_limits: dict[str, float] = setting(  # noqa: RUF009
         {}, help="most groups of a domain that run at once; others are not held up", minimum=1
     )
+    domain_context_tokens: dict[str, float] = setting(  # noqa: RUF009
+        {},
+        help="longest context of a domain's sessions, prompt and answer, where the model's is "
+        "longer; the gateway keeps to it",
+        minimum=1,
+    )
     skip_equal_rewards: bool = setting(
         False,
         help="give a training group up when all its rollouts have the same outcome: it has no "
@@ -72,8 +78,18 @@ class SchedulerConfig(ServiceConfig):
         "0: half of rollout_lease_s",
         minimum=0,
     )
+    partial_groups: str = setting(
+        PartialGroups.FILL.value,
+        help="what becomes of a group one of whose rollouts failed: fill (attempted again, up to "
+        "max_attempts, then dropped), wait (attempted again until it is there), drop (tombstoned "
+        "at once)",
+        choices=tuple(policy.value for policy in PartialGroups),
+    )
     max_attempts: int = setting(
-        3, help="attempts at one rollout before its group is given up", minimum=1, maximum=100
+        3,
+        help="partial_groups = fill: attempts at one rollout before its group is given up",
+        minimum=1,
+        maximum=100,
     )
     retry_backoff_s: float = setting(
         1.0, help="wait before the second attempt; doubles with each failure", minimum=0
@@ -108,9 +124,13 @@ class SchedulerConfig(ServiceConfig):
         for domain, share in self.domain_shares.items():
             if not share > 0:
                 raise ConfigError(f"domain_shares: {domain} = {share!r} must be above 0")
-        for domain, limit in self.domain_limits.items():
-            if limit != int(limit):
-                raise ConfigError(f"domain_limits: {domain} = {limit!r} must be a whole number")
+        for name, limits in (
+            ("domain_limits", self.domain_limits),
+            ("domain_context_tokens", self.domain_context_tokens),
+        ):
+            for domain, limit in limits.items():
+                if limit != int(limit):
+                    raise ConfigError(f"{name}: {domain} = {limit!r} must be a whole number")
         return QueueSettings(
             concurrency=self.concurrency,
             mode=Mode(self.mode),
@@ -124,6 +144,7 @@ class SchedulerConfig(ServiceConfig):
             domain_limits={domain: int(limit) for domain, limit in self.domain_limits.items()},
             rollout_lease_s=self.rollout_lease_s,
             rollout_timeout_s=self.rollout_timeout_s,
+            partial_groups=PartialGroups(self.partial_groups),
             max_attempts=self.max_attempts,
             retry_backoff_s=self.retry_backoff_s,
             max_backoff_s=self.max_backoff_s,

@@ -216,6 +216,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             task_id=grant.task.task_id,
             domain=grant.task.domain,
             pool_shard=grant.pool_shard,
+            context_tokens=int(self._config.domain_context_tokens.get(grant.task.domain, 0)),
             expires_unix_s=time.time() + self._config.session_ttl_s,
         )
         return scheduler_pb2.RolloutLease(

@@ -99,6 +99,29 @@ async def test_context_too_long_names_the_numbers(stack: GatewayStack, gateway: 
             await agent.chat([words])
 
 
+async def test_context_of_a_domain_is_kept_like_the_models_own(
+    stack: GatewayStack, gateway: Instance
+) -> None:
+    """A session whose token has a shorter context is told of that one, refused beyond it, and
+    sampled up to it."""
+    token = stack.token("short:0:0", context_tokens=64)
+    client = stack.openai(gateway, token)
+    (listed,) = (await client.models.list()).data
+    assert listed.to_dict()["context_tokens"] == 64
+    answer = await client.chat.completions.create(
+        model="policy",
+        messages=[user("hello")],  # type: ignore[list-item]
+    )
+    assert answer.usage is not None
+    assert answer.usage.total_tokens <= 64
+    with pytest.raises(BadRequestError, match="domain code's context is 64") as caught:
+        await client.chat.completions.create(
+            model="policy",
+            messages=[user("a b c d e " * 100)],  # type: ignore[list-item]
+        )
+    assert caught.value.code == "context_length_exceeded"
+
+
 async def test_unretryable_conflict_is_not_retried_by_the_sdk(
     stack: GatewayStack, gateway: Instance
 ) -> None:

@@ -43,6 +43,17 @@ async def test_group_goes_from_submission_to_trained(forge: SchedulerCluster) ->
     assert (first.group.step, first.group.batch_id) == (1, batch.batch_id)
 
 
+async def test_session_token_has_the_context_of_its_domain(forge: SchedulerCluster) -> None:
+    """Where one is set; other domains have the model's."""
+    forge.start_scheduler(domain_context_tokens="short=512")
+    capped, free = make_task("a"), make_task("b")
+    capped.domain = "short"
+    await forge.submit([capped, free])
+    leases = await forge.lease(2)
+    claims = [forge.keyring.verify(each.session_token, now_s=0.0) for each in leases]
+    assert [each.context_tokens for each in claims] == [512, 0]
+
+
 async def test_evaluation_is_listed_by_tag_with_its_rewards(forge: SchedulerCluster) -> None:
     """Held-out groups go first, end as EVALUATED, and are found by their tag."""
     forge.start_scheduler()

@@ -279,10 +279,12 @@ class SessionActor(Actor):
         return Prompt(ids=draft.ids + tail, draft=draft)
 
     def _begin(self, call: BeginChat | BeginGenerate, prompt: Prompt) -> Prompt:
-        limit = self._settings.model.context_tokens
+        model_tokens = self._settings.model.context_tokens
+        limit = self._claims.context_limit(model_tokens)
         if prompt.tokens >= limit:
+            whose = "the model's" if limit == model_tokens else f"domain {self._claims.domain}'s"
             raise ContextTooLong(
-                f"the model's context is {limit} tokens, answer included; "
+                f"{whose} context is {limit} tokens, answer included; "
                 f"the messages take {prompt.tokens}"
             )
         self._calls[call.call_id] = call.abort

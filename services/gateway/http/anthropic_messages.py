@@ -121,12 +121,16 @@ class Answer:
     shown: Shown
     message_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
 
+    @property
+    def _context_tokens(self) -> int:
+        return self.session.claims.context_limit(self.turns.model.context_tokens)
+
     async def whole(self) -> dict[str, Any]:
         """The message object."""
         turn = await self.turns.whole(self.session, self.request)
         return self._message(
             content=content_of(turn, self.shown),
-            **ending(turn, self.turns.model.context_tokens),
+            **ending(turn, self._context_tokens),
             usage=self._usage(turn),
         )
 
@@ -165,7 +169,7 @@ class Answer:
     def _end(self, turn: Turn) -> Iterator[Event]:
         yield {
             "type": "message_delta",
-            "delta": ending(turn, self.turns.model.context_tokens),
+            "delta": ending(turn, self._context_tokens),
             "usage": self._usage(turn),
         }
         yield {"type": "message_stop"}

@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
+from forge.runtime.security import Claims
 from services.gateway.http.edge import Edge, json_response
 from services.gateway.http.errors import speaks_anthropic
 
@@ -22,29 +23,30 @@ class Models:
         router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._one)
 
     async def _list(self, request: web.Request) -> web.Response:
-        self._edge.claims(request)
+        claims = self._edge.claims(request)
         if speaks_anthropic(request):
-            model = self._anthropic()
+            model = self._anthropic(claims)
             page = {"has_more": False, "first_id": model["id"], "last_id": model["id"]}
             return json_response({"data": [model]} | page)
-        return json_response({"object": "list", "data": [self._openai()]})
+        return json_response({"object": "list", "data": [self._openai(claims)]})
 
     async def _one(self, request: web.Request) -> web.Response:
-        self._edge.claims(request)
+        claims = self._edge.claims(request)
         self._edge.check_model(request.match_info["model"])
-        return json_response(self._anthropic() if speaks_anthropic(request) else self._openai())
+        shown = self._anthropic if speaks_anthropic(request) else self._openai
+        return json_response(shown(claims))
 
-    def _openai(self) -> dict[str, Any]:
+    def _openai(self, claims: Claims) -> dict[str, Any]:
         model = self._edge.turns.model
         return {
             "id": model.name,
             "object": "model",
             "created": self._started_unix_s,
             "owned_by": "forge",
-            "context_tokens": model.context_tokens,
+            "context_tokens": claims.context_limit(model.context_tokens),
         }
 
-    def _anthropic(self) -> dict[str, Any]:
+    def _anthropic(self, claims: Claims) -> dict[str, Any]:
         model = self._edge.turns.model
         return {
             "type": "model",
@@ -52,6 +54,6 @@ class Models:
             "display_name": model.name,
             "lifecycle": "active",
             "created_at": datetime.fromtimestamp(self._started_unix_s, UTC).isoformat(),
-            "max_input_tokens": model.context_tokens,
-            "max_tokens": model.context_tokens,
+            "max_input_tokens": claims.context_limit(model.context_tokens),
+            "max_tokens": claims.context_limit(model.context_tokens),
         }

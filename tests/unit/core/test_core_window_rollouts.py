@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge.core.admission import Admission, QueueSettings
+from forge.core.admission import Admission, PartialGroups, QueueSettings
 from forge.core.errors import InvalidArgument, NotFound
 from forge.core.generation import GenerationQueue
 from forge.core.groups import Attempt, AttemptState, Group, GroupSpec, Phase
@@ -141,6 +141,29 @@ def test_permanent_failure_spares_the_other_attempts() -> None:
     assert queue.books.group("a").phase is Phase.TOMBSTONED
     assert not queue.rollouts.renew("a:1:0", now_s=0.0)
     assert len(queue.rollouts) == 0
+
+
+def test_dropped_at_the_first_failure() -> None:
+    """`drop`: no second attempt, whatever max_attempts says."""
+    queue = make_queue(partial_groups=PartialGroups.DROP, max_attempts=9)
+    add(queue, make_group("a", 0, size=2))
+    lease(queue)
+    fail(queue, "a:1:0")
+    assert queue.books.group("a").reason == "rollout 1: died"
+
+
+def test_waits_for_a_rollout_as_long_as_its_attempts_have_names() -> None:
+    """`wait`: attempted again far beyond max_attempts; the last number is one of this term."""
+    queue = make_queue(
+        term=2, partial_groups=PartialGroups.WAIT, max_attempts=1, retry_backoff_s=0.0
+    )
+    add(queue, make_group("a", 0))
+    group = queue.books.group("a")
+    for attempt in range(2000, 3000):
+        assert group.phase.open
+        assert lease(queue) == [f"a:0:{attempt}"]
+        fail(queue, f"a:0:{attempt}")
+    assert group.phase is Phase.TOMBSTONED
 
 
 def test_expired_claim_is_named_until_its_fate_is_settled() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from forge.core.activity import Activity
-from forge.core.admission import UNBOUNDED, Admission, Mode, QueueSettings
+from forge.core.admission import UNBOUNDED, Admission, Mode, PartialGroups, QueueSettings
 from forge.core.batches import Batch
 from forge.core.errors import NotFound
 from forge.core.generation import GenerationQueue
@@ -37,6 +37,7 @@ class GenerationQueueMachine(QueueInvariants):
         shares=st.sampled_from([{}, {"code": 1.0, "qa": 1.0}, {"code": 3.0, "general": 1.0}]),
         mode=st.sampled_from([*Mode, Mode.WINDOWED, Mode.ADAPTIVE]),
         limits=st.sampled_from([{}, {"code": 1}]),
+        partial=st.sampled_from(PartialGroups),
     )
     def begin(
         self,
@@ -46,6 +47,7 @@ class GenerationQueueMachine(QueueInvariants):
         shares: dict[str, float],
         mode: Mode,
         limits: dict[str, int],
+        partial: PartialGroups,
     ) -> None:
         self.settings = QueueSettings(
             concurrency=concurrency,
@@ -59,6 +61,7 @@ class GenerationQueueMachine(QueueInvariants):
             domain_limits=limits,
             rollout_lease_s=10.0,
             rollout_timeout_s=60.0,
+            partial_groups=partial,
             max_attempts=2,
             retry_backoff_s=1.0,
             batch_lease_s=30.0,

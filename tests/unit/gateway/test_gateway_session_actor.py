@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -186,6 +187,18 @@ async def test_too_many_calls_are_refused(session: ActorRef) -> None:
         await begin(session, "c")
     await end(session, "a", None, sampled=False)
     await begin(session, "c")
+
+
+async def test_context_of_a_domain_may_be_shorter_than_the_models(world: World) -> None:
+    """The limit in the token counts where it is the lower one, and is said to be the domain's."""
+    for limit, says in ((16, "domain code's context is 16"), (999, "the model's context is 64")):
+        system = ActorSystem("test")
+        claims = replace(CLAIMS, domain="code", context_tokens=limit)
+        make = partial(SessionActor, claims, world.settings())
+        session = await system.spawn(make, name="session")
+        with pytest.raises(ContextTooLong, match=says):
+            await begin(session, "a", "word " * 100)
+        await system.stop()
 
 
 async def test_context_too_long_counts_as_no_call(session: ActorRef) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge.core.admission import Mode
+from forge.core.admission import Mode, PartialGroups
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.runtime.config import load
 from forge.v1 import common_pb2, scheduler_pb2
@@ -92,6 +92,15 @@ def test_modes_are_configured_by_name() -> None:
     assert (settings.max_staleness_p99, settings.max_shift_kl) == (6.0, 0.1)
     with pytest.raises(ConfigError, match="mode"):
         load(SchedulerConfig, service="scheduler", argv=["--mode", "best"], environ={})
+
+
+def test_partial_groups_are_configured_by_name() -> None:
+    """Filled by retries unless it is set."""
+    plain = load(SchedulerConfig, service="scheduler", argv=[], environ={})
+    assert plain.queue_settings().partial_groups is PartialGroups.FILL
+    argv = ["--partial-groups", "wait"]
+    config = load(SchedulerConfig, service="scheduler", argv=argv, environ={})
+    assert config.queue_settings().partial_groups is PartialGroups.WAIT
 
 
 def test_limit_of_a_domain_is_a_number_of_groups() -> None:
