@@ -34,6 +34,7 @@ def make_workloads(scale: int) -> list[Workload]:
         turns("g8", groups=8, turn_count=16, system=1024 // scale, per_turn=62 // scale),
         turns("forty", groups=16, turn_count=50, system=256 // scale, per_turn=16 // scale),
         forked("forked", groups=4, turn_count=12, system=1024 // scale, per_turn=96 // scale),
+        compacted("compacted", groups=4, turn_count=18, system=1024 // scale, per_turn=96 // scale),
         single("trajectory", groups=8, prompt=1024 // scale, answer=1024 // scale),
     ]
 
@@ -69,6 +70,23 @@ def forked(name: str, *, groups: int, turn_count: int, system: int, per_turn: in
                 history = prompt + ids(rng, per_turn)
         rollouts.append(samples)
     shape = f"{groups} x {turn_count} turns of {per_turn}, thoughts stripped, folded once"
+    return Workload(name=name, describe=shape, rollouts=rollouts)
+
+
+def compacted(name: str, *, groups: int, turn_count: int, system: int, per_turn: int) -> Workload:
+    """The history is folded into a summary of a turn's length every six turns."""
+    rng = Random(name)
+    prompt = ids(rng, system)
+    rollouts = []
+    for _ in range(groups):
+        history, samples = prompt, []
+        for turn in range(turn_count):
+            if turn and turn % 6 == 0:
+                history = prompt + ids(rng, per_turn)
+            history = history + ids(rng, per_turn)
+            samples.append(sample(rng, history, sampled=per_turn // 2))
+        rollouts.append(samples)
+    shape = f"{groups} x {turn_count} turns of {per_turn}, folded every 6"
     return Workload(name=name, describe=shape, rollouts=rollouts)
 
 
