@@ -19,6 +19,7 @@ from structlog.testing import capture_logs
 from forge.core.errors import DataLoss, ResourceExhausted, Unavailable
 from forge.core.formats import TextDelta
 from forge.core.messages import Message
+from forge.runtime.security import Claims
 from forge.v1 import common_pb2
 from services.gateway.conversation import Sampled
 from services.gateway.http import anthropic_messages
@@ -72,8 +73,8 @@ class ScriptedTurns:
 
 class AnySession:
     @asynccontextmanager
-    async def use(self, claims: Any) -> AsyncIterator[None]:
-        yield None
+    async def use(self, claims: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(claims=claims)
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def turns() -> ScriptedTurns:
 
 @pytest_asyncio.fixture
 async def url(turns: ScriptedTurns) -> AsyncIterator[str]:
-    claims = SimpleNamespace(allows=lambda scope: True, subject="s", trajectory_id="t:0:0")
+    claims = Claims(subject="s", scopes=frozenset({"session"}), trajectory_id="t:0:0")
     keyring = SimpleNamespace(verify=lambda token, now_s: claims)
     edge = Edge(
         turns=cast(Any, turns),
