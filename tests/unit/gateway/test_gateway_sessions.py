@@ -42,10 +42,11 @@ class Shard:
         return self
 
     async def write(self, request: pool_pb2.AppendTurnsRequest) -> None:
-        turn = common_pb2.Turn.FromString(request.turn.data)
         await self.open.wait()
-        self.turns.setdefault(turn.trajectory_id, []).append(turn)
-        self.answers.put_nowait(pool_pb2.AppendTurnsResponse(sequence=request.sequence))
+        for each in request.turns:
+            turn = common_pb2.Turn.FromString(each.turn)
+            self.turns.setdefault(turn.trajectory_id, []).append(turn)
+            self.answers.put_nowait(pool_pb2.AppendTurnsResponse(sequence=each.sequence))
 
     async def read(self) -> Any:
         return await self.answers.get()
