@@ -159,7 +159,7 @@ class Learner:
                     tried.plan, weight_version=weight_version, frozen=tried.frozen
                 )
             except (RuntimeError, MemoryError) as error:
-                shortage = memory_shortage(error)
+                shortage = self._shortage(error)
                 if not shortage:
                     raise
             # From here on nothing holds the traceback, and with it the activations.
@@ -182,6 +182,10 @@ class Learner:
             tried.retries += 1
             torch.set_rng_state(rng)
 
+    def _shortage(self, error: BaseException) -> str:
+        """`memory_shortage`, unless other ranks wait in an exchange that this one has left."""
+        return "" if self.policy.group is not None else memory_shortage(error)
+
     def _smaller(self, plan: BatchPlan) -> BatchPlan | None:
         """The batch within the largest lower budget that changes anything; None: there is none."""
         self._optimizer.zero_grad()
@@ -203,7 +207,7 @@ class Learner:
             try:
                 loss, _ = self.accumulate(plan, weight_version=weight_version, frozen=frozen)
             except (RuntimeError, MemoryError) as error:
-                shortage = memory_shortage(error)
+                shortage = self._shortage(error)
                 if not shortage:
                     raise
             if shortage:

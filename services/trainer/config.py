@@ -52,6 +52,9 @@ class TrainerConfig(ServiceConfig):
         0, help="threads of the tensor library; 0: half the cores, inference has the rest",
         minimum=0,
     )  # fmt: skip
+    ranks: int = setting(
+        1, help="processes on this machine that compute each tree together", minimum=1, maximum=64
+    )
     autocast: str = setting(
         "none", help="type of the model's trunk; auto: bfloat16 where the device has it; master "
         "weights and the head are float32", choices=("none", "auto", "bfloat16"),
@@ -326,5 +329,5 @@ class TrainerConfig(ServiceConfig):
         )
 
     def threads(self) -> int:
-        """Intra-operation threads to use."""
-        return self.torch_threads or max(1, (os.cpu_count() or 2) // 2)
+        """Intra-operation threads to use, of each rank."""
+        return self.torch_threads or max(1, (os.cpu_count() or 2) // 2 // self.ranks)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -122,17 +123,24 @@ async def until_finished(client: TrainerClient) -> trainer_pb2.GetTrainerStatusR
             await asyncio.sleep(0.05)
 
 
-async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack) -> None:
-    """After kill -9, what the checkpoint lacks is trained again, and nothing else."""
-    stack.trainer.start(max_steps=5, checkpoint_every_steps=2)
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack, ranks: int) -> None:
+    """After kill -9, what the checkpoint lacks is trained again, and nothing else; no rank is left
+    behind."""
+    stack.trainer.start(max_steps=5, checkpoint_every_steps=2, ranks=ranks)
     await stack.feed(0, 3 * GROUPS_PER_STEP)
     await stack.client.until_step(3)
     async with asyncio.timeout(60):
         while (await stack.client.status()).checkpoint_step != 2:
             await asyncio.sleep(0.05)
     before = await stack.trained()
+    assert stack.trainer.process is not None
+    children = psutil.Process(stack.trainer.process.pid).children(recursive=True)
+    assert len(children) >= ranks - 1
     stack.trainer.kill()
-    stack.trainer.start(max_steps=5, checkpoint_every_steps=2)
+    _, left = await asyncio.to_thread(psutil.wait_procs, children, 30)
+    assert not left
+    stack.trainer.start(max_steps=5, checkpoint_every_steps=2, ranks=ranks)
     await stack.feed(3 * GROUPS_PER_STEP, 2 * GROUPS_PER_STEP)
     status = await until_finished(stack.client)
 

@@ -130,7 +130,7 @@ def test_the_reference_is_the_base_without_adapters(
         loads.append(path)
         return load_model(path)
 
-    monkeypatch.setattr("services.trainer.actors.learner.load_model", counted)
+    monkeypatch.setattr("services.trainer.replica.load_model", counted)
     settings = {"kl_coef": 0.3, "kl_estimator": "k3", "lora_dropout": dropout, "mtp_heads": 1}
     shared = learner(model_path, tmp_path / "shared", **settings)
     assert loads == [model_path]

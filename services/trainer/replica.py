@@ -1,0 +1,177 @@
+"""One copy of the model being trained, with its optimizer: what every rank of a learner holds.
+
+Owns building it from the settings and what is done to it, order by order. Which orders there are
+and when is `services.trainer.actors.learner`; how they reach further ranks is
+`services.trainer.ranks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge.core.errors import ConfigError, InvalidArgument
+from forge.rl.batch_plan import BatchPlan
+from forge.rl.learner import Learner, Reference, StepResult
+from forge.rl.policy import TreePolicy
+from forge.rl.precision import computes_bfloat16
+from services.trainer.config import TrainerConfig
+from services.trainer.contents import LEARNER_FILE, Contents, outline, read, read_heads
+from services.trainer.lora import LoraTrainee
+from services.trainer.trainee import OWN_DIRECTORY, Trainee, load_model
+
+_BASE = "base"
+"""In the learner's file: the fingerprint of what the checkpoint needs besides itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOver:
+    """Back to the starting weights, and an optimizer that has seen nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt:
+    """Go on from a checkpoint."""
+
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """One step on a batch; answered by a StepResult."""
+
+    plan: BatchPlan
+    """Without its trees, where they are to be planned anew."""
+    weight_version: int
+
+
+Order = StartOver | Adopt | Take
+
+
+class Replica:
+    """Model, trained part, optimizer. Not thread-safe."""
+
+    def __init__(self, config: TrainerConfig, *, group: dist.ProcessGroup | None = None) -> None:
+        """Starts over. The ranks of `group` get the same orders.
+
+        Raises `ConfigError` for a model that ranks cannot share.
+        """
+        self._config = config
+        self._group = group
+        self._model_path = Path(config.model_path)
+        self._start_over()
+
+    @property
+    def weights_file(self) -> str:
+        """Of a checkpoint."""
+        return self._trainee.weights_file
+
+    @property
+    def steps(self) -> int:
+        """Taken since the start."""
+        return self._learner.steps
+
+    @property
+    def trunk_type(self) -> torch.dtype:
+        """What the model computes in."""
+        return self._learner.policy.autocast or torch.float32
+
+    def check(self) -> None:
+        """Compare merged trees with the model's own forward, before anything is trained."""
+        policy = self._learner.policy
+        policy.check()
+        if policy.unmerged and self._group is not None:
+            raise ConfigError(
+                f"ranks = {self._config.ranks} is not allowed: {type(policy.model).__name__} is "
+                f"trained sequence by sequence, since {policy.unmerged}"
+            )
+
+    def obey(self, order: Order) -> Any:
+        """Carry out an order."""
+        match order:
+            case StartOver():
+                return self._start_over()
+            case Adopt(directory=directory):
+                return self.adopt(directory, *read(directory, self.weights_file))
+            case Take():
+                return self._take(order)
+
+    def _start_over(self) -> None:
+        torch.manual_seed(self._config.seed)
+        model = load_model(self._model_path)
+        lora = self._config.lora()
+        self._trainee = (
+            LoraTrainee(model, lora, model_path=self._model_path) if lora else Trainee(model)
+        )
+        policy = self._policy(model, balance_coef=self._config.balance_coef)
+        self._learner = Learner(policy, self._config.learner(), reference=self._reference(policy))
+        heads = read_heads(self._model_path) if self._learner.mtp else {}
+        if self._learner.mtp and heads:
+            self._learner.mtp.heads.load_tensors(heads)
+
+    def _policy(self, model: Any, *, balance_coef: float = 0.0) -> TreePolicy:
+        autocast = _trunk_type(self._config.autocast, model.device)
+        return TreePolicy(model, autocast=autocast, balance_coef=balance_coef, group=self._group)
+
+    def _reference(self, policy: TreePolicy) -> Reference | None:
+        """A frozen copy of the model, but for adapters on it: their base is there already."""
+        if not self._config.kl_coef:
+            return None
+        path = Path(self._config.reference_path or self._model_path)
+        if isinstance(self._trainee, LoraTrainee) and path == self._model_path:
+            return self._trainee.base_reference(policy)
+        return self._policy(load_model(path).requires_grad_(False).eval())
+
+    def _take(self, order: Take) -> StepResult:
+        plan = order.plan if order.plan.trees else self._learner.plan(order.plan.samples)
+        return self._learner.step(plan, weight_version=order.weight_version)
+
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """What inference gets, one tensor at a time."""
+        return chain(self._trainee.published(), self._heads().items())
+
+    def captured(self) -> Contents:
+        """A copy of all that a checkpoint holds."""
+        trainee = self._trainee
+        return Contents.captured(
+            trainee.saved(),
+            {**self._learner.state_dict(), _BASE: trainee.base},
+            weights_file=trainee.weights_file,
+            sidecars=trainee.sidecars(),
+            model_path=self._model_path,
+            heads=self._heads(),
+        )
+
+    def fits(self, directory: Path) -> None:
+        """Raises `ConfigError` when the checkpoint there is not of this run, and one of
+        `UNREADABLE` when it is damaged."""
+        shapes, state = outline(directory, self.weights_file)
+        source = directory / self.weights_file
+        self._trainee.check(shapes, base=state.get(_BASE, ""), source=source)
+        try:
+            self._learner.check_state(state)
+        except InvalidArgument as error:
+            source = directory / LEARNER_FILE
+            raise ConfigError(f"{source}: {error}. {OWN_DIRECTORY}") from error
+
+    def adopt(self, directory: Path, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Go on from what was read in a checkpoint's directory."""
+        source = directory / self.weights_file
+        self._trainee.load(weights, base=state.pop(_BASE, ""), source=source)
+        self._learner.load_state_dict(state)
+
+    def _heads(self) -> dict[str, Tensor]:
+        return self._learner.mtp.heads.named_tensors() if self._learner.mtp else {}
+
+
+def _trunk_type(setting: str, device: torch.device) -> torch.dtype | None:
+    """None: the master weights' own."""
+    wanted = setting == "bfloat16" or (setting == "auto" and computes_bfloat16(device))
+    return torch.bfloat16 if wanted else None

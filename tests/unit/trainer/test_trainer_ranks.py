@@ -1,0 +1,115 @@
+"""Several ranks behind one learner: the same training, and what becomes of it when one is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from forge.core.errors import ConfigError
+from forge.rl.batch_plan import plan_batch
+from forge.rl.step import StepResult
+from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
+from services.trainer.checkpoints import CheckpointStore
+from services.trainer.config import TrainerConfig
+from tests.support.rl_models import make_sample, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("qwen3", torch.float32).save_pretrained(path)
+    return path
+
+
+def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActor:
+    config = TrainerConfig(
+        model_path=str(model_path), torch_threads=1, learning_rate=1e-3, mtp_heads=1, **settings
+    )
+    actor = LearnerActor(config, CheckpointStore(checkpoints))
+    actor.started()
+    return actor
+
+
+@pytest.fixture(scope="module")
+def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LearnerActor]:
+    actor = learner(model_path, tmp_path_factory.mktemp("checkpoints"), ranks=2)
+    yield actor
+    actor.stopped()
+
+
+def step(actor: LearnerActor, seed: int) -> StepResult:
+    rng = Random(seed)
+    prompt = [rng.randrange(13) for _ in range(12)]
+    samples = [
+        make_sample([*prompt, *[rng.randrange(13) for _ in range(n + 3)]], (12, n + 15), rng=rng)
+        for n in range(4)
+    ]
+    result: StepResult = actor.receive(
+        Step(plan=plan_batch(samples, token_budget=16384, channels=32), weight_version=1)
+    )
+    assert result.skipped == ""
+    return result
+
+
+def weights(actor: LearnerActor) -> dict[str, torch.Tensor]:
+    return {
+        one.name: torch.frombuffer(bytearray(one.data), dtype=torch.float32)
+        for one in actor.receive(TakeSnapshot(step=1)).tensors
+    }
+
+
+def test_a_model_that_ranks_cannot_share_is_told(tmp_path: Path) -> None:
+    """The setting, the model and the reason are in the line, and no process is left."""
+    tiny_model("mamba", torch.float32).save_pretrained(tmp_path / "model")
+    config = TrainerConfig(model_path=str(tmp_path / "model"), torch_threads=1, ranks=2)
+    actor = LearnerActor(config, CheckpointStore(tmp_path / "checkpoints"))
+    with pytest.raises(ConfigError, match=r"ranks = 2 is not allowed: Mamba.*sequence by sequence"):
+        actor.started()
+    assert actor._ranks is not None
+    assert not any(process.is_alive() for process in actor._ranks._processes)
+
+
+def test_two_ranks_train_what_one_trains(
+    pair: LearnerActor, model_path: Path, tmp_path: Path
+) -> None:
+    """Losses and weights over some steps, a checkpoint in between and a restore from it."""
+    alone = learner(model_path, tmp_path)
+    for seed in range(3):
+        one, two = step(alone, seed), step(pair, seed)
+        assert two.loss == pytest.approx(one.loss, rel=1e-5)
+        assert two.mtp.losses == pytest.approx(one.mtp.losses, rel=1e-4)
+        if seed == 0:
+            for actor in (alone, pair):
+                actor._checkpoints.save(
+                    actor.receive(Capture()).write, step=1, weight_version=2, history=[]
+                )
+    for actor in (alone, pair):
+        assert actor.receive(Restore()).step == 1
+    one, two = step(alone, 7), step(pair, 7)
+    assert two.loss == pytest.approx(one.loss, rel=1e-5)
+    expected, found = weights(alone), weights(pair)
+    assert expected.keys() == found.keys()
+    assert all(torch.allclose(found[n], expected[n], atol=1e-5) for n in expected)
+
+
+def test_a_rank_that_is_gone_ends_the_step_and_not_the_run(pair: LearnerActor) -> None:
+    """The actor crashes rather than wait; started again, as after any crash, it has new ranks."""
+    assert pair._ranks is not None
+    (process,) = pair._ranks._processes
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(30)
+    with pytest.raises(RuntimeError):
+        for seed in range(2):
+            step(pair, seed)
+    pair.stopped()
+    pair.started()
+    pair.receive(Restore())
+    step(pair, 1)
