@@ -3,6 +3,8 @@
 - upstream: the mock itself, for what the load and the machine cost by themselves
 - forge: the gateway with its real pool and etcd; verifies the session token, finds the context,
   renders and encodes what is new, streams the answer, parses it and records the turn on disk
+- floor: `benchmarks.support.gateway_floor`: the gateway's streams to router and pool behind the
+  same HTTP server, and nothing between them
 - proxy: `benchmarks.support.bare_proxy`: passes bytes on; no credentials, no record
 - litellm: LiteLLM's proxy with a master key, one model, no database, no log
 - sglang_router: SGLang's router in its default policy (cache_aware), one worker; no credentials
@@ -68,6 +70,7 @@ async def start_targets(folder: Path) -> AsyncIterator[Targets]:
             found[name] = Target(name=name, url=url, key=_no_key, pid=process.pid)
         answer = await _until_answering(found["upstream"])
         found["forge"] = await stack.target()
+        found["floor"] = stack.floor
         for target in tuple(found.values()):
             try:
                 await _until_answering(target)
@@ -97,6 +100,10 @@ class _ForgeStack:
         self._undo.callback(self.pool.kill)
         self._process("benchmarks.support.mock_upstream", "--http-port", self._port)
         self._gateway = self._process("services.gateway", "--idle-s", "3600")
+        port = str(free_port())
+        floor = self._process("benchmarks.support.gateway_floor", "--http-port", port)
+        url = _url(f"http://127.0.0.1:{port}")
+        self.floor = Target(name="floor", url=url, key=_no_key, pid=floor.pid)
 
     async def target(self) -> Target:
         coordinator = await Coordinator.connect(self.etcd.endpoint, cluster=CLUSTER)

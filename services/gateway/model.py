@@ -33,9 +33,12 @@ from forge.core.formats import (
 )
 from forge.core.messages import Message
 from forge.core.trajectory import TOKEN_BYTES, int32_array, int32_bytes
+from services.gateway.encoded import EncodedTexts
 
 __all__ = ["ChatModel", "TextStream", "Tools", "template_message"]
 
+FIRST_PROMPT_BYTES = 64 << 20
+"""What is remembered of first prompts, text and ids."""
 _TEMPLATE_ERRORS = (
     TemplateError,
     TypeError,
@@ -69,6 +72,8 @@ class ChatModel:
         self.vocabulary_tokens = len(tokenizer)
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
+        self.encode_first = EncodedTexts(self.encode, max_bytes=FIRST_PROMPT_BYTES)
+        """`encode` for the first prompt of a session: those of a group's rollouts are the same."""
         self._added_ids = frozenset(self._backend.get_added_tokens_decoder())
         self.end_texts = tuple(self.piece(token_id) for token_id in self.stop_ids)
         self._text_arguments = self._takes_text_only()

@@ -99,6 +99,10 @@ class Sessions:
         self._relieving = False
         self._quiet = asyncio.Event()
         """Set whenever no call is in flight."""
+        # Counted when scraped, so that a call costs nothing here.
+        CALLS.set_function(lambda: self._calls)
+        SESSIONS.set_function(lambda: len(self._sessions))
+        SESSION_BYTES.set_function(lambda: self._bytes)
 
     def use(self, claims: Claims) -> AbstractAsyncContextManager[Session]:
         """The session of a verified token, kept in memory meanwhile."""
@@ -136,14 +140,12 @@ class Sessions:
         session.backlog.admit()
         self._calls += 1
         self._quiet.clear()
-        CALLS.set(self._calls)
         try:
             yield
         finally:
             self._calls -= 1
             if not self._calls:
                 self._quiet.set()
-            CALLS.set(self._calls)
 
     async def flush(self, session: Session) -> None:
         """Waits until all recorded turns of a session are durable. Raises
@@ -192,7 +194,6 @@ class Sessions:
         dead = self._sessions.get(claims.trajectory_id)
         self._bytes -= dead.size_bytes if dead is not None else 0
         self._sessions[claims.trajectory_id] = session
-        SESSIONS.set(len(self._sessions))
         return session
 
     async def _make_room(self) -> None:
@@ -212,7 +213,6 @@ class Sessions:
             return
         self._bytes += size_bytes - session.size_bytes
         session.size_bytes = size_bytes
-        SESSION_BYTES.set(self._bytes)
         if self._bytes > self._limits.session_bytes and not self._relieving:
             self._relieving = True
             self._start(self._relieve_pressure())
@@ -247,8 +247,6 @@ class Sessions:
         del self._sessions[trajectory_id]
         self._bytes -= session.size_bytes
         session.backlog.forget(trajectory_id)
-        SESSION_BYTES.set(self._bytes)
-        SESSIONS.set(len(self._sessions))
         await session.actor.stop()
 
     async def _busy(self, session: Session) -> bool:

@@ -11,7 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
+
+from prometheus_client import Counter
 
 from forge.core.errors import ResourceExhausted
 from forge.core.messages import Message
@@ -38,6 +41,16 @@ LARGE_TEXT_CHARS = 32_768
 """Longer texts are encoded on a thread: more than a few milliseconds of work."""
 WRITER_TIMEOUT_S = 10.0
 """For the shard writer to say what waits; it never waits itself."""
+
+
+@cache
+def _contexts(how: str) -> Counter:
+    return CONTEXTS.labels(how)
+
+
+@cache
+def _turns(finish_reason: common_pb2.FinishReason.ValueType) -> Counter:
+    return TURNS.labels(common_pb2.FinishReason.Name(finish_reason))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +284,8 @@ class SessionActor(Actor):
             )
 
     async def _encode(self, draft: Draft) -> Prompt:
-        encode = self._settings.model.encode
+        model = self._settings.model
+        encode = model.encode_first if draft.how == "first" else model.encode
         if len(draft.text) > LARGE_TEXT_CHARS:
             tail = await asyncio.to_thread(encode, draft.text)
         else:
@@ -288,7 +302,7 @@ class SessionActor(Actor):
                 f"the messages take {prompt.tokens}"
             )
         self._calls[call.call_id] = call.abort
-        CONTEXTS.labels(prompt.draft.how).inc()
+        _contexts(prompt.draft.how).inc()
         return prompt
 
     def _end(self, conversation: Conversation, call: EndCall) -> int:
@@ -315,7 +329,7 @@ class SessionActor(Actor):
             turn.timings.agent_s = max(0.0, call.started_s - self._answered_s)
         self._settings.writer.tell(Append(turn=turn))
         self._settings.grown(turn.trajectory_id, conversation.size_bytes)
-        TURNS.labels(common_pb2.FinishReason.Name(sampled.finish_reason)).inc()
+        _turns(sampled.finish_reason).inc()
         SAMPLED_TOKENS.inc(sampled.tokens)
         SHARED_TOKENS.inc(turn.prefix_tokens)
         NEW_TOKENS.inc(prompt.tokens - turn.prefix_tokens)

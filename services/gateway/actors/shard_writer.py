@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import grpc.aio
-from prometheus_client import Gauge
 
 from forge.core.errors import FailedPrecondition, ForgeError, ResourceExhausted, Unavailable
 from forge.runtime.actor import Actor
@@ -116,10 +115,9 @@ class Backlog:
     refused: dict[str, str] = field(default_factory=dict)
     """Why a turn of a trajectory was refused for good."""
     flushes: dict[str, list[asyncio.Future[None]]] = field(default_factory=dict)
-    _gauge: Gauge = field(init=False)
 
     def __post_init__(self) -> None:
-        self._gauge = BACKLOG.labels(self.pool_shard)
+        BACKLOG.labels(self.pool_shard).set_function(lambda: self.bytes)
 
     def admit(self) -> None:
         """Raises `ResourceExhausted` while too much waits already."""
@@ -139,7 +137,7 @@ class Backlog:
         queue.append(sequence)
         if len(queue) == 1:
             self.unsent.append(sequence)
-        self._count(len(data))
+        self.bytes += len(data)
 
     def resend_all(self) -> None:
         self.unsent = deque(
@@ -154,7 +152,7 @@ class Backlog:
         turn = self.waiting.pop(sequence, None)
         if turn is None:
             return None
-        self._count(-len(turn.data))
+        self.bytes -= len(turn.data)
         queue = self.by_trajectory[turn.trajectory_id]
         assert queue[0] == sequence, "only the first turn of a trajectory is sent"
         queue.popleft()
@@ -172,7 +170,7 @@ class Backlog:
     def replace(self, trajectory_id: str, turns: Sequence[common_pb2.Turn]) -> None:
         """Forgets what waits of a trajectory, and takes `turns` for it."""
         for sequence in self.by_trajectory.pop(trajectory_id, ()):
-            self._count(-len(self.waiting.pop(sequence).data))
+            self.bytes -= len(self.waiting.pop(sequence).data)
         self.contested.discard(trajectory_id)
         for turn in turns:
             self.add(turn)
@@ -193,10 +191,6 @@ class Backlog:
     def forget(self, trajectory_id: str) -> None:
         """Its session has left memory, with nothing of it waiting."""
         self.refused.pop(trajectory_id, None)
-
-    def _count(self, change: int) -> None:
-        self.bytes += change
-        self._gauge.set(self.bytes)
 
 
 class ShardWriter(Actor):

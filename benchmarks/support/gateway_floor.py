@@ -1,0 +1,110 @@
+"""The least that a gateway of this kind can do: HTTP in, a kept stream to the router, a turn to the
+pool, events out.
+
+The gateway's own streams, and nothing between them: no token is checked, nothing parsed, rendered,
+encoded or decoded, every prompt is the same. What a gateway spends beyond this is its own work.
+
+    python -m benchmarks.support.gateway_floor --http-port N ...
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import partial
+
+from aiohttp import web
+
+from forge.runtime.config import ServiceConfig, setting
+from forge.runtime.service import ServiceContext, run
+from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc, pool_pb2_grpc
+from services.gateway.actors.shard_writer import Append, Backlog, ShardWriter
+from services.gateway.pool import Pool
+from services.gateway.sample_stream import SampleStreams
+
+PROMPT_IDS = bytes(4 * 400)
+EVENT = b'data: {"choices": [{"index": 0, "delta": {"content": "' + b"word " * 8 + b'"}}]}\n\n'
+END = b"data: [DONE]\n\n"
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloorConfig(ServiceConfig):
+    """Where to listen and where to record."""
+
+    http_port: int = setting(0, help="what it listens on", minimum=0, maximum=65535)
+    model_path: str = setting("", help="not looked at")
+    pool_shard: str = setting("s0", help="shard that takes the turns")
+
+
+class FloorApp:
+    """Wiring, as any service's."""
+
+    kind = "gateway-floor"
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._turns = itertools.count()
+
+    async def start(self) -> None:
+        context, config = self._context, self._context.config
+        routers = context.remote("router", inference_pb2_grpc.InferenceServiceStub)
+        self._streams = SampleStreams(routers)
+        pool = Pool(context.remote("pool", pool_pb2_grpc.PoolServiceStub), timeout_s=TIMEOUT_S)
+        open_stream = partial(pool.open_append_stream, config.pool_shard)
+        backlog = Backlog(pool_shard=config.pool_shard, max_bytes=1 << 30)
+        self._writer = await context.actors.spawn(
+            lambda: ShardWriter(backlog, open_stream, lambda _: None), name="writer"
+        )
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_post("/v1/chat/completions", self._answer)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", config.http_port).start()
+
+    async def drain(self) -> None:
+        """Calls end by themselves."""
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+        await self._streams.close()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if b'"stream"' not in await request.read():
+            # Asked whether it is there.
+            return web.json_response({"choices": [{"message": {"content": ""}}]})
+        number = next(self._turns)
+        asked = inference_pb2.SampleRequest(
+            request_id=str(number),
+            prompt_ids=PROMPT_IDS,
+            sampling=common_pb2.SamplingParams(max_tokens=1000),
+            stream=True,
+        )
+        stream = await self._streams.pick(timeout_s=TIMEOUT_S)
+        answer = stream.begin(asked, timeout_s=TIMEOUT_S)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        tokens = common_pb2.SampledTokens()
+        while (said := await answer.read()) is not None:
+            tokens = said.tokens
+            if said.finish_reason:
+                break
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(EVENT)
+        answer.cancel()
+        turn = common_pb2.Turn(
+            trajectory_id=f"floor-{number}:0:0",
+            parent_turn=-1,
+            prompt_ids=PROMPT_IDS,
+            sampled=tokens,
+            finish_reason=common_pb2.FINISH_REASON_STOP,
+        )
+        self._writer.tell(Append(turn=turn))
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write_eof(EVENT + END)
+        return response
+
+
+if __name__ == "__main__":
+    run("gateway-floor", FloorConfig, FloorApp)

@@ -1,0 +1,32 @@
+"""Texts that are encoded once for all rollouts of a group."""
+
+from __future__ import annotations
+
+from services.gateway.encoded import EncodedTexts
+
+
+def test_a_text_is_encoded_once_while_it_is_remembered() -> None:
+    """The text unused for longest goes when there is no room, and is encoded again."""
+    asked: list[str] = []
+
+    def encode(text: str) -> bytes:
+        asked.append(text)
+        return text.encode() * 4
+
+    encoded = EncodedTexts(encode, max_bytes=2 * 8 * 10)
+    for text in ("a" * 10, "b" * 10, "a" * 10, "c" * 10, "a" * 10, "b" * 10):
+        assert encoded(text) == text.encode() * 4
+    assert [text[0] for text in asked] == ["a", "b", "c", "b"]
+
+
+def test_a_text_beyond_all_room_is_not_remembered() -> None:
+    """It is encoded each time, and nothing is held of it."""
+    asked: list[str] = []
+
+    def encode(text: str) -> bytes:
+        asked.append(text)
+        return b""
+
+    encoded = EncodedTexts(encode, max_bytes=10)
+    assert encoded("long") == encoded("long") == b""
+    assert asked == ["long", "long"]
