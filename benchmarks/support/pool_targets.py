@@ -2,7 +2,7 @@
 that appends the same records and reads them back.
 
 - forge: `python -m services.pool` with etcd and tokens; four AppendTurns streams with `in_flight`
-  turns unacknowledged each, then FetchTrajectories. An answer means: checked and fsynced.
+  turns unacknowledged each, 16 in a message, then FetchTrajectories. An answer means: checked and fsynced.
 - redis: Redis 7 streams, `appendfsync always`: an answer means: fsynced.
 - transferqueue: an answer means: in the memory of another process.
 """
@@ -78,16 +78,19 @@ class Forge:
         slots = asyncio.Semaphore(in_flight)
 
         async def requests() -> AsyncIterator[pool_pb2.AppendTurnsRequest]:
-            for sequence in range(records):
-                await slots.acquire()
-                turn = self._turn(stream, sequence)
-                chunk = common_pb2.Chunk(data=turn.SerializeToString(), last=True)
-                yield pool_pb2.AppendTurnsRequest(sequence=sequence, turn=chunk)
+            for begin in range(0, records, TURNS):
+                turns = []
+                for sequence in range(begin, min(begin + TURNS, records)):
+                    await slots.acquire()
+                    turn = self._turn(stream, sequence).SerializeToString()
+                    turns.append(pool_pb2.WholeTurn(sequence=sequence, turn=turn))
+                yield pool_pb2.AppendTurnsRequest(turns=turns)
 
-        async for answer in self._client.stub.AppendTurns(requests()):
-            if answer.status_code:
-                raise RuntimeError(answer.error)
-            slots.release()
+        async for first in self._client.stub.AppendTurns(requests()):
+            for answer in (first, *first.more):
+                if answer.status_code:
+                    raise RuntimeError(answer.error)
+                slots.release()
 
     def _turn(self, stream: int, sequence: int) -> common_pb2.Turn:
         index = sequence % TURNS
