@@ -21,6 +21,9 @@ COMMIT_BYTES = 8 << 20
 _COMMIT_SECONDS = histogram("forge_pool_commit_seconds", "One group commit, fsync included.")
 _COMMANDS = counter("forge_pool_commands_total", "Changes handled, by kind.", ["kind"])
 _COMMIT_BYTES = counter("forge_pool_commit_bytes_total", "Payload of all commits.")
+_REFUSALS = counter(
+    "forge_pool_refusals_total", "Turns and other changes refused one by one.", ["kind", "code"]
+)
 _FAILURES = counter("forge_pool_commit_failures_total", "Commits refused whole.", ["code"])
 _USED_BYTES = gauge("forge_pool_used_bytes", "Of the shard's file.")
 _LIVE_BYTES = gauge("forge_pool_live_bytes", "Of the file, what records lie in.")
@@ -59,13 +62,22 @@ class Writer(ThreadActor):
             _FAILURES.labels(error.code).inc()
             return [error] * len(commands)
         _COMMIT_SECONDS.observe(time.perf_counter() - started_s)
-        for command in commands:
+        for command, outcome in zip(commands, outcomes, strict=True):
+            _count_refusals(command, outcome)
             _COMMANDS.labels(type(command).__name__).inc()
             _COMMIT_BYTES.inc(command.cost_bytes)
         _USED_BYTES.set(self._store.used_bytes)
         _LIVE_BYTES.set(self._store.live_bytes)
         _DISK_FREE_BYTES.set(self._store.disk_free_bytes)
         return outcomes
+
+
+def _count_refusals(command: Command, outcome: Any) -> None:
+    # Turns are answered one by one, unless there was no room for any.
+    answers = outcome if isinstance(outcome, tuple) else (outcome,)
+    for answer in answers:
+        if isinstance(answer, ForgeError):
+            _REFUSALS.labels(type(command).__name__, answer.code).inc()
 
 
 def _commits(messages: Sequence[Command]) -> Iterator[list[Command]]:

@@ -36,6 +36,7 @@ from services.pool.keys import (
     trajectory_key,
     trajectory_of_turn_key,
 )
+from services.pool.orphans import ORPHAN_REASON
 from services.pool.records import (
     Payload,
     Records,
@@ -267,7 +268,8 @@ class Checker:
             state = self._parsed(common_pb2.GroupRecord, Table.STATES, key, payload)
             if state is not None and state.state not in common_pb2.GroupState.values()[1:]:
                 self._add(Table.STATES, key, f"has state {state.state}, which is unknown")
-            if not self._has(Table.GROUPS, key):
+            orphan = state is not None and state.reason == ORPHAN_REASON
+            if not orphan and not self._has(Table.GROUPS, key):
                 self._add(Table.STATES, key, "its group is not there")
             yield
 

@@ -106,6 +106,18 @@ class FreeGroups:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MarkOrphans:
+    """Answered by how many tasks were given up: those that have a group by now are passed over."""
+
+    task_ids: tuple[str, ...]
+    now_unix_s: float
+
+    @property
+    def cost_bytes(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FollowLeader:
     """What a leader sent, in order. Answered by the position reached, 0 while still copying."""
 
@@ -123,5 +135,6 @@ Command = (
     | PutGroups
     | SetGroupStates
     | FreeGroups
+    | MarkOrphans
     | FollowLeader
 )

@@ -38,6 +38,8 @@ from services.pool.summaries import count_turns, rewards_of, turns_of
 _SETTLED_KEY = struct.Struct(">Q")
 _STEP = struct.Struct(">Q")
 _MS = 1000
+_ORPHAN = 2**64 - 1
+"""In place of a step: nobody ever stored the group."""
 _SETTLED_STATES = frozenset(
     {
         common_pb2.GROUP_STATE_TRAINED,
@@ -56,6 +58,8 @@ class SettledGroup:
     settled_unix_s: float
     step: int
     """That trained it; 0 for one that was tombstoned or evaluated."""
+    orphan: bool = False
+    """There are trajectories and no group: only age frees them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +105,19 @@ def index_settled(records: Records, task_id: str, state: common_pb2.GroupRecord)
     records.put(Table.SETTLED, key, _STEP.pack(state.step))
 
 
+def index_orphan(records: Records, task_id: str, state: common_pb2.GroupRecord) -> None:
+    """Enters trajectories whose group never came, under the state they were given."""
+    key = _settled_key(state.settled_unix_s, task_id)
+    records.put(Table.SETTLED, key, _STEP.pack(_ORPHAN))
+
+
+def forget_orphan(records: Records, task_id: str) -> None:
+    """Its group has come after all. What was freed of it meanwhile stays freed."""
+    state = state_of(records, task_id)
+    if state is not None:
+        records.delete(Table.SETTLED, _settled_key(state.settled_unix_s, task_id))
+
+
 def index_all_settled(records: Records, *, now_unix_s: float) -> None:
     """Enters what was settled before there was an index, as if it had been just now."""
     for key, payload in list(records.scan(Table.STATES)):
@@ -114,11 +131,13 @@ def index_all_settled(records: Records, *, now_unix_s: float) -> None:
 def settled_after(records: Records, after: bytes) -> Iterator[SettledGroup]:
     """Settled groups that have something to free, the longest settled first."""
     for key, payload in records.scan(Table.SETTLED, after=after):
+        step = _STEP.unpack(payload)[0]
         yield SettledGroup(
             key=key,
             task_id=TaskId(key[_SETTLED_KEY.size :].decode()),
             settled_unix_s=_SETTLED_KEY.unpack_from(key)[0] / _MS,
-            step=_STEP.unpack(payload)[0],
+            step=0 if step == _ORPHAN else step,
+            orphan=step == _ORPHAN,
         )
 
 
@@ -213,7 +232,8 @@ def _outcome(records: Records, trajectory: bytes) -> float | None:
 def _drop_payload(records: Records, task_id: str) -> int:
     """The bytes freed. Without a digest the payload is what a task is known again by."""
     stored = records.get(Table.GROUPS, group_key(task_id))
-    assert stored is not None, "a group with a state has a record"
+    if stored is None:
+        return 0
     group = common_pb2.GroupRecord.FromString(bytes(stored))
     if not group.task_digest or not group.task.payload_json:
         return 0
@@ -229,6 +249,8 @@ def _fate(records: Records, task_id: str) -> str:
     state = state_of(records, task_id)
     if state is not None and state.state == common_pb2.GROUP_STATE_TRAINED:
         return f"a checkpoint covers step {state.step}, which trained its group"
+    if records.get(Table.GROUPS, group_key(task_id)) is None:
+        return "its group never came"
     return "its group was settled long ago"
 
 

@@ -6,6 +6,7 @@ group means is in `freeing`.
 
     trained               due once the oldest checkpoint kept covers its step, and it is old enough
     tombstoned, evaluated due once it is old enough
+    without a group       given up when it is found, then due once that is old enough
     everything else       never
 
 Age counts for nothing while more than `keep_bytes` are in use or room is short: then the longest
@@ -27,7 +28,7 @@ from forge.runtime.rpc.status import translated
 from forge.runtime.telemetry import counter, gauge, log
 from forge.v1 import trainer_pb2
 from services.pool.actors import WriterRef
-from services.pool.commands import FreeGroups
+from services.pool.commands import FreeGroups, MarkOrphans
 from services.pool.freeing import Freed, SettledGroup
 from services.pool.readers import Readers
 from services.pool.store import PoolStore
@@ -40,6 +41,8 @@ PAGE = 256
 """Entries of the index looked at together."""
 BATCH = 16
 """Most groups in one transaction; then the shard's size is looked at again."""
+LOOKED_AT = 4096
+"""Trajectories looked at with each sweep for those without a group."""
 MAX_RECORDS = 128
 """Most turns and rewards deleted in one transaction: a few milliseconds of the writer's time."""
 _FREE_S = 60.0
@@ -47,6 +50,9 @@ _ASK_TRAINER_S = 5.0
 
 _GROUPS = counter("forge_pool_freed_groups_total", "Groups of which only the books are left.")
 _RECORDS = counter("forge_pool_freed_records_total", "Turns and rewards freed.")
+_ORPHANS = counter(
+    "forge_pool_orphans_total", "Tasks given up that have trajectories and no group."
+)
 _BYTES = counter("forge_pool_freed_bytes_total", "Payload freed.")
 _COVERED_STEP = gauge("forge_pool_covered_step", "What up to it was trained may be freed.")
 
@@ -67,7 +73,8 @@ class RetentionPolicy:
     ) -> bool:
         """`pressed`: age counts for nothing."""
         old = now_unix_s - group.settled_unix_s >= self.keep_age_s
-        return group.step <= covered_step and (old or pressed)
+        # Somebody may still write where no scheduler is: not even want of room hurries that.
+        return group.step <= covered_step and (old or (pressed and not group.orphan))
 
 
 class Retention:
@@ -89,6 +96,8 @@ class Retention:
         self._policy = policy
         self._coverage = coverage
         self._now_unix_s = now_unix_s
+        self._looked_until = b""
+        """Key of the last trajectory that was looked at for its group."""
 
     async def run(self) -> None:
         while True:
@@ -100,6 +109,7 @@ class Retention:
 
     async def sweep(self) -> Freed:
         """Frees all that is due now; what that came to."""
+        await self._mark_orphans()
         covered_step = await self._coverage()
         _COVERED_STEP.set(covered_step)
         total, after = Freed(), b""
@@ -123,6 +133,17 @@ class Retention:
         if total.groups:
             log.info("groups_freed", groups=total.groups, freed_bytes=total.payload_bytes)
         return total
+
+    async def _mark_orphans(self) -> None:
+        """Some trajectories at a time: a pass over ten million takes hours, and weeks matter."""
+        look = partial(self._store.orphans, after=self._looked_until, limit=LOOKED_AT)
+        page = await self._readers.run(look)
+        self._looked_until = page.last_key
+        if page.task_ids:
+            command = MarkOrphans(task_ids=page.task_ids, now_unix_s=self._now_unix_s())
+            marked: int = await self._writer.ask(command, timeout_s=_FREE_S)
+            _ORPHANS.inc(marked)
+            log.warning("groups_missing", tasks=marked, first=page.task_ids[0])
 
     async def _read(self, after: bytes) -> list[SettledGroup]:
         return await self._readers.run(partial(self._store.settled, after=after, limit=PAGE))

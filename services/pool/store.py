@@ -29,6 +29,7 @@ from services.pool.journal import (
     begin_replication,
     log_commit,
 )
+from services.pool.orphans import OrphanPage, orphans_after
 from services.pool.records import Records, Table
 
 _SHARD_KEY = b"shard"
@@ -142,6 +143,10 @@ class PoolStore:
     def settled(self, *, after: bytes, limit: int) -> list[SettledGroup]:
         """Groups that can be freed behind that entry of the index, the longest settled first."""
         return self.read(lambda records: list(islice(settled_after(records, after), limit)))
+
+    def orphans(self, *, after: bytes, limit: int) -> OrphanPage:
+        """Tasks without a group among so many trajectories behind that key."""
+        return self.read(partial(orphans_after, after=after, limit=limit))
 
     def summaries(self, names: Sequence[TrajectoryName]) -> list[common_pb2.TrajectorySummary]:
         """In the order asked; unknown ones are left out."""

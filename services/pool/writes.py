@@ -28,14 +28,16 @@ from services.pool.commands import (
     Command,
     FollowLeader,
     FreeGroups,
+    MarkOrphans,
     NewTurn,
     PutGroups,
     SealTrajectory,
     SetGroupStates,
 )
-from services.pool.freeing import check_not_freed, free, put_state, state_of
+from services.pool.freeing import check_not_freed, forget_orphan, free, put_state, state_of
 from services.pool.journal import follow
 from services.pool.keys import group_key, queue_key, reward_key, trajectory_key, turn_key
+from services.pool.orphans import mark
 from services.pool.records import (
     Records,
     Table,
@@ -70,6 +72,8 @@ def apply(command: Command, records: Records) -> Any:
                 return _set_group_states(records, command)
             case FreeGroups():
                 return free(records, command)
+            case MarkOrphans():
+                return mark(records, command)
             case FollowLeader(steps=steps):
                 return follow(records, steps)
     except ForgeError as error:
@@ -225,6 +229,7 @@ def _put_groups(records: Records, command: PutGroups) -> None:
         key = group_key(group.task.task_id)
         if records.get(Table.GROUPS, key) is not None:
             continue
+        forget_orphan(records, group.task.task_id)
         records.put(Table.GROUPS, key, group.SerializeToString())
         pending = common_pb2.GroupRecord(state=common_pb2.GROUP_STATE_PENDING)
         records.put(Table.STATES, key, pending.SerializeToString())
@@ -248,7 +253,7 @@ def _set_group_states(records: Records, command: SetGroupStates) -> None:
 def _is_new_state(records: Records, task_id: str, state: common_pb2.GroupRecord) -> bool:
     """False for the state that a freed group has. Raises `FailedPrecondition` for another."""
     stored = state_of(records, task_id)
-    if stored is None:
+    if stored is None or records.get(Table.GROUPS, group_key(task_id)) is None:
         raise NotFound(f"group {task_id} is not on this shard")
     if not stored.freed_unix_s:
         return True

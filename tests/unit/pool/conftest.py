@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
+from services.pool.readers import Readers
 from services.pool.store import PoolStore
+from tests.support.pool_sweeper import Sweeper
 
 
 @pytest.fixture
@@ -29,3 +32,10 @@ def open_store(tmp_path: Path) -> Iterator[Callable[..., PoolStore]]:
 @pytest.fixture
 def store(open_store: Callable[..., PoolStore]) -> PoolStore:
     return open_store(shard="s0")
+
+
+@pytest_asyncio.fixture
+async def sweeper(store: PoolStore) -> AsyncIterator[Sweeper]:
+    readers = Readers(1)
+    yield Sweeper(store, readers)
+    await readers.close()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import pytest
-import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,9 +15,8 @@ from forge.v1 import common_pb2, trainer_pb2
 from services.pool import retention
 from services.pool.commands import FreeGroups
 from services.pool.freeing import Freed, SettledGroup
-from services.pool.readers import Readers
 from services.pool.records import Table
-from services.pool.retention import Retention, RetentionPolicy, TrainersCoverage
+from services.pool.retention import RetentionPolicy, TrainersCoverage
 from services.pool.store import PoolStore
 from services.scheduler.recovery import stored_group
 from services.scheduler.state import TermState
@@ -37,58 +34,12 @@ from tests.support.pool_store import (
     set_states,
     summary,
 )
+from tests.support.pool_sweeper import MAX_AGE_S, SETTLED_S, records_of
 
 TRAINED = common_pb2.GROUP_STATE_TRAINED
 TOMBSTONED = common_pb2.GROUP_STATE_TOMBSTONED
 EVALUATED = common_pb2.GROUP_STATE_EVALUATED
 PENDING = common_pb2.GROUP_STATE_PENDING
-MAX_AGE_S = 1000.0
-SETTLED_S = 100.0
-"""When `set_states` says that it is."""
-
-
-class Direct:
-    """Stands in for the writer: commits each command at once."""
-
-    def __init__(self, store: PoolStore) -> None:
-        self.store = store
-        self.before: Callable[[], None] = lambda: None
-        self.freed: list[Freed] = []
-
-    async def ask(self, message: FreeGroups, *, timeout_s: float) -> Freed:
-        self.before()
-        self.freed.append(commit(self.store, message))
-        return self.freed[-1]
-
-
-class Sweeper:
-    """A retention whose clock and checkpoint the test sets."""
-
-    def __init__(self, store: PoolStore, readers: Readers) -> None:
-        self.writer = Direct(store)
-        self.covered_step = 0
-        self.now_unix_s = SETTLED_S
-        self._store, self._readers = store, readers
-
-    async def sweep(self, *, keep_age_s: float = MAX_AGE_S, keep_bytes: int = 0) -> Freed:
-        async def coverage() -> int:
-            return self.covered_step
-
-        return await Retention(
-            self._store,
-            self.writer,
-            self._readers,
-            policy=RetentionPolicy(keep_age_s=keep_age_s, keep_bytes=keep_bytes),
-            coverage=coverage,
-            now_unix_s=lambda: self.now_unix_s,
-        ).sweep()
-
-
-@pytest_asyncio.fixture
-async def sweeper(store: PoolStore) -> AsyncIterator[Sweeper]:
-    readers = Readers(1)
-    yield Sweeper(store, readers)
-    await readers.close()
 
 
 def add_group(store: PoolStore, task_id: str = "task", index: int = 0, *, turns: int = 2) -> None:
@@ -112,10 +63,6 @@ def free_now(store: PoolStore, *task_ids: str, step: int = 1, max_records: int =
             task_ids=task_ids, covered_step=step, max_records=max_records, now_unix_s=SETTLED_S
         ),
     )
-
-
-def records_of(store: PoolStore) -> dict[Table, int]:
-    return store.read(lambda records: {table: records.count(table) for table in Table})
 
 
 async def test_a_trained_group_is_freed_once_covered_and_old(store, sweeper):
