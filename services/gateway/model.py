@@ -37,7 +37,7 @@ from services.gateway.encoded import EncodedTexts
 
 __all__ = ["ChatModel", "TextStream", "Tools", "template_message"]
 
-FIRST_PROMPT_BYTES = 64 << 20
+FIRST_PROMPT_BYTES = 16 << 20
 """What is remembered of first prompts, text and ids."""
 _TEMPLATE_ERRORS = (
     TemplateError,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from forge.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 
 MESSAGE_BYTES = 1 << 20
-"""A message is closed with the request that fills it to this."""
+"""Most that several requests take in one message."""
 ROOM_BYTES = 1 << 10
 """Of a message, for what is around a request that fills it."""
 MOST_WAITING = 64
@@ -42,6 +42,16 @@ _COLUMNS = [
 ]
 """One entry per token; merging would replace them."""
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class _Begin(NamedTuple):
+    """A call that is yet to be sent."""
+
+    call: int
+    request: pb.SampleRequest
+    size: int
+    """Bytes of the request."""
+    timeout_s: float
 
 
 class SampleStreams:
@@ -77,7 +87,7 @@ class RouterStream:
         self._call = call
         self._router = router
         self._answers: dict[int, Answer] = {}
-        self._begins: deque[pb.SampleBegin] = deque()
+        self._begins: deque[_Begin] = deque()
         self._cancels: list[int] = []
         self._more = asyncio.Event()
         self._last_call = 0
@@ -100,7 +110,7 @@ class RouterStream:
         self._last_call += 1
         number = self._last_call
         answer = self._answers[number] = Answer(self, number, timeout_s)
-        self._begins.append(pb.SampleBegin(call=number, request=request, timeout_s=timeout_s))
+        self._begins.append(_Begin(number, request, size, timeout_s))
         self._more.set()
         return answer
 
@@ -157,16 +167,20 @@ class RouterStream:
 
     def _message(self) -> pb.SampleStreamRequest:
         """What waits, or as much of it as goes in one message."""
-        begins: list[pb.SampleBegin] = []
+        message = pb.SampleStreamRequest(cancel=self._cancels)
+        self._cancels = []
         size = 0
-        while self._begins and size < MESSAGE_BYTES:
+        while self._begins:
+            begin = self._begins[0]
+            size += begin.size
             # One alone may be of any size; more of them only together.
-            size += self._begins[0].ByteSize()
-            if begins and size > MESSAGE_BYTES:
+            if message.begin and size > MESSAGE_BYTES:
                 break
-            begins.append(self._begins.popleft())
-        cancels, self._cancels = self._cancels, []
-        return pb.SampleStreamRequest(begin=begins, cancel=cancels)
+            self._begins.popleft()
+            # In place, as a prompt is large and each message that it is put into copies it.
+            sent = message.begin.add(call=begin.call, timeout_s=begin.timeout_s)
+            sent.request.CopyFrom(begin.request)
+        return message
 
     async def _read(self) -> None:
         while True:
