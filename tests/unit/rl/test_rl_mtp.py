@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
 
 from forge.core import packing
 from forge.core.errors import InvalidArgument
@@ -22,8 +23,9 @@ from forge.rl.losses import ObjectiveConfig
 from forge.rl.mtp import MtpConfig, MtpHeads, MtpLoss, training
 from forge.rl.mtp.losses import LOSSES, acceptance, topk_kl, total_variation
 from forge.rl.policy import TreePolicy
+from forge.rl.tree_states import TreeStates
 from tests.support.rl_forests import KINDS, forest
-from tests.support.rl_models import CAP, gradients, make_sample, tiny_model, wide_norms
+from tests.support.rl_models import CAP, SHAPE, gradients, make_sample, tiny_model, wide_norms
 
 HEADS, TOP_K = 2, 3
 WAYS = {"whole": 1 << 30, "split": 24, "relayed": 5}
@@ -138,6 +140,40 @@ def test_heads_are_exact_on_merged_trees(kind: str, budget: int) -> None:
 def test_every_loss_is_exact(family: str, loss: MtpLoss) -> None:
     """With windows, experts, a state from token to token; several children are several targets."""
     check(family, forest("duplicate") + forest("forked"), WAYS["whole"], loss)
+
+
+def models() -> dict[str, Any]:
+    """Whose logits are made in different ways."""
+    shape = {**SHAPE, "head_dim": 4}
+    soft = Gemma2Config(
+        **shape,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=0.5,
+        layer_types=["full_attention"] * 2,
+    )
+    divided = GraniteConfig(**SHAPE, logits_scaling=3.0)
+    return {
+        "plain": tiny_model("qwen3", torch.float32),
+        "soft-capped": Gemma2ForCausalLM(soft),
+        "divided": GraniteForCausalLM(divided),
+        "no attention": tiny_model("mamba", torch.float32),
+    }
+
+
+@pytest.mark.parametrize("which", ["plain", "soft-capped", "divided", "no attention"])
+def test_the_target_is_the_policys_own_distribution(which: str) -> None:
+    """What heads learn from gives the tokens the log-probs that the policy gives them."""
+    policy = TreePolicy(models()[which])
+    policy.check()
+    policy.states = TreeStates()
+    (tree,) = Learner(policy, LearnerConfig()).plan(forest("temperatures")).trees
+    logprobs_T, _ = policy.logprobs(tree)
+    head = tree.layout.head
+    states_RC = policy.states.whole[head.places_R]
+    all_RV = policy.distributions(states_RC, head.temperatures_R)
+    found_T = all_RV[head.rows_E, head.targets_E][tree.edges_T]
+    assert torch.allclose(found_T, logprobs_T, atol=1e-5)
+    assert bool(policy.unmerged) == (which in ("soft-capped", "no attention"))
 
 
 def test_rows_in_chunks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
