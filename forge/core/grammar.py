@@ -27,7 +27,7 @@ LIMITS = LLParserLimits(
     # About 1.5 KiB each, kept for as long as the compiled grammar is.
     max_lexer_states=10_000,
     # Per token: a few milliseconds; an answer that needs more ends with an error.
-    step_lexer_fuel=20_000,
+    step_lexer_fuel=100_000,
     step_max_items=20_000,
     # Once: some tens of milliseconds.
     initial_lexer_fuel=1_000_000,

@@ -1,55 +1,33 @@
 """The grammar of one turn: what an agent asked for, as this model writes it.
 
 Owns how an answer's grammar, the tools' strict schemas and a required call fit to the model's
-reasoning and to its notation of tool calls. A notation is known by what it writes: where a call's
-arguments stand in it as JSON, they can be held to a schema. Knows nothing of tokens and masks.
+reasoning and to its notation of tool calls (`services.gateway.notation`; what may stand in one that
+writes arguments one by one is `services.gateway.arguments`'). Knows nothing of tokens and masks.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import os.path
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llguidance import regex_to_lark
 
 from forge.core.errors import InvalidArgument
-from forge.core.formats import CallDelta, OutputFormat, collect
+from forge.core.formats import CallDelta, OutputFormat
 from forge.core.grammar import guided
 from forge.v1 import common_pb2
+from services.gateway.arguments import Arguments
 from services.gateway.grammar import checked
 from services.gateway.metrics import UNENFORCED
 from services.gateway.model import ChatModel, Tools
+from services.gateway.notation import Notation, lark_escaped, notation_of, spelt
 
 if TYPE_CHECKING:
     from services.gateway.turns import TurnRequest
 
-_PROBE = '{"forge": 0}'
-"""Arguments that no notation would write in another way, if it writes JSON at all."""
 _ANY_TEXT = "/(?s:.+)/"
 _ANY_ARGUMENTS = {"type": "object"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Notation:
-    """The text around the JSON arguments of calls."""
-
-    first: tuple[str, ...]
-    """Before those of the first call, by tool."""
-    further: tuple[str, ...]
-    """Between those of one call and the next, by the next one's tool; () where a notation has only
-    one call, or numbers them."""
-    end: str
-    """Behind the last ones."""
-
-    @property
-    def opening(self) -> str:
-        """What every first call begins with."""
-        return os.path.commonprefix(self.first)  # noqa: RUF071
 
 
 async def check(request: TurnRequest) -> None:
@@ -130,7 +108,9 @@ class _Calls:
         names = tuple(tool["function"]["name"] for tool in self._tools)
         self._names = names
         # A protocol declares no __hash__, but formats are plain objects.
-        self._notation = notation_of(model.format, names)  # type: ignore[arg-type]
+        notation = notation_of(model.format, names)  # type: ignore[arg-type]
+        self._arguments = (notation and self._read_arguments(notation)) or {}
+        self._notation = notation if self._arguments else None
         self._several = request.parallel_calls
         self.strict = any(_is_strict(tool) for tool in self._tools)
 
@@ -161,14 +141,14 @@ class _Calls:
         mark = self._mark(self._notation.opening) if self._notation is not None else ""
         if self._notation is None or not mark:
             return None
-        told = "|".join(_lark_escaped(each) for each in sorted(self._model.format.marks))
+        told = "|".join(lark_escaped(each) for each in sorted(self._model.format.marks))
         rules = self._calls(self._notation, behind=mark)
         rules.append(f"TEXT: {_ANY_TEXT} & ~/(?s:.*)({told})(?s:.*)/")
         begin = spelt(self._model, mark)
         if begin.startswith("<"):
             return [f"body: TEXT? | TEXT? {begin} calls", *rules]
         # As text, the tag ends the text before it: the lexer must not read on over it.
-        return ["body: TEXT? | lead calls", f"lead[lazy]: /(?s:.*){_lark_escaped(mark)}/", *rules]
+        return ["body: TEXT? | lead calls", f"lead[lazy]: /(?s:.*){lark_escaped(mark)}/", *rules]
 
     def _calls(self, notation: Notation, *, behind: str = "") -> list[str]:
         """The rule "calls", less the text `behind` at its beginning."""
@@ -187,10 +167,27 @@ class _Calls:
             rules.append(f"further: {' | '.join(further)}")
         end = spelt(self._model, notation.end)
         rules.append(f"calls: first further* {end}" if several else f"calls: first {end}")
-        for name, tool in zip(arguments, self._tools, strict=True):
-            schema = _parameters(tool) if _is_strict(tool) else _ANY_ARGUMENTS
-            rules.append(f"{name}: %json {_json(guided(schema))}")
+        for name in arguments:
+            rules += self._arguments[name]
         return rules
+
+    def _read_arguments(self, notation: Notation) -> dict[str, list[str]] | None:
+        """The rules for each tool's arguments; None where some tool's cannot be told."""
+        found: dict[str, list[str]] = {}
+        for at, tool in enumerate(self._tools):
+            name, strict = f"arguments_{at}", _is_strict(tool)
+            if notation.one_by_one is None:
+                schema = _parameters(tool) if strict else _ANY_ARGUMENTS
+                found[name] = [f"{name}: %json {_json(guided(schema))}"]
+                continue
+            arguments = Arguments(
+                self._model, notation.one_by_one, self._names[at], _parameters(tool), name=name
+            )
+            rules = arguments.rules(strict=strict)
+            if rules is None:
+                return None
+            found[name] = rules
+        return found
 
     def _mark(self, text: str) -> str:
         """The tag that calls begin with; "" for a notation without one."""
@@ -198,34 +195,8 @@ class _Calls:
         return max(found, key=len, default="")
 
 
-@functools.lru_cache(maxsize=256)
-def notation_of(output: OutputFormat, names: tuple[str, ...]) -> Notation | None:
-    """What stands around the arguments of calls of these tools; None where they are not written
-    as JSON, or not read back as they were written."""
-    first, further, ends = [], [], set()
-    for name in names:
-        begin, *ending = _written(output, (name,)).split(_PROBE)
-        if len(ending) != 1 or not _reads_back(output, name, f"{begin}{{}}{ending[0]}"):
-            return None
-        first.append(begin)
-        ends.add(ending[0])
-        between = _written(output, (name,) * 3).split(_PROBE)[1:-1]
-        if len(between) == 2 and between[0] == between[1]:
-            further.append(between[0])
-    if len(ends) != 1:
-        return None
-    several = tuple(further) if len(further) == len(names) else ()
-    return Notation(first=tuple(first), further=several, end=ends.pop())
-
-
 def _written(output: OutputFormat, names: Sequence[str]) -> str:
-    return output.write([CallDelta(name=name, arguments=_PROBE) for name in names])
-
-
-def _reads_back(output: OutputFormat, name: str, text: str) -> bool:
-    parser = output.parser()
-    answer = collect([*parser.feed(text), *parser.finish()], parser.error)
-    return [call.name for call in answer.calls] == [name] and not answer.error
+    return output.write([CallDelta(name=name, arguments="{}") for name in names])
 
 
 def _reasoning(model: ChatModel, *, inside: bool) -> str:
@@ -243,7 +214,7 @@ def _reasoning(model: ChatModel, *, inside: bool) -> str:
 def _reasoning_rules(model: ChatModel) -> list[str]:
     if model.reasoning is None:
         return []
-    close = _lark_escaped(model.reasoning.close)
+    close = lark_escaped(model.reasoning.close)
     return [r"SPACE: /[ \n]{1,8}/", f"thought[lazy]: /(?s:.*){close}/"]
 
 
@@ -252,19 +223,6 @@ def _answer(answer: common_pb2.Grammar) -> str:
         return f"/{regex_to_lark(answer.regex, use_ascii='')}/"
     schema = _object(answer.json_schema, "sampling.grammar.json_schema")
     return f"%json {_json(guided(schema, lenient=answer.lenient))}"
-
-
-def spelt(model: ChatModel, text: str) -> str:
-    """Text in a grammar: what the tokenizer has a token of its own for is that token."""
-    return " ".join(
-        f"<[{piece}]>" if isinstance(piece, int) else _json(piece)
-        for piece in model.added_tokens_in(text)
-    )
-
-
-def _lark_escaped(text: str) -> str:
-    """For the inside of a regular expression between slashes."""
-    return re.escape(text).replace("/", r"\/")
 
 
 def _is_strict(tool: Mapping[str, Any]) -> bool:

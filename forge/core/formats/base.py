@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Tools = Sequence[Mapping[str, Any]]
 """Tool definitions as OpenAI's protocol has them: `{"type": "function", "function": {...}}`."""
@@ -77,6 +77,16 @@ class OutputFormat(Protocol):
 
     def write(self, calls: Sequence[CallDelta]) -> str:
         """The calls as a model that masters the format writes them: parsed, they are the same."""
+
+
+@runtime_checkable
+class ElementFormat(Protocol):
+    """A format that writes each argument as a text, nothing of it escaped, between tags."""
+
+    argument_end: str
+    """What ends an argument, and stands in none."""
+    inner: tuple[str, ...]
+    """Beginnings of other elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from forge.core.formats.base import CallDelta, Tools
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_ALL_TYPES = {"null", "boolean", "integer", "number", "array", "object"}
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 
 
@@ -98,6 +99,11 @@ def typed(text: str, schema: object) -> Any:
     if isinstance(value, str):
         return text
     return value if not types or types & _types_of(value) else text
+
+
+def read_as(schema: object) -> set[str]:
+    """The types besides strings that a text may be read as where `schema` is asked for."""
+    return (_types(schema) or _ALL_TYPES) - {"string"}
 
 
 def untyped(value: Any) -> str:

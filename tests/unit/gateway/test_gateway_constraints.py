@@ -10,13 +10,14 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from forge.core.errors import InvalidArgument
-from forge.core.formats import get_format
+from forge.core.formats import collect, get_format
 from forge.core.formats.registry import BUILT_IN
 from forge.core.grammar import LIMITS, Kind, source
 from forge.v1 import common_pb2
-from services.gateway.constraints import check, notation_of, turn_grammar
+from services.gateway.constraints import check, turn_grammar
 from services.gateway.grammar import answer_grammar
 from services.gateway.model import ChatModel
+from services.gateway.notation import notation_of
 from services.gateway.turns import TurnRequest
 from tests.support.chat_templates import make_model, make_tokenizer
 
@@ -160,22 +161,28 @@ def test_added_tokens_are_named_by_their_ids() -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_what_a_notation_frames_it_reads_back(name: str) -> None:
-    """For every format: where arguments are written as JSON, text around them makes whole calls."""
+    """For every format: the text around arguments makes whole calls, however these are written."""
     output = get_format(name)
     if not output.takes_tools:
         return
     notation = notation_of(output, ("look", "take"))
-    framed = {"hermes", "llama3_json", "mistral", "mistral_v11", "kimi_k2"}
-    assert (notation is not None) == (name in framed | {"deepseek_v3", "deepseek_v31", "react"})
-    if notation is None:
-        return
-    parser = output.parser()
-    text = notation.first[0] + '{"a": 1}'
+    assert notation is not None
+    way = notation.one_by_one
+    one_by_one = {"qwen3_coder", "glm", "minimax_m2", "pythonic"}
+    assert (way is not None) == (name in one_by_one)
+
+    def arguments(key: str) -> str:
+        return f"{way.before}{key}{way.between}1{way.behind}" if way else f'{{"{key}": 1}}'
+
+    text = notation.first[0] + arguments("a")
     if notation.further:
-        text += notation.further[1] + '{"b": 2}'
-    parser.feed(text + notation.end)
-    parser.finish()
-    assert parser.error == ""
+        text += notation.further[1] + arguments("b")
+    parser = output.parser()
+    answer = collect([*parser.feed(text + notation.end), *parser.finish()], parser.error)
+    assert answer.error == ""
+    assert [json.loads(call.arguments) for call in answer.calls] == [{"a": 1}, {"b": 1}][
+        : 1 + bool(notation.further)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,384 @@
+"""Arguments that are written one by one, as rules of a grammar: for notations that are not JSON.
+
+Owns what a tool's schema lets stand in the place of each argument. Where values are JSON, that is
+the argument's schema. Where they are texts, with nothing escaped, a text stands for a string, or
+for what else it spells and its schema allows (`forge.core.formats.calls` has the rule): so what a
+schema allows is taken apart into texts, values that are listed, and JSON of the other types.
+
+Arguments come in the schema's order, each at most once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from llguidance import regex_to_lark
+
+from forge.core.errors import InvalidArgument
+from forge.core.formats import OutputFormat
+from forge.core.formats.calls import read_as, typed, untyped
+from forge.core.grammar import guided
+from services.gateway.model import ChatModel
+from services.gateway.notation import OneByOne, lark_escaped, reads_key, spelt
+
+_NOTES = frozenset(
+    {"$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description"}
+    | {"examples", "readOnly", "title", "writeOnly"}
+)
+"""Keywords that allow and forbid nothing."""
+_OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties"})
+_OF_TEXTS = frozenset({"type", "minLength", "maxLength", "pattern"})
+_DEFINITIONS = ("#/$defs/", "#/definitions/")
+_MAX_REFERENCES = 16
+_MAX_CHOICES = 1000
+_MAX_CHARACTERS = 500
+"""Of a length that a schema bounds: what counts further takes too long to compile."""
+_SPACES = r"\s\x1c-\x1f"
+_SPACE = f"[{_SPACES}]*"
+"""What is passed over before a JSON value."""
+_BEGINNINGS = {"integer": r"\-0-9", "number": r"\-0-9", "array": r"\[", "object": r"\{"}
+_NUMBER = r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][-+]?[0-9]{1,2})?"
+"""None too large for a float, as JSON's may be."""
+_WORDS = {"null": "null|None", "boolean": "true|false|True|False"}
+
+
+class Inexpressible(Exception):
+    """What of a schema cannot be held to in this notation: where, as a JSON pointer, and why."""
+
+    def __init__(self, why: str, place: str = "") -> None:
+        super().__init__(why)
+        self.place = place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Text:
+    """Strings of these lengths that match the pattern."""
+
+    shortest: int = 0
+    longest: int | None = None
+    pattern: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listed:
+    """One value."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Json:
+    """Values of another type than strings."""
+
+    schema: Mapping[str, Any]
+
+    @property
+    def free(self) -> bool:
+        """Whether any value of the type will do."""
+        return self.schema.keys() <= _NOTES | {"type"}
+
+
+_Choice = _Text | _Listed | _Json
+
+
+def check_strict(tool: str, schema: Mapping[str, Any], output: OutputFormat, way: OneByOne) -> None:
+    """Raises `InvalidArgument` naming what of a strict tool's schema cannot be held to."""
+    try:
+        for name, value in _properties(schema, strict=True).items():
+            _check_key(output, tool, name)
+            _alternatives(value, schema, way, f"/properties/{name}")
+    except Inexpressible as wrong:
+        raise InvalidArgument(
+            f"the parameters of {tool}{wrong.place} cannot be enforced in the model's notation of "
+            f"calls ({output.name}): {wrong}"
+        ) from None
+
+
+class Arguments:
+    """The rules for one tool's arguments; `name` is the rule, and begins the names of others."""
+
+    def __init__(
+        self, model: ChatModel, way: OneByOne, tool: str, schema: Mapping[str, Any], *, name: str
+    ) -> None:
+        self._model = model
+        self._way = way
+        self._tool = tool
+        self._schema = schema
+        self._name = name
+        self._rules: list[str] = []
+
+    def rules(self, *, strict: bool) -> list[str] | None:
+        """None where a tool that is not strict does not say what its arguments are called.
+
+        Raises `InvalidArgument` for a strict one's that cannot be held to.
+        """
+        if strict:
+            check_strict(self._tool, self._schema, self._model.format, self._way)
+        try:
+            properties = _properties(self._schema, strict=strict)
+            for key in properties:
+                _check_key(self._model.format, self._tool, key)
+        except Inexpressible:
+            return None
+        required = set(self._schema.get("required") or ()) if strict else set[str]()
+        self._rules = []
+        self._sequence(list(properties), required)
+        for at, (key, schema) in enumerate(properties.items()):
+            self._argument(at, key, schema if strict else True)
+        return self._rules
+
+    def _sequence(self, keys: Sequence[str], required: set[str]) -> None:
+        """The arguments in their order, each that is not required left out at will."""
+        name, separator = self._name, spelt(self._model, self._way.separator)
+        # A head has no argument before it, a tail has one: a separator stands between two only.
+        self._rules.append(f"{name}: {name}_head_0")
+        for at, key in enumerate(keys):
+            given = f"{name}_{at} {name}_tail_{at + 1}"
+            skipped = [] if key in required else [f"{name}_head_{at + 1}"]
+            self._rules.append(f"{name}_head_{at}: {' | '.join([given, *skipped])}")
+            given = f"{separator} {given}"
+            skipped = [] if key in required else [f"{name}_tail_{at + 1}"]
+            self._rules.append(f"{name}_tail_{at}: {' | '.join([given, *skipped])}")
+        self._rules += [f'{name}_{kind}_{len(keys)}: ""' for kind in ("head", "tail")]
+
+    def _argument(self, at: int, key: str, schema: Any) -> None:
+        rule, way = f"{self._name}_{at}", self._way
+        begin = spelt(self._model, f"{way.before}{key}{way.between}")
+        values = " | ".join(self._values(rule, schema))
+        self._rules.append(f"{rule}: {begin} ({values})")
+
+    def _values(self, rule: str, schema: Any) -> Iterator[str]:
+        """What may stand there, each with what stands behind it."""
+        choices = _alternatives(schema, self._schema, self._way)
+        for number, choice in enumerate(choices):
+            match choice:
+                case _Text():
+                    yield from self._text(f"{rule.upper()}_{number}", choice, schema, choices)
+                case _Listed(value=value):
+                    yield spelt(self._model, untyped(value) + self._way.behind)
+                case _Json(schema={"type": "number"}) if choice.free:
+                    self._rules.append(f"{rule}_{number}: /{_NUMBER}/")
+                    yield f"{rule}_{number} {spelt(self._model, self._way.behind)}"
+                case _Json():
+                    document = self._document(choice.schema)
+                    self._rules.append(f"{rule}_{number}: %json {_json(document)}")
+                    yield f"{rule}_{number} {spelt(self._model, self._way.behind)}"
+
+    def _text(
+        self, terminal: str, text: _Text, schema: Any, choices: Sequence[_Choice]
+    ) -> Iterator[str]:
+        behind = self._way.behind
+        # Up to the first tag that is a token of its own, all is one terminal: where a text ends
+        # shows by what stands behind it.
+        pieces = self._model.added_tokens_in(behind)
+        split = any(isinstance(piece, int) for piece in pieces)
+        frame = next((p for p in pieces[:1] if isinstance(p, str)), "") if split else behind
+        close = lark_escaped(frame)
+        parts = [f"/{_without(self._way.tags)}{close}/"]
+        if text.shortest or text.longest is not None:
+            most = "" if text.longest is None else text.longest
+            parts.append(f"/(?s:.{{{text.shortest},{most}}}){close}/")
+        if text.pattern:
+            parts.append(f"/{_searched(text.pattern)}{close}/")
+        parts += _other_readings(schema, choices, close)
+        may_be_empty = split and not frame
+        if may_be_empty:
+            parts.append("/(?s:.+)/")
+        self._rules.append(f"{terminal}: {' & '.join(parts)}")
+        rest = spelt(self._model, behind[len(frame) :])
+        if may_be_empty and not text.shortest and not text.pattern:
+            yield rest
+        yield f"{terminal} {rest}"
+
+    def _document(self, schema: Any) -> dict[str, Any]:
+        """An argument's schema by itself, with the definitions it refers to."""
+        if isinstance(schema, bool):
+            schema = {}
+        named = {key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema}
+        return guided({**named, **schema})
+
+
+def _properties(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """The arguments that a tool takes, and what each may be."""
+    declared = schema.get("properties") or {}
+    if not isinstance(declared, dict):
+        raise Inexpressible("properties must be an object")
+    if strict:
+        for keyword in schema.keys() - _OF_OBJECTS - _NOTES:
+            raise Inexpressible(f"{keyword} is not supported there")
+        for key in schema.get("required") or ():
+            if declared.get(key, False) is False:
+                raise Inexpressible(f"{key!r} is required and not among the properties")
+    elif not declared and schema.get("additionalProperties"):
+        raise Inexpressible("arguments of any name")
+    return {key: value for key, value in declared.items() if value is not False}
+
+
+def _check_key(output: OutputFormat, tool: str, key: str) -> None:
+    # A protocol declares no __hash__, but formats are plain objects.
+    if not reads_key(output, tool, key):  # type: ignore[arg-type]
+        raise Inexpressible("an argument of that name cannot be written", f"/properties/{key}")
+
+
+def _alternatives(
+    schema: Any, root: Mapping[str, Any], way: OneByOne, place: str = ""
+) -> list[_Choice]:
+    """What an argument may be. Raises `Inexpressible`."""
+    try:
+        if not way.tags:
+            _check_references(schema)
+            return [_Json(schema=schema if isinstance(schema, Mapping) else {})]
+        choices = list(islice(_expanded(schema, root, _MAX_REFERENCES), _MAX_CHOICES + 1))
+        if len(choices) > _MAX_CHOICES:
+            raise Inexpressible(f"it leaves more than {_MAX_CHOICES} choices")
+        for choice in choices:
+            if isinstance(choice, _Listed):
+                _check_listed(choice.value, schema, way)
+            elif isinstance(choice, _Json):
+                _check_references(choice.schema)
+    except Inexpressible as wrong:
+        raise Inexpressible(str(wrong), place) from None
+    return choices
+
+
+def _expanded(schema: Any, root: Mapping[str, Any], left: int) -> Iterator[_Choice]:
+    if isinstance(schema, bool) or not schema.keys() - _NOTES:
+        yield _Text()
+        return
+    said = schema.keys() - _NOTES
+    if "$ref" in said:
+        if said != {"$ref"} or left <= 0:
+            raise Inexpressible("a reference with something beside it, or to itself")
+        yield from _expanded(_referred(schema["$ref"], root), root, left - 1)
+    elif "const" in said or "enum" in said:
+        if said - {"const", "enum", "type"}:
+            raise Inexpressible("enum and const cannot be had with other keywords")
+        for value in [schema["const"]] if "const" in said else schema["enum"]:
+            yield _Listed(value=value)
+    elif among := said & {"anyOf", "oneOf", "allOf"}:
+        (keyword, *more) = among
+        below = schema[keyword]
+        if more or said - {keyword} or (keyword == "allOf" and len(below) != 1):
+            raise Inexpressible(f"{keyword} cannot be had with other keywords")
+        for one in below:
+            yield from _expanded(one, root, left - 1)
+    elif "type" not in said:
+        raise Inexpressible("it says nothing of the type")
+    else:
+        types = schema["type"]
+        for kind in types if isinstance(types, list) else [types]:
+            yield (_text_of(schema) if kind == "string" else _Json(schema={**schema, "type": kind}))
+
+
+def _text_of(schema: Mapping[str, Any]) -> _Text:
+    for keyword in schema.keys() - _OF_TEXTS - _NOTES:
+        raise Inexpressible(f"{keyword} is not supported where a string may stand")
+    for keyword in ("minLength", "maxLength"):
+        if (schema.get(keyword) or 0) > _MAX_CHARACTERS:
+            raise Inexpressible(f"{keyword} may be at most {_MAX_CHARACTERS}")
+    pattern = schema.get("pattern") or ""
+    _searched(pattern)
+    return _Text(
+        shortest=int(schema.get("minLength") or 0), longest=schema.get("maxLength"), pattern=pattern
+    )
+
+
+def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
+    if not isinstance(reference, str) or not reference.startswith(_DEFINITIONS):
+        raise Inexpressible(f"only what is in $defs can be referred to, not {str(reference)[:60]}")
+    found: Any = root
+    for step in reference.split("/")[1:]:
+        found = found.get(step.replace("~1", "/").replace("~0", "~"))
+        if not isinstance(found, dict):
+            raise Inexpressible(f"there is no {reference[:60]}")
+    return found
+
+
+def _check_references(value: Any) -> None:
+    """By itself, an argument's schema has the definitions and nothing else around it."""
+    if isinstance(value, Mapping):
+        reference = value.get("$ref")
+        if isinstance(reference, str) and not reference.startswith(_DEFINITIONS):
+            raise Inexpressible(f"only what is in $defs can be referred to, not {reference[:60]}")
+        for one in value.values():
+            _check_references(one)
+    elif isinstance(value, list):
+        for one in value:
+            _check_references(one)
+
+
+def _check_listed(value: Any, schema: Any, way: OneByOne) -> None:
+    text = untyped(value)
+    if any(tag in text for tag in way.tags):
+        raise Inexpressible(f"{text[:60]!r} has a tag of the notation in it")
+    read = typed(text, schema)
+    if json.dumps(read) != json.dumps(value):
+        raise Inexpressible(f"{json.dumps(value)[:60]} would be read as {json.dumps(read)[:60]}")
+
+
+def _other_readings(schema: Any, choices: Sequence[_Choice], close: str) -> Iterator[str]:
+    """Texts that would be read as values of another type, of which not every one is allowed."""
+    free = {
+        choice.schema["type"] for choice in choices if isinstance(choice, _Json) and choice.free
+    }
+    if isinstance(schema, bool) or not schema.keys() - _NOTES:
+        return
+    bound = read_as(schema) - free
+    # An integer is a number, too.
+    bound -= {"integer"} if "number" in free else set()
+    begins = "".join(sorted({_BEGINNINGS[kind] for kind in bound if kind in _BEGINNINGS}))
+    if begins:
+        yield f"/{_SPACE}([^{_SPACES}{begins}](?s:.*))?{close}/"
+    words = "|".join(sorted({_WORDS[kind] for kind in bound if kind in _WORDS}))
+    if words:
+        yield f"~/{_SPACE}({words}){_SPACE}{close}/"
+
+
+def _without(tags: Sequence[str]) -> str:
+    """A regular expression for texts that have none of the tags in them.
+
+    All begin with the same character and have it nowhere else, so such a text is made of pieces
+    that begin with it and do not go on as a tag does. No complement: llguidance would have to find
+    out for each token what it leaves.
+    """
+    begin = lark_escaped(tags[0][0])
+    return f"[^{begin}]*({begin}{_not_going_on(begin, [tag[1:] for tag in tags])})*"
+
+
+def _not_going_on(begin: str, rests: Sequence[str]) -> str:
+    """What may stand behind `begin` and is not, nor begins with, any of `rests`."""
+    following: dict[str, list[str]] = {}
+    for rest in rests:
+        following.setdefault(rest[0], []).append(rest[1:])
+    others = "".join(map(lark_escaped, sorted(following)))
+    ways = [f"[^{begin}{others}][^{begin}]*"]
+    for character, behind in sorted(following.items()):
+        # Where one of them ends the tag is whole, and there is no such text.
+        if "" not in behind:
+            ways.append(lark_escaped(character) + _not_going_on(begin, behind))
+    return f"({'|'.join(ways)})?"
+
+
+def _searched(pattern: str) -> str:
+    """A schema's pattern, which is looked for anywhere, as a whole text's."""
+    inner = pattern.removeprefix("^")
+    ended = inner.endswith("$") and not inner.endswith("\\$")
+    inner = inner[:-1] if ended else inner
+    anchored = ended or pattern.startswith("^")
+    if anchored and re.search(r"\||(?<!\\)[$]|(?<![\\\[])\^", inner):
+        raise Inexpressible("a pattern with anchors in it, or alternatives beside them")
+    lead = "" if pattern.startswith("^") else "(?s:.*)"
+    trail = "" if ended else "(?s:.*)"
+    try:
+        return f"{lead}({regex_to_lark(inner, use_ascii='')}){trail}"
+    except ValueError as error:
+        raise Inexpressible(f"the pattern: {error}"[:200]) from None
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,244 @@
+"""Required calls in every notation: whatever is sampled under the grammar is read as a valid call.
+
+The policy is a random one, over real tokenizers, that likes tags of the notation, halves of them
+and values of other types: all that could end a call early, or have a text read as something else.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from random import Random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+
+from forge.core.errors import InvalidArgument
+from forge.core.formats import collect
+from forge.core.formats.registry import BUILT_IN
+from forge.core.grammar import LIMITS, source
+from forge.v1 import common_pb2
+from services.gateway.constraints import turn_grammar
+from services.gateway.model import ChatModel
+from services.gateway.notation import notation_of
+from services.gateway.turns import TurnRequest
+from tests.support.chat_templates import make_tokenizer
+from tests.support.format_samples import CALLING, all_marks
+
+MAX_TOKENS = 600
+TEXTS = ["5", "-1.5", "null", "None", "true", " False", "[", "[1]", '{"a": 1}', '"', "a", "é", "\n"]
+OBJECT = {"type": "object", "additionalProperties": False}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "nothing": {**OBJECT, "properties": {}},
+    "texts": {
+        **OBJECT,
+        "properties": {
+            "at": {"type": "string", "maxLength": 30},
+            "code": {"type": "string", "pattern": "^[a-c]{2,4}$"},
+            "unit": {"type": "string", "minLength": 1, "maxLength": 5},
+        },
+        "required": ["at"],
+    },
+    "listed": {
+        **OBJECT,
+        "properties": {
+            "kind": {"enum": ["sea", "city"]},
+            "number": {"enum": [1, 2.5, None, False]},
+            "place": {"$ref": "#/$defs/place"},
+        },
+        "required": ["kind", "number", "place"],
+        "$defs": {"place": {"type": "string", "enum": ["here", "there"]}},
+    },
+    "values": {
+        **OBJECT,
+        "properties": {
+            "count": {"type": "integer", "minimum": 3, "maximum": 99},
+            "share": {"type": "number", "minimum": -9.5, "maximum": 9.5},
+            "sure": {"type": "boolean"},
+            "list": {"type": "array", "items": {"enum": ["a", 1]}, "maxItems": 3},
+            "point": {"$ref": "#/$defs/point"},
+        },
+        "required": ["count", "sure", "point"],
+        "$defs": {"point": {**OBJECT, "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+    },
+    "either": {
+        **OBJECT,
+        "properties": {
+            "maybe": {"anyOf": [{"type": "string", "maxLength": 20}, {"type": "null"}]},
+            "size": {
+                "anyOf": [{"type": "integer", "minimum": 5, "maximum": 9}, {"type": "string"}]
+            },
+            "word": {"$ref": "#/$defs/word"},
+            "flag": {"anyOf": [{"enum": [True]}, {"type": "string", "minLength": 3}]},
+        },
+        "required": ["maybe", "size", "word", "flag"],
+        "$defs": {"word": {"type": "string", "maxLength": 9}},
+    },
+}
+
+
+@functools.cache
+def model_of(name: str, *, added: bool) -> ChatModel:
+    """A model that speaks the format; `added`: its tags are tokens of their own."""
+    if not added:
+        tokenizer = make_tokenizer("chatml")
+    else:
+        tokenizer = make_tokenizer.__wrapped__("chatml")
+        tokenizer.add_tokens(sorted(BUILT_IN[name]().marks))
+    return ChatModel(
+        tokenizer,
+        name=name,
+        context_tokens=4096,
+        stop_ids={tokenizer.eos_token_id},
+        tool_format=name,
+        reasoning_format="none",
+    )
+
+
+@functools.cache
+def tokens_of(name: str, *, added: bool) -> LLTokenizer:
+    return from_tokenizer(model_of(name, added=added)._tokenizer)
+
+
+def tool(name: str, schema: dict[str, Any], *, strict: bool = True) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": name, "strict": strict, "parameters": schema},
+    }
+
+
+def request(tools: list[Any], required: str | None, **fields: Any) -> TurnRequest:
+    return TurnRequest(
+        tools=tools,
+        required_tool=required,
+        sampling=common_pb2.SamplingParams(),
+        arrived_s=0.0,
+        arrived_unix_s=0.0,
+        **fields,
+    )
+
+
+def answered(
+    name: str, asked: TurnRequest, random: Random, *, added: bool, opening: str = ""
+) -> str:
+    """What the random policy says under the turn's grammar, behind the opening."""
+    model, tokenizer = model_of(name, added=added), tokens_of(name, added=added)
+    grammar = turn_grammar(model, asked, opening=opening, inside=False)
+    assert grammar is not None
+    text = source("lark", grammar.lark)
+    matcher = LLMatcher(tokenizer, text, limits=LIMITS, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    notation = notation_of(model.format, ("look", "take"))  # type: ignore[arg-type]
+    assert notation is not None
+    way = notation.one_by_one
+    endings = [
+        notation.end,
+        *([way.behind + notation.end, way.behind, way.separator] if way else []),
+    ]
+    endings = [text for text in [*endings, "}", '"', "]", "1"] if text]
+    liked = [*endings, *all_marks(model.format), *TEXTS]
+    ids: list[int] = []
+    while not matcher.is_stopped():
+        mask = np.unpackbits(
+            np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little"
+        )
+        allowed = np.flatnonzero(mask[: tokenizer.vocab_size])
+        assert not matcher.is_error(), matcher.get_error()
+        assert len(allowed), f"nothing may follow {model.decode(array(ids))!r}"
+        late = len(ids) > MAX_TOKENS // 8
+        if matcher.is_accepting():
+            # Nothing that was asked for is missing, and not all of it would ever end by itself.
+            if late or random.random() < 0.5 or len(allowed) == 1:
+                break
+            allowed = allowed[allowed != tokenizer.eos_token]
+        assert len(ids) < MAX_TOKENS, model.decode(array(ids))[-200:]
+        likes = endings if late else [random.choice(liked)] if random.random() < 0.3 else []
+        said = [encoded(model, text) for text in random.sample(likes, len(likes))]
+        pieces = next((one for one in said if fits(matcher, one)), [int(random.choice(allowed))])
+        matcher.compute_bitmask()
+        taken = matcher.try_consume_tokens(pieces)
+        assert taken == len(pieces), (pieces, matcher.get_error())
+        ids += pieces
+    return opening + model.decode(array(ids))
+
+
+def fits(matcher: LLMatcher, ids: list[int]) -> bool:
+    """Whether all of them may follow; each look has the work of one step, as an engine's has."""
+    matcher.compute_bitmask()
+    return bool(matcher.validate_tokens(ids) == len(ids))
+
+
+def array(ids: list[int]) -> bytes:
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def encoded(model: ChatModel, text: str) -> list[int]:
+    return [int(i) for i in np.frombuffer(model.encode(text), dtype="<i4")]
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["plain", "tokens"])
+@pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.parametrize("name", CALLING)
+def test_a_required_call_satisfies_its_schema(name: str, schema: str, added: bool) -> None:
+    """For every format and kind of schema: any tool, or a named one, is called validly."""
+    tools = [tool("look", SCHEMAS[schema]), tool("take", SCHEMAS["texts"])]
+    schemas = {one["function"]["name"]: one["function"]["parameters"] for one in tools}
+    output = BUILT_IN[name]()
+    for seed in range(3):
+        for required in ("", "look"):
+            asked = request(tools, required, parallel_calls=bool(seed))
+            opening = output.opening(required or None)
+            said = answered(name, asked, Random(seed), added=added, opening=opening)
+            parser = output.parser(tools)
+            answer = collect([*parser.feed(said), *parser.finish()], parser.error)
+            assert answer.error == "", said
+            assert answer.content.strip() == "", said
+            assert answer.calls, said
+            for call in answer.calls:
+                assert required in ("", call.name)
+                jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "minimax_m2"])
+def test_tools_that_are_not_strict_are_called_by_their_arguments(name: str) -> None:
+    """Arguments are those the tool has, each once, and anything may stand there."""
+    asked = request([tool("look", SCHEMAS["either"], strict=False)], "look")
+    output = BUILT_IN[name]()
+    for seed in range(5):
+        said = answered(name, asked, Random(seed), added=False, opening=output.opening("look"))
+        parser = output.parser(asked.tools)
+        answer = collect([*parser.feed(said), *parser.finish()], parser.error)
+        assert answer.error == "", said
+        for call in answer.calls:
+            assert set(json.loads(call.arguments)) <= set(SCHEMAS["either"]["properties"])
+    free = {"type": "object", "additionalProperties": True}
+    unknown = request([tool("look", free, strict=False)], "look")
+    opening = output.opening("look")
+    model = model_of(name, added=False)
+    assert turn_grammar(model, unknown, opening=opening, inside=False) is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"not": {}}, "parameters of look/properties/a cannot be enforced .*nothing of the type"),
+        ({"enum": ["5", 6]}, '"5" would be read as 5'),
+        ({"type": "string", "format": "date"}, "format"),
+        ({"type": ["string", "integer"], "minimum": 3}, "minimum"),
+        ({"type": "string", "pattern": "^a|b$"}, "pattern"),
+        ({"enum": ["</parameter>"]}, "tag"),
+        ({"$ref": "#/properties/a"}, r"\$defs"),
+        ({"$ref": "#/$defs/loop"}, "to itself"),
+    ],
+)
+def test_what_texts_cannot_be_held_to_is_refused(schema: Any, words: str) -> None:
+    """A strict tool whose schema its notation cannot keep is an error that names the place."""
+    loop = {"anyOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/loop"}]}
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": {"loop": loop}}
+    asked = request([tool("look", parameters)], None)
+    with pytest.raises(InvalidArgument, match=words):
+        turn_grammar(model_of("qwen3_coder", added=False), asked, opening="", inside=False)
