@@ -162,7 +162,8 @@ class Gradient:
     of: dict[str, Tensor]
     loss_scale: float = 0.0
     scale: dict[str, float] = field(default_factory=dict)
-    """Per parameter, the summed norms of the samples' gradients: what rounding is relative to."""
+    """Per parameter, the summed norms of the samples' gradients, of each with its tokens' weights
+    taken absolute: what rounding is relative to, also where they cancel."""
 
 
 def reference_gradient(
@@ -180,20 +181,26 @@ def reference_gradient(
     scale: dict[str, float] = {}
     loss = loss_scale = 0.0
 
-    def add(one: Tensor) -> None:
-        nonlocal loss, loss_scale
+    def gradients_of(one: Tensor) -> dict[str, Tensor]:
         model.zero_grad()
-        one.backward()  # type: ignore[no-untyped-call]
+        one.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        return gradients(model)
+
+    def add(one: Tensor, uncancelled: Tensor) -> None:
+        nonlocal loss, loss_scale
         loss += float(one.detach())
-        loss_scale += abs(float(one.detach()))
-        for name, gradient in gradients(model).items():
-            total[name] = total.get(name, torch.zeros_like(gradient)) + gradient
+        loss_scale += abs(float(uncancelled.detach()))
+        for name, gradient in gradients_of(uncancelled).items():
             scale[name] = scale.get(name, 0.0) + float(gradient.norm())
+        for name, gradient in gradients_of(one).items():
+            total[name] = total.get(name, torch.zeros_like(gradient)) + gradient
 
     for sample in samples:
-        add(_sample_loss(model, sample) / normalizer)
+        one, uncancelled = _sample_loss(model, sample)
+        add(one / normalizer, uncancelled / normalizer)
     if balance_coef:
-        add(balance_coef * _balance_loss(model, samples))
+        balance = balance_coef * _balance_loss(model, samples)
+        add(balance, balance)
     return Gradient(loss=loss, of=total, loss_scale=loss_scale, scale=scale)
 
 
@@ -219,8 +226,8 @@ def _balance_loss(model: Any, samples: Sequence[Sample]) -> Tensor:
     return loss
 
 
-def _sample_loss(model: Any, sample: Sample) -> Tensor:
-    """The sum over the sample's trained tokens, written out."""
+def _sample_loss(model: Any, sample: Sample) -> tuple[Tensor, Tensor]:
+    """The sum over the sample's trained tokens, written out; and with absolute weights."""
     ids_L = torch.tensor(array("i", sample.ids))
     places_T = torch.cat([torch.arange(*span) for span in sample.trained])
     behavior_T, advantages_T = (
@@ -230,7 +237,8 @@ def _sample_loss(model: Any, sample: Sample) -> Tensor:
     all_LV = (logits_LV / sample.temperature).log_softmax(-1)
     logprobs_T: Tensor = all_LV[places_T - 1, ids_L[places_T]]
     ratio_T = (logprobs_T.detach() - behavior_T).exp()
-    return -(torch.clamp(ratio_T, 0, CAP) * advantages_T * logprobs_T).sum()
+    weights_T = torch.clamp(ratio_T, 0, CAP) * advantages_T
+    return -(weights_T * logprobs_T).sum(), -(weights_T.abs() * logprobs_T).sum()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
