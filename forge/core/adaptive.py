@@ -29,8 +29,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from forge.core.deadlines import Deadlines
@@ -206,23 +207,29 @@ class Adaptive:
         picked = [(self._kinds.get(group.spec.index, UNKNOWN), group) for group in due]
         held = {group.spec.index for group in due}
         counts = Counter(kind for kind, _ in picked)
-        fair: list[tuple[int, Kind, Group]] = []
-        spare: list[tuple[int, Kind, Group]] = []
+        fair: list[tuple[int, Kind]] = []
+        left: dict[Kind, Iterator[int]] = {}
         total = max(1, len(self._sample))
         for kind, order in self._complete.items():
             wanted = size * self._sampled[kind] / total + self._carry[kind] - counts[kind]
             quota = max(0, math.floor(wanted + 0.5))
-            found: list[tuple[int, Kind, Group]] = []
-            for index in order[: bisect_left(order, window.edge)]:
-                if index not in held and self._groups[index].spec.shard not in away:
-                    found.append((index, kind, self._groups[index]))
-                    if len(found) == quota + size:
-                        break
-            fair += found[:quota]
-            spare += found[quota:]
+            left[kind] = self._usable(order, window.edge, away, held)
+            fair += [(index, kind) for index in islice(left[kind], quota)]
         # Rounded up more often than down: the youngest wait for the next batch.
-        rest = sorted(fair, key=_index_of) + sorted(spare, key=_index_of)
-        return (picked + [(kind, group) for _, kind, group in rest])[:size]
+        fair.sort()
+        missing = max(0, size - len(picked) - len(fair))
+        spare = sorted(
+            (index, kind) for kind, order in left.items() for index in islice(order, missing)
+        )
+        rest = (fair + spare)[: max(0, size - len(picked))]
+        return (picked + [(kind, self._groups[index]) for index, kind in rest])[:size]
+
+    def _usable(
+        self, order: Sequence[int], edge: int, away: frozenset[str], held: set[int]
+    ) -> Iterator[int]:
+        for index in islice(order, bisect_left(order, edge)):
+            if index not in held and self._groups[index].spec.shard not in away:
+                yield index
 
     def _settle(self, counts: Counter[Kind], size: int) -> None:
         total = max(1, len(self._sample))
@@ -255,10 +262,6 @@ class Adaptive:
             self._frontier += 1
         while len(self._sample) > max(SAMPLE_GROUPS, SAMPLE_BATCHES * self._size):
             self._sampled[self._sample.popleft()] -= 1
-
-
-def _index_of(entry: tuple[int, Kind, Group]) -> int:
-    return entry[0]
 
 
 def _kind_of(group: Group, duration_s: float) -> Kind:
