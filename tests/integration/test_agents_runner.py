@@ -62,12 +62,13 @@ class Cluster:
     async def ended(self, *tasks: common_pb2.Task) -> dict[str, scheduler_pb2.BatchGroup]:
         """Submit evaluation tasks and wait until each is evaluated or given up."""
         await self.operator.submit(tasks)
-        while True:
-            groups = {g.group.task.task_id: g async for g in self.operator.groups("test")}
-            done = {name: g for name, g in groups.items() if g.group.state in ENDED}
-            if len(done) == len(tasks):
-                return done
-            await asyncio.sleep(0.1)
+        async with asyncio.timeout(2 * START_S):
+            while True:
+                groups = {g.group.task.task_id: g async for g in self.operator.groups("test")}
+                done = {name: g for name, g in groups.items() if g.group.state in ENDED}
+                if len(done) == len(tasks):
+                    return done
+                await asyncio.sleep(0.1)
 
     def _shared(self, name: str) -> list[str]:
         return [
@@ -240,7 +241,7 @@ async def test_work_of_a_killed_runner_is_done_by_another(system: Cluster) -> No
 
 async def test_sigterm_lets_rollouts_end(system: Cluster) -> None:
     """A runner that is told to stop finishes what it has, reports it and exits with 0."""
-    runner = system.start_runner("runner-0", REWARDED)
+    runner = system.start_runner("runner-0", REWARDED, f"--drain-s={START_S}")
     slow = task("slow", size=1, prompt="PACE[[0.2]] SAY[[thanks]]")
     ending = asyncio.create_task(system.ended(slow))
     await system.running(1)
