@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
+import signal
 import tempfile
 from contextlib import suppress
 from dataclasses import replace
@@ -80,6 +81,9 @@ def _join(meeting: str, *, rank: int, ranks: int) -> dist.ProcessGroup:
 
 def _follow(rank: int, config: TrainerConfig, meeting: str) -> None:
     """The life of a rank: until it is killed, or rank 0 is gone."""
+    # Whoever stops the service may signal all its processes; the step in hand is still to end.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(config.threads())
     group = _join(meeting, rank=rank, ranks=config.ranks)
     replica = Replica(config, group=group)

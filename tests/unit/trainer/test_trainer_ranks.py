@@ -104,6 +104,9 @@ def test_a_rank_that_is_gone_ends_the_step_and_not_the_run(pair: LearnerActor) -
     assert pair._ranks is not None
     (process,) = pair._ranks._processes
     assert process.pid is not None
+    for polite in (signal.SIGTERM, signal.SIGINT):  # as a supervisor stops a whole service
+        os.kill(process.pid, polite)
+    step(pair, 0)
     os.kill(process.pid, signal.SIGKILL)
     process.join(30)
     with pytest.raises(RuntimeError):
