@@ -35,6 +35,8 @@ MIN_CALLS = 100
 """Of a run, on a machine that has little time for it."""
 TURNS = 6
 """Of a session in the runs that compare: agents are short with a proxy that forgets them."""
+PIECES = 4
+"""Of an answer."""
 PACED_MS = 100
 """Between pieces where latency is measured: an answer takes 0.4 s, and nobody is saturated."""
 LONG_TURNS = 128
@@ -54,7 +56,7 @@ class Size:
     open_sessions: int
 
 
-QUICK = Size(rounds=2, seconds=1.5, paced_seconds=2.5, long_sessions=2, open_sessions=1500)
+QUICK = Size(rounds=1, seconds=1.5, paced_seconds=2.5, long_sessions=2, open_sessions=1500)
 FULL = Size(rounds=5, seconds=4.0, paced_seconds=8.0, long_sessions=6, open_sessions=10_000)
 
 
@@ -170,7 +172,12 @@ async def _run(target: Target, answer: str, for_s: float, *, pause_ms: int = 0) 
     agents = (Agent(target, answer, pause_ms=pause_ms) for _ in itertools.count())
     before_s = cpu_s(target.pid) if target.pid else 0.0
     load = await drive(
-        agents, turns=TURNS, concurrency=CONCURRENCY, for_s=for_s, at_least=MIN_CALLS
+        agents,
+        turns=TURNS,
+        concurrency=CONCURRENCY,
+        for_s=for_s,
+        at_least=MIN_CALLS,
+        begin_within_s=PIECES * pause_ms / 1000,
     )
     load.cpu_s = cpu_s(target.pid) - before_s if target.pid else 0.0
     return load

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from random import Random
 
 from aiohttp import ClientSession, ClientTimeout
 
@@ -95,9 +96,12 @@ async def drive(
     concurrency: int,
     for_s: float = 1e9,
     at_least: int = 0,
+    begin_within_s: float = 0.0,
 ) -> Load:
     """Runs sessions of so many turns until there are no more, or until time is up and at least
-    so many requests were answered, however slow the machine is."""
+    so many requests were answered, however slow the machine is. The first requests come at random
+    within `begin_within_s`: answers that all take the same time would else come in step for ever.
+    """
     load = Load()
     started_s = time.perf_counter()
 
@@ -105,7 +109,8 @@ async def drive(
         late = time.perf_counter() - started_s > for_s
         return late and len(load.latencies_s) >= at_least
 
-    async def work(client: ClientSession) -> None:
+    async def work(client: ClientSession, begin_s: float) -> None:
+        await asyncio.sleep(begin_s)
         while True:
             agent = next(agents, None)
             if agent is None:
@@ -116,8 +121,9 @@ async def drive(
                 load.latencies_s.append(await agent.turn(client))
 
     async with new_client() as client, asyncio.TaskGroup() as group:
+        random = Random(concurrency)
         for _ in range(concurrency):
-            group.create_task(work(client))
+            group.create_task(work(client, random.uniform(0.0, begin_within_s)))
     load.elapsed_s = time.perf_counter() - started_s
     return load
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import ssl
 import time
 from collections.abc import Callable
@@ -17,15 +16,13 @@ from services.gateway.actors.session import SessionSettings
 from services.gateway.config import GatewayConfig
 from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
+from services.gateway.memory import keep_freed_memory, settle
 from services.gateway.model import ChatModel
 from services.gateway.pool import Pool
 from services.gateway.sample_stream import SampleStreams
 from services.gateway.service import FULL_NAME, GatewayServicer
 from services.gateway.sessions import Limits, Sessions
 from services.gateway.turns import Turns
-
-GC_THRESHOLD = 5000
-"""Objects made and kept between walks of the young; Python's own is 700."""
 
 
 class GatewayApp:
@@ -41,6 +38,7 @@ class GatewayApp:
     async def start(self) -> None:
         config = self._context.config
         assert isinstance(config, GatewayConfig)
+        keep_freed_memory()
         model = await asyncio.to_thread(
             partial(
                 ChatModel.load,
@@ -70,7 +68,7 @@ class GatewayApp:
             scopes="session",
         )
         await self._listen(config, turns, sessions, pool)
-        self._spare_the_collector()
+        settle()
         self._sweeper = asyncio.create_task(self._sweep(config.idle_s))
         log.info(
             "model_loaded",
@@ -80,13 +78,6 @@ class GatewayApp:
             reasoning_format=model.reasoning.name if model.reasoning else "none",
             looks_back_one_answer=model.looks_back_one_answer,
         )
-
-    def _spare_the_collector(self) -> None:
-        """What was loaded stays: it need not be walked again. Sessions are trees of many small
-        objects, so with Python's own thresholds the walks are a twelfth of a call."""
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(GC_THRESHOLD)
 
     async def drain(self) -> None:
         await self._sessions.drain()
