@@ -11,12 +11,13 @@ import pytest
 import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator
+from forge.v1 import inference_pb2
 from forge.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from tests.contract import engines
 from tests.contract.engines import prompt_ids, published, reference
 from tests.contract.test_contract_engines import greedy_of, is_greedy
 from tests.support.etcd import EtcdServer
-from tests.support.inference_cluster import InferenceCluster, Sample
+from tests.support.inference_cluster import CALL_S, InferenceCluster, Sample
 
 LONG = 450
 
@@ -209,6 +210,39 @@ async def test_a_drained_worker_finishes_what_it_has(inference: InferenceCluster
     inference.terminate(draining)
     assert is_greedy(reference("qwen3"), ids, (await running).ids)
     assert await asyncio.to_thread(inference.exit_code, draining) == 0
+
+
+async def test_a_kept_stream_carries_calls_and_ends_when_the_router_drains(
+    inference: InferenceCluster,
+) -> None:
+    """Each call is answered as Sample answers it, errors included; SIGTERM ends the stream with
+    nothing open on it, and the process with 0."""
+    await serving(inference)
+    router = inference.start("router")
+    stub = inference.stub(await inference.registered("router", router))
+    prompts = [prompt_ids(5 + n, seed=20 + n) for n in range(3)]
+    requests = [inference.request(ids) for ids in prompts] + [inference.request([-1])]
+    stream = stub.SampleStream()
+    begins = [
+        inference_pb2.SampleBegin(call=1 + number, request=request, timeout_s=CALL_S)
+        for number, request in enumerate(requests)
+    ]
+    await stream.write(inference_pb2.SampleStreamRequest(begin=begins))
+    samples, ends = [Sample() for _ in requests], dict[int, int]()
+    while len(ends) < len(requests):
+        message = await stream.read()
+        assert isinstance(message, inference_pb2.SampleStreamResponse)
+        for event in message.events:
+            if event.HasField("end"):
+                ends[event.call] = event.end.status_code
+            else:
+                samples[event.call - 1].add(event.response)
+    assert ends == {1: 0, 2: 0, 3: 0, 4: grpc.StatusCode.INVALID_ARGUMENT.value[0]}
+    for ids, sample in zip(prompts, samples[:3], strict=True):
+        assert sample.ids == greedy_of(reference("qwen3"), ids, 16)
+    inference.terminate(router)
+    assert await stream.read() is grpc.aio.EOF
+    assert await asyncio.to_thread(inference.exit_code, router) == 0
 
 
 async def test_without_workers_the_caller_is_told(inference: InferenceCluster) -> None:
