@@ -6,7 +6,8 @@ date by the present values of whatever either side changed since both were last 
 values is kept, and what a deposed leader wrote and nobody acknowledged is overwritten on the way.
 
 A commit has a position, one above the one before. `follow` is how a follower takes what a leader
-sends; until it has caught up its records are of no single moment, which `copying` says.
+sends; until it has caught up its records are of no single moment, which `copying` says. A catch-up
+by journal that is cut short goes on from the same commit, a whole copy begins anew.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ class ReplicaState(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     journal_bytes: int = 0
     copying: bool = False
     schema_version: int = 0
+    resumable: bool = False
+    """While copying: what is taken goes into the journal as well, so that a catch-up by journal
+    that is cut short is made again from where it began, and not from nothing."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -225,7 +229,7 @@ def follower_state(records: Records, *, shard: str) -> pb.FollowerState:
         lineage=lineage,
         schema_version=SCHEMA_VERSION,
     )
-    if state.copying:
+    if state.copying and not state.resumable:
         return found
     after = state.agreed_position
     if state.journal_from <= after:
@@ -276,7 +280,12 @@ def _follow_step(records: Records, state: ReplicaState, step: pb.FollowStep) -> 
             if step.begin.from_scratch:
                 for table in SENT:
                     records.clear(table)
-            return msgspec.structs.replace(state, lineage=step.begin.lineage, copying=True)
+            return msgspec.structs.replace(
+                state,
+                lineage=step.begin.lineage,
+                copying=True,
+                resumable=not step.begin.from_scratch,
+            )
         case "caught_up_position":
             position = step.caught_up_position
             records.clear(Table.JOURNAL)
@@ -287,22 +296,30 @@ def _follow_step(records: Records, state: ReplicaState, step: pb.FollowStep) -> 
                 journal_from=position,
                 journal_bytes=0,
                 copying=False,
+                resumable=False,
             )
         case "copy":
-            _take(records, step.copy)
-            return state
+            return _copy(records, state, step.copy)
         case _:
             return _follow_commit(records, state, step.commit)
 
 
 def _follow_commit(records: Records, state: ReplicaState, commit: pb.RecordChanges) -> ReplicaState:
     if state.copying:
-        _take(records, commit)
-        return state
+        return _copy(records, state, commit)
     _take(records, commit)
-    keys = [(_table(change.record), change.record.key) for change in commit.changes]
-    entered = _enter(records, state, keys)
+    entered = _enter(records, state, _keys_of(commit))
     return msgspec.structs.replace(entered, agreed_position=commit.position)
+
+
+def _copy(records: Records, state: ReplicaState, changes: pb.RecordChanges) -> ReplicaState:
+    _take(records, changes)
+    # Another leader may lack what this one sent: it must be asked for all of that, too.
+    return _enter(records, state, _keys_of(changes)) if state.resumable else state
+
+
+def _keys_of(changes: pb.RecordChanges) -> list[Key]:
+    return [(_table(change.record), change.record.key) for change in changes.changes]
 
 
 def _take(records: Records, changes: pb.RecordChanges) -> None:

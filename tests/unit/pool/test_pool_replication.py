@@ -146,6 +146,42 @@ async def test_a_copy_that_was_cut_short_may_not_lead(node, small_pages):
     assert may_lead(members(b.state().replica_id), b.state())
 
 
+@pytest.mark.parametrize("next_leader", ["the same", "one that lacks what was sent"])
+async def test_a_catch_up_by_journal_that_was_cut_short_goes_on_by_journal(
+    node, small_pages, next_leader
+):
+    """No whole copy: what was taken is asked for again, so that a leader who never had it, as
+    nobody acknowledged it, takes it back."""
+    a, b, c = node("a"), node("b"), node("c")
+    a.lead()
+    put_groups(a.store, *(make_group(f"t{index}", index) for index in range(20)))
+    for follower in (c, b):
+        async with linked(a, follower) as link:
+            await link.reached(a.state().position)
+    for index in range(20, 40):
+        put_groups(a.store, make_group(f"t{index}", index))
+    catch_up = CatchUp(a.state(), b.follower_state())
+    b.take(pb.FollowStep(begin=pb.FollowBegin(lineage=LINEAGE)))
+    for _ in range(3):
+        b.take(a.store.read(catch_up.page))
+    taken = len(b.dump()[Table.GROUPS])
+    assert 20 < taken < 40
+    b.crash()
+    assert b.state().copying
+    assert not may_lead(members(b.state().replica_id), b.state())
+    leader = a
+    if next_leader != "the same":
+        leader = c
+        leader.lead()
+        put_groups(leader.store, make_group("other", 40))
+    assert not CatchUp(leader.state(), b.follower_state()).from_scratch
+    async with linked(leader, b) as link:
+        await link.reached(leader.state().position)
+    assert b.dump() == leader.dump()
+    assert b.state().position == leader.state().position
+    assert may_lead(members(b.state().replica_id), b.state())
+
+
 async def test_nobody_has_caught_up_before_the_commit_that_a_page_shows(node):
     """A page may be read before the commit in it is told of; the follower waits for that commit."""
     a, b = node("a"), node("b")
