@@ -27,7 +27,7 @@ from services.gateway.http import responses_schema, schema
 from services.gateway.http.completions import token_logprobs
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
 from services.gateway.http.responses_events import Event, Events
-from services.gateway.http.responses_history import messages_of
+from services.gateway.http.responses_history import history_of, items_of, messages_of
 from services.gateway.http.responses_items import (
     Head,
     Item,
@@ -195,11 +195,14 @@ def _read(
     return head, turn
 
 
-async def _history(session: Session, asked: ResponsesRequest, model: ChatModel) -> list[Message]:
+async def _history(
+    session: Session, asked: ResponsesRequest, model: ChatModel
+) -> Sequence[Message]:
     """The whole conversation: instructions, what is there already, what is new."""
-    said = messages_of(await _dereferenced(session, asked.input, model))
-    if not said:
-        raise InvalidArgument("input must not be empty")
+    given = bytes(asked.input)
+    if not asked.previous_response_id and b"item_reference" not in given:
+        return history_of(given, asked.instructions)
+    said = messages_of(await _dereferenced(session, items_of(given), model))
     before: Sequence[Message] = ()
     if asked.previous_response_id:
         recalled = await _recall(session, response_key(asked.previous_response_id))
@@ -216,14 +219,14 @@ async def _history(session: Session, asked: ResponsesRequest, model: ChatModel) 
 
 
 async def _dereferenced(
-    session: Session, items: str | Sequence[Item] | None, model: ChatModel
+    session: Session, items: str | Sequence[Item], model: ChatModel
 ) -> str | list[Item]:
     """The input with every `item_reference` replaced by the output item it names."""
     if isinstance(items, str):
         return items
     known: dict[str, dict[str, Item]] = {}
     whole = []
-    for at, item in enumerate(items or ()):
+    for at, item in enumerate(items):
         if item.get("type") == "item_reference":
             item_id = str(item.get("id"))
             key = key_of_item(item_id) or ""

@@ -6,21 +6,30 @@ the message that was sampled, or the history would branch where the agent only r
 
 Items that carry an id of ours name the turn they come from. Clients that leave the ids out are
 read by what an answer looks like: reasoning comes first, and two texts are never neighbors.
+
+A request that begins with an earlier one is read from there on (see `forge.core.history`), unless
+what is new in it may belong to an answer that was there before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
 
 from forge.core.errors import InvalidArgument
+from forge.core.history import History, Mark
 from forge.core.messages import Message, ToolCall, normal_role
 from services.gateway.http.responses_items import key_of_item
 
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+
+_ITEM_KEY = re.compile(rb"(?:msg|rs|fc)_([0-9a-f]{32})_[0-9]")
+"""Of items of ours, as bytes: more may look like one than are."""
 
 _Kind = TypeVar("_Kind")
 
@@ -55,12 +64,83 @@ class FunctionCallOutputItem(msgspec.Struct):
     output: str | list[Part] | None = None
 
 
-def messages_of(items: str | Sequence[dict[str, Any]] | None) -> list[Message]:
-    """The messages that `input` stands for. Raises `InvalidArgument` naming the item."""
+def history_of(given: bytes, instructions: str | None) -> Sequence[Message]:
+    """The conversation of a request without references to earlier ones, instructions first; `given`
+    is its `input`. Who looks at an item that cannot be had gets the `InvalidArgument` naming it."""
+    array = given.strip()
+    if not array.startswith(b"["):
+        before = [Message(role="system", content=instructions)] if instructions else []
+        return [*before, *messages_of(items_of(given))]
+    if instructions:
+        # One array, so that a request is recognized by both.
+        item = msgspec.json.encode({"role": "system", "content": instructions})
+        comma = b"" if array[1:].lstrip().startswith(b"]") else b","
+        array = b"[" + item + comma + array[1:]
+    return _InputHistory(array, _Reader(array=array, instructed=bool(instructions)))
+
+
+def items_of(given: bytes) -> str | list[dict[str, Any]]:
+    """The whole `input`; raises `InvalidArgument` for what is no input, or an empty one."""
+    try:
+        items = msgspec.json.decode(given, type=str | list[dict[str, Any]] | None)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        wrong = str(error)
+        wrong = wrong.replace("`$", "`$.input") if "`$" in wrong else f"{wrong} - at `$.input`"
+        raise InvalidArgument(f"the request body is not valid: {wrong}") from None
+    if items is None or items == []:
+        raise InvalidArgument("input must not be empty")
+    return items
+
+
+class _InputHistory(History):
+    """Several items make one message, so a mark holds only between whole ones."""
+
+    __slots__ = ()
+
+    def known(self, marks: Iterable[Mark]) -> Mark | None:
+        """As `History.known`; None where an item behind the mark names a turn before it, too."""
+        mark = super().known(marks)
+        if mark is None:
+            return None
+        before = bytes(self._raw[: mark.size_bytes])
+        behind = set(_ITEM_KEY.findall(bytes(self._raw[mark.size_bytes :])))
+        return None if any(key in before for key in behind) else mark
+
+    def mark(self) -> Mark:
+        """As `History.mark`; one that recognizes nothing where the last answer may still grow."""
+        mark = super().mark()
+        read = self._all if self._all is not None else self._behind[1] if self._behind else ()
+        return replace(mark, digest=b"") if read and read[-1].role == "assistant" else mark
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader:
+    """Decodes the items of a request, or those at its end."""
+
+    array: bytes
+    """The whole of it."""
+    instructed: bool
+
+    def __call__(self, array: bytes, first: int) -> list[Message]:
+        if first:
+            with suppress(InvalidArgument, msgspec.MsgspecError, UnicodeDecodeError):
+                return messages_of(msgspec.json.decode(array, type=list[dict[str, Any]]))
+            # To say where the error is, all items have to be read.
+            return self(self.array, 0)[first:]
+        items = items_of(array)
+        assert isinstance(items, list)
+        if len(items) == self.instructed:
+            raise InvalidArgument("input must not be empty")
+        return messages_of(items, first=-int(self.instructed))
+
+
+def messages_of(items: str | Sequence[dict[str, Any]] | None, *, first: int = 0) -> list[Message]:
+    """The messages that `input` stands for, whose first item has this number. Raises
+    `InvalidArgument` naming the item."""
     if isinstance(items, str):
         return [Message(role="user", content=items)]
     history = _History()
-    for at, item in enumerate(items or ()):
+    for at, item in enumerate(items or (), first):
         try:
             history.add(item)
         except InvalidArgument as error:

@@ -59,7 +59,8 @@ class AnswerFormat(msgspec.Struct):
 
 class ResponsesRequest(msgspec.Struct):
     model: str
-    input: str | list[dict[str, Any]] | None = None
+    input: msgspec.Raw = msgspec.Raw(b"null")
+    """A text or items, read by `responses_history` as far as they are new."""
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[dict[str, Any]] | None = None

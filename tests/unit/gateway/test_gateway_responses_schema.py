@@ -14,7 +14,7 @@ from forge.core.errors import ForgeError, InvalidArgument
 from forge.core.messages import Message, ToolCall
 from services.gateway.conversation import Conversation
 from services.gateway.http import responses_schema, schema
-from services.gateway.http.responses_history import messages_of
+from services.gateway.http.responses_history import history_of, messages_of
 from services.gateway.http.responses_schema import ResponsesRequest
 from tests.support.chat_templates import make_model
 
@@ -326,7 +326,9 @@ def test_any_json_is_understood_or_refused(body: dict[str, Any]) -> None:
         if wanted is not None:
             schema.tool_to_call(wanted, tools, MODEL.format)
         json.dumps(responses_schema.remembered(responses_schema.echoed(asked)))
-        draft = Conversation(model=MODEL).draft(messages_of(asked.input), tools)
+        draft = Conversation(model=MODEL).draft(
+            history_of(bytes(asked.input), asked.instructions), tools
+        )
         MODEL.encode(draft.text)
     except ForgeError as error:
         assert error.http_status == 400
