@@ -2,7 +2,8 @@
 that appends the same records and reads them back.
 
 - forge: `python -m services.pool` with etcd and tokens; four AppendTurns streams with `in_flight`
-  turns unacknowledged each, 16 in a message, then FetchTrajectories. An answer means: checked and fsynced.
+  turns unacknowledged each, 16 in a message, then FetchTrajectories. An answer means: checked and
+  fsynced.
 - redis: Redis 7 streams, `appendfsync always`: an answer means: fsynced.
 - transferqueue: an answer means: in the memory of another process.
 """
