@@ -6,7 +6,8 @@ SHA-256, so that what stands there need not be decoded and compared again. Diffe
 mistaken for equal ones: nobody has ever found two with the same SHA-256, and who looked for two
 would need 2**128 attempts to spoil a session of their own.
 
-Owns no protocol: how an array of JSON messages is decoded is a function passed in.
+Owns no protocol: how messages are decoded is a function passed in, and where one may end among the
+bytes is that of a JSON array, which a subclass may change.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import overload
 from forge.core.messages import Message
 
 Read = Callable[[bytes, int], list[Message]]
-"""Decodes a JSON array of messages; the number is how many of the request stand before it."""
+"""Decodes messages, here a JSON array of them; the number says how many stand before them."""
 
 _SPACE = b" \t\r\n"
 
@@ -45,7 +46,7 @@ class History(Sequence[Message]):
         self._read = read
         self._all: list[Message] | None = None
         self._behind: tuple[int, list[Message]] | None = None
-        self._end = _last_message_end(self._raw)
+        self._end = self._last_message_end()
         self._hash = hashlib.sha256()
         self._hashed = 0
 
@@ -62,8 +63,7 @@ class History(Sequence[Message]):
         if mark is None:
             return self._whole()
         if self._behind is None or self._behind[0] != mark.messages:
-            rest = bytes(self._raw[mark.size_bytes :]).lstrip(_SPACE).removeprefix(b",")
-            read = self._read(b"[" + rest, mark.messages)
+            read = self._read(self._rest(mark.size_bytes), mark.messages)
             self._behind = (mark.messages, read)
         return self._behind[1]
 
@@ -89,6 +89,20 @@ class History(Sequence[Message]):
             self._all = self._read(bytes(self._raw), 0)
         return self._all
 
+    def _rest(self, size_bytes: int) -> bytes:
+        """The messages behind so many bytes, as `read` takes them."""
+        return b"[" + bytes(self._raw[size_bytes:]).lstrip(_SPACE).removeprefix(b",")
+
+    def _last_message_end(self) -> int:
+        """Where the last message ends: before the bracket and the white space around it."""
+        end = len(self._raw)
+        while end and self._raw[end - 1] in _SPACE:
+            end -= 1
+        end = max(0, end - 1)
+        while end and self._raw[end - 1] in _SPACE:
+            end -= 1
+        return end
+
     def _ends_message(self, size_bytes: int) -> bool:
         """Whether a message may end there: only then can a digest of so much be a mark's."""
         return size_bytes <= self._end and (
@@ -103,14 +117,3 @@ class History(Sequence[Message]):
         self._hash.update(self._raw[self._hashed : size_bytes])
         self._hashed = size_bytes
         return self._hash.digest()
-
-
-def _last_message_end(raw: memoryview) -> int:
-    """Where the last message of a JSON array ends, without the white space behind it."""
-    end = len(raw)
-    while end and raw[end - 1] in _SPACE:
-        end -= 1
-    end = max(0, end - 1)  # the bracket
-    while end and raw[end - 1] in _SPACE:
-        end -= 1
-    return end

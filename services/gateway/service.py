@@ -14,10 +14,10 @@ import msgspec
 
 from forge.core.errors import InvalidArgument
 from forge.core.formats import TextDelta
-from forge.core.messages import Message, ToolCall, normal_role
 from forge.core.trajectory import TOKEN_BYTES, int32_array
 from forge.runtime.rpc.server import current_claims
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from services.gateway.chat_history import ChatHistory
 from services.gateway.closing import check_rewards, close_session, facts_of
 from services.gateway.errors import SessionClosed
 from services.gateway.http.schema import tools_of, top_logprobs_of
@@ -60,7 +60,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 "sampling.top_logprobs: Chat gives text; Generate gives log-probs"
             )
         turn_request = TurnRequest(
-            messages=[_message(message, at) for at, message in enumerate(request.messages)],
+            messages=ChatHistory(request.messages),
             tools=_tools(request.tools_json),
             sampling=_sampling(request.sampling),
             stop=list(request.stop),
@@ -160,23 +160,6 @@ def _last_chat_response(turn: Turn) -> gateway_pb2.ChatResponse:
         sampled_tokens=turn.sampled.tokens,
         cached_tokens=turn.sampled.cached_tokens,
         turn_index=turn.turn_index,
-    )
-
-
-def _message(message: gateway_pb2.ChatMessage, at: int) -> Message:
-    try:
-        role = normal_role(message.role)
-    except InvalidArgument as error:
-        raise InvalidArgument(f"messages[{at}]: {error}") from None
-    return Message(
-        role=role,
-        content=message.content,
-        reasoning=message.reasoning,
-        tool_calls=tuple(
-            ToolCall(name=call.name, arguments=call.arguments_json, call_id=call.id)
-            for call in message.tool_calls
-        ),
-        tool_call_id=message.tool_call_id,
     )
 
 
