@@ -111,7 +111,7 @@ class Recall:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
     """Takes the name from a turn; answered with whether it had one. The turn stays, as it is part
-    of what is trained on, and so does the name in the pool: a session read back knows it again."""
+    of what is trained on, and so does the name in the pool: a session that left memory knows it again."""
 
     name: str
 
@@ -184,6 +184,8 @@ class SessionActor(Actor):
         self._drained: asyncio.Future[None] | None = None
         self._answered_s: float | None = None
         """When the last call ended."""
+        self._forgotten: set[str] = set()
+        """Names taken from turns; the pool still has them."""
         self._just_read = False
         """Whether the pool was asked since the last call began."""
 
@@ -209,7 +211,7 @@ class SessionActor(Actor):
             case Recall():
                 return await self._recall(self._conversation, message.name)
             case Forget():
-                return self._conversation.held.pop(message.name, None) is not None
+                return self._forget(self._conversation, message.name)
             case Describe():
                 return self._facts(self._conversation)
             case StartClose():
@@ -237,9 +239,17 @@ class SessionActor(Actor):
             self._sealed = trajectory.state != common_pb2.TRAJECTORY_STATE_OPEN
             self._closing = self._closing or self._sealed
             REBUILT.inc()
+        for name in self._forgotten:
+            conversation.held.pop(name, None)
         self._just_read = True
         settings.grown(self._claims.trajectory_id, conversation.size_bytes)
         return conversation
+
+    def _forget(self, conversation: Conversation, name: str) -> bool:
+        if conversation.held.pop(name, None) is None:
+            return False
+        self._forgotten.add(name)
+        return True
 
     async def _waiting(self) -> list[common_pb2.Turn]:
         """Turns on their way to the pool."""

@@ -23,6 +23,8 @@ from services.gateway.actors.session import (
     Closed,
     Describe,
     EndCall,
+    Forget,
+    Recall,
     Reread,
     SessionActor,
     SessionSettings,
@@ -31,6 +33,7 @@ from services.gateway.actors.session import (
 from services.gateway.actors.shard_writer import Append, Replace, Waiting
 from services.gateway.conversation import Prompt, Sampled
 from services.gateway.errors import ContextTooLong, SessionClosed
+from services.gateway.handles import Handle
 from tests.support.chat_templates import make_model
 
 CLAIMS = Claims(subject="t:0:0", scopes=frozenset({"session"}), trajectory_id="t:0:0")
@@ -138,6 +141,7 @@ async def end(
     started_s: float = 0.0,
     parse_error: str = "",
     sampled: bool = True,
+    handle: Handle | None = None,
 ) -> int:
     what = Sampled(
         ids=int32_bytes([5, 6]),
@@ -155,6 +159,7 @@ async def end(
         context_action="",
         started_s=started_s,
         started_unix_s=0.0,
+        handle=handle,
     )
     turn_index: int = await session.ask(message, timeout_s=TIMEOUT_S)
     return turn_index
@@ -300,6 +305,19 @@ async def test_unknown_answer_is_looked_for_in_the_pool(session: ActorRef, world
     assert (await begin(session, "c", "One?", invented, "Two?")).draft.how == "branched"
     assert world.fetches == 2
     await system.stop()
+
+
+async def test_a_name_that_was_taken_back_stays_unknown(session: ActorRef, world: World) -> None:
+    """Also after the pool was read again, where the turn still has it."""
+    handle = Handle(name="resp_1", facts={})
+    await end(session, "a", await begin(session, "a"), handle=handle)
+    world.store(*world.kept)
+    await session.ask(Reread(), timeout_s=TIMEOUT_S)
+    assert await session.ask(Recall(name="resp_1"), timeout_s=TIMEOUT_S) is not None
+    assert await session.ask(Forget(name="resp_1"), timeout_s=TIMEOUT_S)
+    await session.ask(Reread(), timeout_s=TIMEOUT_S)
+    assert await session.ask(Recall(name="resp_1"), timeout_s=TIMEOUT_S) is None
+    assert not await session.ask(Forget(name="resp_1"), timeout_s=TIMEOUT_S)
 
 
 async def test_size_grows_with_what_a_session_remembers(session: ActorRef, world: World) -> None:
