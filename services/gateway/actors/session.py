@@ -111,7 +111,8 @@ class Recall:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
     """Takes the name from a turn; answered with whether it had one. The turn stays, as it is part
-    of what is trained on, and so does the name in the pool: a session that left memory knows it again."""
+    of what is trained on, and so does the name in the pool: a session that has left memory in
+    between knows it again."""
 
     name: str
 
