@@ -65,6 +65,7 @@ crash: setup  ## Kill the pool 200 times under load and read everything back
 
 bench: setup  ## What training and the gateway cost, on this machine and beside peers
 	@$(PY) -m benchmarks.prefix_tree
+	@$(PY) -m benchmarks.middleware
 	@$(PY) -m benchmarks.gateway
 	@$(PY) -m benchmarks.pool
 

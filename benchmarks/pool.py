@@ -32,7 +32,11 @@ from services.pool.validation import new_turn
 from tests.support.pool_records import make_turn
 
 IN_FLIGHT = 64
-BATCHES = {"forge": (IN_FLIGHT, 256), "redis": (IN_FLIGHT,), "transferqueue": (16, IN_FLIGHT, 256)}
+BATCHES = {
+    "forge": (IN_FLIGHT, 256),
+    "redis": (IN_FLIGHT, 256),
+    "transferqueue": (16, IN_FLIGHT, 256),
+}
 PEERS = ("redis", "transferqueue")
 COMMIT_TURNS = 2000
 
