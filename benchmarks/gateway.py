@@ -103,20 +103,21 @@ async def latency(targets: Targets, size: Size) -> dict[str, float]:
     """What the gateway adds to an answer's time, at 16 answers at once."""
     quantiles: dict[str, list[tuple[float, float]]] = {}
     for round_ in range(size.rounds):
-        for name in _rotated(["upstream", "forge", "proxy"], round_):
+        for name in _rotated(["upstream", "forge", "floor", "proxy"], round_):
             load = await _run(
                 targets.all[name], targets.answer, size.paced_seconds, pause_ms=PACED_MS
             )
             cuts = statistics.quantiles(load.latencies_s, n=100)
             quantiles.setdefault(name, []).append((1000 * cuts[49], 1000 * cuts[98]))
     numbers = {}
-    for name, prefix in (("forge", "overhead"), ("proxy", "proxy.overhead")):
+    prefixes = {"forge": "", "floor": "floor.", "proxy": "proxy."}
+    for name, prefix in prefixes.items():
         for at, quantile in enumerate(("p50", "p99")):
             added = [
                 ours[at] - bare[at]
                 for ours, bare in zip(quantiles[name], quantiles["upstream"], strict=True)
             ]
-            numbers[f"{prefix}_{quantile}_ms"] = statistics.median(added)
+            numbers[f"{prefix}overhead_{quantile}_ms"] = statistics.median(added)
     return numbers
 
 

@@ -10,6 +10,7 @@ encoded or decoded, every prompt is the same. What a gateway spends beyond this 
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import dataclass
 from functools import partial
 
@@ -70,14 +71,15 @@ class FloorApp:
         await self._streams.close()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        if b'"stream"' not in await request.read():
+        body = await request.read()
+        if b'"stream"' not in body:
             # Asked whether it is there.
             return web.json_response({"choices": [{"message": {"content": ""}}]})
         number = next(self._turns)
         asked = inference_pb2.SampleRequest(
             request_id=str(number),
             prompt_ids=PROMPT_IDS,
-            sampling=common_pb2.SamplingParams(max_tokens=1000),
+            sampling=common_pb2.SamplingParams(max_tokens=_max_tokens(body)),
             stream=True,
         )
         stream = await self._streams.pick(timeout_s=TIMEOUT_S)
@@ -104,6 +106,12 @@ class FloorApp:
             await response.prepare(request)
         await response.write_eof(EVENT + END)
         return response
+
+
+def _max_tokens(body: bytes) -> int:
+    """The pace of the answer, which the mock upstream reads from it."""
+    found = re.search(rb'"max_tokens": (\d+)', body)
+    return int(found[1]) if found else 1000
 
 
 if __name__ == "__main__":
