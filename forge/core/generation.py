@@ -85,6 +85,8 @@ def _books(settings: QueueSettings, shares: DomainShares) -> Books:
 
 
 def _over(window: Window, settings: QueueSettings, adaptive: Adaptive | None = None) -> Books:
-    # Whatever starts before the head is then inside the window: it cannot fill N and halt all.
-    width = settings.concurrency if window.size == UNBOUNDED else window.size
+    # What starts before the head cannot fill N and halt all: it is inside the window, where a
+    # trainer may have it, or, where that ends nowhere or takes the head first, fewer than N.
+    bounded = settings.mode is not Mode.FIFO and window.size != UNBOUNDED
+    width = window.size if bounded else min(window.size, settings.concurrency)
     return Books(window, adaptive, domain_limits=settings.domain_limits, reach=width - 1)

@@ -195,6 +195,16 @@ def test_priority_passes_no_more_than_the_window_holds() -> None:
     assert lease(queue) == ["a3", "a0"], "three passed it, and no more"
 
 
+def test_priority_leaves_the_head_of_a_fifo_a_place() -> None:
+    """A batch begins with the head: who passes it must not keep it from ever starting."""
+    queue = make_priorities(
+        0, 1, 2, mode=Mode.FIFO, batch_groups=3, concurrency=2, admission=Admission.WINDOW
+    )
+    assert lease(queue) == ["a1", "a0"]
+    complete(queue, "a0", "a1")
+    assert take(queue, 2) == ("a0", "a1")
+
+
 def test_priority_changes_nothing_for_a_trainer() -> None:
     """A batch is in queue order, and nothing beyond the window is handed out."""
     queue = make_priorities(0, 0, 0, 0, 0, 1, window=4, mode=Mode.WINDOWED)
