@@ -25,6 +25,7 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks.support.chat_load import Target
+from benchmarks.support.processes import ended, started
 from forge.runtime.coordination import Coordinator
 from forge.runtime.processes import dying_with_parent
 from forge.runtime.security import Claims
@@ -65,7 +66,7 @@ async def start_targets(folder: Path) -> AsyncIterator[Targets]:
             process = start(port, upstream, folder)
             if process is None:
                 continue
-            undo.callback(_end, process)
+            undo.callback(ended, process)
             url = _url(f"http://127.0.0.1:{port}")
             found[name] = Target(name=name, url=url, key=_no_key, pid=process.pid)
         answer = await _until_answering(found["upstream"])
@@ -128,13 +129,10 @@ class _ForgeStack:
         return self.pool.keyring.sign(claims)
 
     def _process(self, module: str, *settings: str) -> subprocess.Popen[bytes]:
-        name = module.rpartition(".")[2]
-        argv = [sys.executable, "-m", module, "--model-path", str(self._folder / "model")]
-        argv += ["--etcd", self.etcd.endpoint, "--cluster", CLUSTER, "--instance-id", name]
-        argv += ["--key-file", str(self._folder / "pool" / "key"), "--log-level", "warning"]
-        argv += ["--log-file", str(self._folder / f"{name}.log"), *LEASE, *settings]
-        process = subprocess.Popen(dying_with_parent(argv))
-        self._undo.callback(_end, process)
+        flags = ["--model-path", str(self._folder / "model"), "--etcd", self.etcd.endpoint]
+        flags += ["--cluster", CLUSTER, "--key-file", str(self._folder / "pool" / "key")]
+        process = started(module, self._folder, [*flags, *LEASE, *settings])
+        self._undo.callback(ended, process)
         return process
 
 
@@ -211,8 +209,3 @@ def _url(base: str) -> str:
 
 def _no_key() -> str:
     return "sk-benchmark"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()

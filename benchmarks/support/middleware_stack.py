@@ -3,16 +3,14 @@ a scheduler, a gateway, and the mock upstream instead of inference."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.support.cpu import cpu_s
+from benchmarks.support.processes import ended, started
 from forge.runtime.coordination import Coordinator
-from forge.runtime.processes import dying_with_parent
 from forge.runtime.rpc.remote import Remote
 from forge.v1.pool_pb2_grpc import PoolServiceStub
 from tests.support.chat_templates import save_model
@@ -68,10 +66,10 @@ async def start_middleware(
             *("--model-path", str(model), "--etcd", etcd.endpoint, "--cluster", CLUSTER),
             *("--key-file", str(folder / "key"), "--lease-ttl-s", LEASE_S),
         ]
-        upstream = _start("benchmarks.support.mock_upstream", folder, common)
-        undo.callback(_end, upstream)
-        gateway = _start("services.gateway", folder, common)
-        undo.callback(_end, gateway)
+        upstream = started("benchmarks.support.mock_upstream", folder, common)
+        undo.callback(ended, upstream)
+        gateway = started("services.gateway", folder, common)
+        undo.callback(ended, gateway)
         await coordinator.discover("router").wait(timeout_s=START_S)
         (instance,) = await coordinator.discover("gateway").wait(timeout_s=START_S)
         base = f"http://{instance.metadata['http']}"
@@ -87,15 +85,3 @@ async def start_middleware(
                 "etcd": etcd.pid,
             },
         )
-
-
-def _start(module: str, folder: Path, flags: Sequence[str]) -> subprocess.Popen[bytes]:
-    name = module.rpartition(".")[2]
-    argv = [sys.executable, "-m", module, *flags, "--instance-id", name]
-    argv += ["--log-level", "warning", "--log-file", str(folder / f"{name}.log")]
-    return subprocess.Popen(dying_with_parent(argv))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()

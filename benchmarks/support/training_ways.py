@@ -20,9 +20,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config
 from benchmarks.support.tree_workloads import VOCABULARY
 from forge.core.packing import Node, Sample, TreePlan, common_prefix_tokens, plan_trees
 from forge.rl.batch_plan import BatchPlan
-from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig, cispo_loss
 from forge.rl.policy import TreePolicy
+from forge.rl.step import LearnerConfig
 from forge.rl.tree_attention import TREE_ATTENTION
 from forge.rl.tree_batch import build_tree_batch
 

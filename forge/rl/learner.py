@@ -32,8 +32,7 @@ from forge.rl.memory import memory_shortage, smaller_budgets
 from forge.rl.mtp import MtpStats, MtpTraining
 from forge.rl.optimizers import Optimizers
 from forge.rl.policy import TreePolicy
-from forge.rl.step import LearnerConfig as LearnerConfig
-from forge.rl.step import StepResult as StepResult
+from forge.rl.step import LearnerConfig, StepResult
 from forge.rl.tree_batch import TreeBatch
 
 

@@ -19,11 +19,11 @@ import grpc
 import grpc.aio
 
 from forge.core.errors import DeadlineExceeded, ForgeError, InvalidArgument, Unavailable
+from forge.runtime.rpc import tokens
 from forge.runtime.rpc.channel import MAX_MESSAGE_BYTES
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import from_rpc_error, from_status
 from forge.runtime.telemetry import log
-from forge.v1 import common_pb2
 from forge.v1 import inference_pb2 as pb
 
 if TYPE_CHECKING:
@@ -35,12 +35,6 @@ ROOM_BYTES = 1 << 10
 """Of a message, for what is around a request that fills it."""
 MOST_WAITING = 64
 """Responses of one call that are kept apart until it is read."""
-_COLUMNS = [
-    field.name
-    for field in common_pb2.SampledTokens.DESCRIPTOR.fields
-    if field.type == field.TYPE_BYTES
-]
-"""One entry per token; merging would replace them."""
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -262,9 +256,7 @@ def joined(responses: list[pb.SampleResponse]) -> pb.SampleResponse:
     whole = pb.SampleResponse()
     for response in responses:
         whole.MergeFrom(response)
-    for name in _COLUMNS:
-        parts = [getattr(response.tokens, name) for response in responses]
-        setattr(whole.tokens, name, b"".join(parts))
+    whole.tokens.CopyFrom(tokens.joined([response.tokens for response in responses]))
     return whole
 
 

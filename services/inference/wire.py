@@ -187,20 +187,6 @@ def _read_top(tokens: SampledTokens) -> tuple[Likeliest, ...]:
     return tuple(tuple(pairs[at : at + each]) for at in range(0, len(pairs), each))
 
 
-def joined(parts: list[SampledTokens]) -> SampledTokens:
-    """One message of several, in order."""
-    if len(parts) == 1:
-        return parts[0]
-    return SampledTokens(
-        ids=b"".join(part.ids for part in parts),
-        logprobs=b"".join(part.logprobs for part in parts),
-        weight_versions=b"".join(part.weight_versions for part in parts),
-        allowed_logprobs=b"".join(part.allowed_logprobs for part in parts),
-        top_ids=b"".join(part.top_ids for part in parts),
-        top_logprobs=b"".join(part.top_logprobs for part in parts),
-    )
-
-
 def write_finish(finish: Finish | None) -> FinishReason.ValueType:
     return _FINISH[finish]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from forge.rl.learner import StepResult
+from forge.rl.step import StepResult
 from forge.runtime.telemetry import counter, gauge, histogram
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.samples import BatchSamples

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.batch_plan import BatchPlan
-from forge.rl.learner import Learner, Reference, StepResult
+from forge.rl.learner import Learner, Reference
 from forge.rl.policy import TreePolicy
 from forge.rl.precision import computes_bfloat16
+from forge.rl.step import StepResult
 from services.trainer.config import TrainerConfig
 from services.trainer.contents import LEARNER_FILE, Contents, outline, read, read_heads
 from services.trainer.lora import LoraTrainee

@@ -25,10 +25,11 @@ from transformers.utils import logging as transformers_logging
 
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.core.packing import Sample
-from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.optimizers import NAMES, OptimizerConfig
 from forge.rl.policy import TreePolicy
+from forge.rl.step import LearnerConfig
 from services.trainer.contents import write_model
 from services.trainer.demonstrations import lesson_samples, read_conversations
 from services.trainer.trainee import load_model, own_tensors

@@ -11,9 +11,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from forge.core.packing import Sample, plan_trees
 from forge.rl.attention_schedule import AttentionSchedule
-from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.policy import TreePolicy
+from forge.rl.step import LearnerConfig
 from forge.rl.tree_attention import tree_attention
 from forge.rl.tree_batch import build_tree_batch
 from forge.rl.tree_parts import cut_part

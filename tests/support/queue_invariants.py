@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from forge.core.admission import QueueSettings
+from forge.core.admission import UNBOUNDED, QueueSettings
 from forge.core.generation import GenerationQueue
 from forge.core.groups import Group, Phase, RolloutPhase
+from forge.core.rollouts import RolloutClaim
 from forge.core.trajectory import TaskId
 from forge.core.window import Window
 from tests.support.durable_group import Durable
@@ -69,6 +70,38 @@ class QueueInvariants(RuleBasedStateMachine):
             rollout.phase is RolloutPhase.LEASED for group in running for rollout in group.rollouts
         )
         assert claims == len(self.queue.rollouts)
+
+    def check_reach(self, queued: set[Group]) -> None:
+        """No group is passed by one that is W or more behind it, whatever the priorities."""
+        width = self.queue.books.window.size
+        reach = self.settings.concurrency if width == UNBOUNDED else width
+        if self.settings.domain_limits or self.queue.books.away:
+            return
+        training = [group for group in queued if not group.spec.evaluation]
+        left = [group.spec.index for group in training if group.phase is Phase.QUEUED]
+        for group in training:
+            if group.phase is not Phase.QUEUED and left:
+                assert group.spec.index - min(left) < reach
+
+    def check_order(self, claims: tuple[RolloutClaim, ...]) -> None:
+        """Evaluation first, then by index; nothing that could go out was passed over."""
+        keys = [self._key(claim) for claim in claims]
+        assert keys == sorted(keys)
+        if keys:
+            left = [
+                self._place(group, index)
+                for group in self._groups()
+                if group.phase is Phase.RUNNING and group.spec.shard not in self.queue.books.away
+                for index in range(group.spec.size)
+                if group.rollout(index).phase is RolloutPhase.READY
+            ]
+            assert not left or keys[-1] < min(left)
+
+    def _key(self, claim: RolloutClaim) -> tuple[bool, float, int, int]:
+        return self._place(self.queue.books.group(claim.task_id), claim.rollout_index)
+
+    def _place(self, group: Group, rollout_index: int) -> tuple[bool, float, int, int]:
+        return (not group.spec.evaluation, group.place, group.spec.index, rollout_index)
 
     def _groups(self) -> list[Group]:
         return [self.queue.books.group(task_id) for task_id in self.pool]

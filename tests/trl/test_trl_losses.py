@@ -22,10 +22,11 @@ from trl.trainer.utils import add_fused_lm_head
 
 from forge.core.packing import Sample
 from forge.core.trajectory import float32_bytes, int32_bytes
-from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.losses.correction import Correction
 from forge.rl.policy import TreePolicy
+from forge.rl.step import LearnerConfig
 from tests.support.rl_models import gradients, tiny_model
 
 PROMPT = [5, 3, 8, 1, 7]

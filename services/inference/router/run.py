@@ -27,6 +27,7 @@ from forge.core.errors import (
 from forge.runtime.actor import ActorRef
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import ERROR_KEY, from_rpc_error
+from forge.runtime.rpc.tokens import joined
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
@@ -274,7 +275,7 @@ class Run:
         return Finish.LENGTH if self._tokens >= self._most_tokens else None
 
     def _flush(self) -> SampledTokens:
-        flushed = wire.joined(self._unsent)
+        flushed = joined(self._unsent)
         self._unsent = []
         return flushed
 

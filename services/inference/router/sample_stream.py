@@ -66,7 +66,8 @@ class _Stream:
     def __init__(self, sample: Sample) -> None:
         self._sample = sample
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._waiting: deque[pb.SampleEvent] = deque()
+        self._waiting: deque[tuple[pb.SampleEvent, int]] = deque()
+        """With the size of each in bytes."""
         self._waiting_bytes = 0
         self._more = asyncio.Event()
         """Set when something waits, or nothing more will come."""
@@ -104,8 +105,8 @@ class _Stream:
         """What waits, or as much of it as goes in one message."""
         message, size = pb.SampleStreamResponse(), 0
         while self._waiting and size < MESSAGE_BYTES:
-            event = self._waiting.popleft()
-            size += event.ByteSize()
+            event, event_bytes = self._waiting.popleft()
+            size += event_bytes
             message.events.append(event)
         self._waiting_bytes -= size
         if self._waiting_bytes < WINDOW_BYTES:
@@ -174,8 +175,9 @@ class _Stream:
         self._put(pb.SampleEvent(call=call, end=end))
 
     def _put(self, event: pb.SampleEvent) -> None:
-        self._waiting.append(event)
-        self._waiting_bytes += event.ByteSize()
+        event_bytes = event.ByteSize()
+        self._waiting.append((event, event_bytes))
+        self._waiting_bytes += event_bytes
         if self._waiting_bytes >= WINDOW_BYTES:
             self._room.clear()
         self._more.set()

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from forge.core.activity import Activity
-from forge.core.admission import UNBOUNDED, Admission, Mode, PartialGroups, QueueSettings
+from forge.core.admission import Admission, Mode, PartialGroups, QueueSettings
 from forge.core.batches import Batch
 from forge.core.errors import NotFound
 from forge.core.generation import GenerationQueue
-from forge.core.groups import AttemptState, Group, GroupSpec, Phase, RolloutPhase
+from forge.core.groups import AttemptState, Group, GroupSpec, Phase
 from forge.core.rollouts import RolloutClaim
 from forge.core.trajectory import TaskId, parse_trajectory_id
 from tests.support.durable_group import Durable
@@ -137,40 +137,8 @@ class GenerationQueueMachine(QueueInvariants):
         for claim in claims:
             assert claim.trajectory_id not in self.held, "an attempt was handed out twice"
             self.held[claim.trajectory_id] = claim
-        self._check_order(claims)
-        self._check_reach(queued)
-
-    def _check_reach(self, queued: set[Group]) -> None:
-        """No group is passed by one that is W or more behind it, whatever the priorities."""
-        width = self.queue.books.window.size
-        reach = self.settings.concurrency if width == UNBOUNDED else width
-        if self.settings.domain_limits or self.queue.books.away:
-            return
-        training = [group for group in queued if not group.spec.evaluation]
-        left = [group.spec.index for group in training if group.phase is Phase.QUEUED]
-        for group in training:
-            if group.phase is not Phase.QUEUED and left:
-                assert group.spec.index - min(left) < reach
-
-    def _check_order(self, claims: tuple[RolloutClaim, ...]) -> None:
-        """Evaluation first, then by index; nothing that could go out was passed over."""
-        keys = [self._key(claim) for claim in claims]
-        assert keys == sorted(keys)
-        if keys:
-            left = [
-                self._place(group, index)
-                for group in self._groups()
-                if group.phase is Phase.RUNNING and group.spec.shard not in self.queue.books.away
-                for index in range(group.spec.size)
-                if group.rollout(index).phase is RolloutPhase.READY
-            ]
-            assert not left or keys[-1] < min(left)
-
-    def _key(self, claim: RolloutClaim) -> tuple[bool, float, int, int]:
-        return self._place(self.queue.books.group(claim.task_id), claim.rollout_index)
-
-    def _place(self, group: Group, rollout_index: int) -> tuple[bool, float, int, int]:
-        return (not group.spec.evaluation, group.place, group.spec.index, rollout_index)
+        self.check_order(claims)
+        self.check_reach(queued)
 
     @precondition(lambda self: self.failed)
     @rule(data=st.data())

@@ -14,6 +14,7 @@ import pytest
 
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.runtime.rpc.chunks import CHUNK_BYTES, Joiner
+from forge.runtime.rpc.tokens import joined
 from forge.v1.common_pb2 import Grammar, SampledTokens, SamplingParams
 from services.inference import wire
 from services.inference.engines.base import KvSpan, ModelLimits, NamedTensor, Tokens
@@ -97,7 +98,7 @@ def test_tokens_survive_the_way() -> None:
     tokens = Tokens(ids=(3, 1), logprobs=(-0.5, -0.25), versions=(7, 8))
     message = wire.write_tokens(tokens)
     assert wire.read_tokens(message) == tokens
-    doubled = wire.read_tokens(wire.joined([message, message]))
+    doubled = wire.read_tokens(joined([message, message]))
     assert doubled.ids == (3, 1, 3, 1)
 
 
@@ -107,7 +108,7 @@ def test_the_likeliest_survive_the_way() -> None:
     tokens = Tokens(ids=(3, 1), logprobs=(-0.5, -0.25), versions=(7, 8), top=top)
     message = wire.write_tokens(tokens)
     assert wire.read_tokens(message) == tokens
-    assert wire.read_tokens(wire.joined([message, message])).top == (*top, *top)
+    assert wire.read_tokens(joined([message, message])).top == (*top, *top)
     message.top_logprobs = message.top_logprobs[:-4]
     with pytest.raises(InvalidArgument, match="likeliest"):
         wire.read_tokens(message)

@@ -16,9 +16,10 @@ from forge.core.errors import InvalidArgument
 from forge.core.packing import Sample
 from forge.core.trajectory import float32_bytes
 from forge.rl.critic import Credit, Critic, CriticConfig, critic_stats, gae
-from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.policy import TreePolicy
+from forge.rl.step import LearnerConfig
 from tests.support.rl_models import (
     Gradient,
     gradients,

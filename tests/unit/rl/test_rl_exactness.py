@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from forge.core import packing
 from forge.core.packing import Sample
 from forge.rl import attention_schedule
-from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.policy import TreePolicy
+from forge.rl.step import LearnerConfig
 from tests.support.rl_forests import KINDS, forest
 from tests.support.rl_models import (
     CAP,

@@ -13,9 +13,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 
 from forge.core.packing import Sample
 from forge.core.trajectory import float32_bytes
-from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.learner import Learner
 from forge.rl.policy import TreePolicy
-from forge.rl.step import Schedule
+from forge.rl.step import LearnerConfig, Schedule
 from tests.support.rl_models import make_sample, tiny_model
 
 SMALL = {

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from forge.core.packing import Sample
-from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.learner import Learner
 from forge.rl.policy import TreePolicy
+from forge.rl.step import LearnerConfig
 from tests.support.rl_models import make_sample, tiny_model
 
 NO_MACHINE_HAS = 1 << 60

@@ -14,9 +14,10 @@ from torch import Tensor
 from forge.core.errors import InvalidArgument
 from forge.core.packing import Sample
 from forge.core.trajectory import float32_bytes
-from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig, TrainedTokens
 from forge.rl.policy import TreePolicy
+from forge.rl.step import LearnerConfig
 from tests.support.rl_models import make_sample, tiny_model
 
 

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from forge.core.packing import Sample
 from forge.core.trajectory import float32_bytes
-from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.policy import TreePolicy
+from forge.rl.step import LearnerConfig
 from tests.support.rl_models import (
     Gradient,
     gradients,

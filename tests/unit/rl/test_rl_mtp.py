@@ -18,11 +18,12 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, Granite
 from forge.core import packing
 from forge.core.errors import InvalidArgument
 from forge.core.packing import Sample
-from forge.rl.learner import Learner, LearnerConfig
+from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.mtp import MtpConfig, MtpHeads, MtpLoss, training
 from forge.rl.mtp.losses import LOSSES, acceptance, topk_kl, total_variation
 from forge.rl.policy import TreePolicy
+from forge.rl.step import LearnerConfig
 from forge.rl.tree_states import TreeStates
 from tests.support.rl_forests import KINDS, forest
 from tests.support.rl_models import CAP, SHAPE, gradients, make_sample, tiny_model, wide_norms

@@ -19,28 +19,17 @@ from forge.core.errors import ConfigError
 from forge.rl.batch_plan import plan_batch
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoints import CheckpointStore
-from services.trainer.config import TrainerConfig
 from services.trainer.trainee import load_model
 from services.trainer.weights import Snapshot
-from tests.support.rl_models import make_sample, tiny_model
+from tests.support.learners import started_learner
+from tests.support.rl_models import make_sample
 
 SETTINGS = {"lora_rank": 4, "lora_alpha": 8.0, "lora_targets": ("q_proj", "down_proj")}
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("base")
-    tiny_model("qwen3", torch.float32).save_pretrained(path)
-    return path
-
-
 def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActor:
-    config = TrainerConfig(
-        model_path=str(model_path), learning_rate=1e-2, torch_threads=1, **{**SETTINGS, **settings}
-    )
-    actor = LearnerActor(config, CheckpointStore(checkpoints))
-    actor.started()
-    return actor
+    settings = {"learning_rate": 1e-2, **SETTINGS, **settings}
+    return started_learner(model_path, checkpoints, **settings)
 
 
 @pytest.fixture(scope="module")

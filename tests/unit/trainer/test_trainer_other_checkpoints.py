@@ -12,30 +12,16 @@ import torch
 
 from forge.core.errors import ConfigError
 from forge.rl.batch_plan import plan_batch
-from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step
+from services.trainer.actors.learner import Capture, Restore, Step
 from services.trainer.checkpoints import CheckpointStore
-from services.trainer.config import TrainerConfig
+from tests.support.learners import started_learner
 from tests.support.rl_models import make_sample, tiny_model
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tiny_model("qwen3", torch.float32).save_pretrained(path)
-    return path
-
-
-def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActor:
-    config = TrainerConfig(model_path=str(model_path), torch_threads=1, **settings)
-    actor = LearnerActor(config, CheckpointStore(checkpoints))
-    actor.started()
-    return actor
 
 
 @pytest.fixture
 def checkpoints(model_path: Path, tmp_path: Path) -> Path:
     """Of one step with AdamW, and heads."""
-    actor = learner(model_path, tmp_path, mtp_heads=1)
+    actor = started_learner(model_path, tmp_path, mtp_heads=1)
     samples = [make_sample([1, 2, 3, n], (3, 4), rng=Random(n)) for n in range(4)]
     plan = plan_batch(samples, token_budget=64, channels=32)
     assert not actor.receive(Step(plan=plan, weight_version=1)).skipped
@@ -59,8 +45,8 @@ def test_other_settings_are_told(
 ) -> None:
     """What can be done about it is in the line too, and the checkpoint stays."""
     with pytest.raises(ConfigError, match=rf"step-00000001.*{told}.*\. Give the run"):
-        learner(model_path, checkpoints, **settings)
-    assert learner(model_path, checkpoints).receive(Restore()).step == 1
+        started_learner(model_path, checkpoints, **settings)
+    assert started_learner(model_path, checkpoints).receive(Restore()).step == 1
 
 
 def test_another_model_is_told(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -70,7 +56,7 @@ def test_another_model_is_told(checkpoints: Path, tmp_path_factory: pytest.TempP
     with pytest.raises(
         ConfigError, match=r"model.safetensors is of another model .*: model\..* is"
     ):
-        learner(path, checkpoints)
+        started_learner(path, checkpoints)
 
 
 def test_another_format_is_not_passed_over(model_path: Path, checkpoints: Path) -> None:
@@ -78,16 +64,16 @@ def test_another_format_is_not_passed_over(model_path: Path, checkpoints: Path) 
     file = checkpoints / "step-00000001" / "state.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 99}))
     with pytest.raises(ConfigError, match=r"state.json is of format 99; this trainer reads 1"):
-        learner(model_path, checkpoints)
+        started_learner(model_path, checkpoints)
 
 
 def test_a_damaged_one_is_passed_over_for_an_older(model_path: Path, checkpoints: Path) -> None:
     """What the check cannot read the restore sets aside, as before."""
-    actor = learner(model_path, checkpoints)
+    actor = started_learner(model_path, checkpoints)
     actor.receive(Restore())
     path = CheckpointStore(checkpoints).save(
         actor.receive(Capture()).write, step=2, weight_version=3, history=[]
     )
     size = (path / "learner.pt").stat().st_size
     (path / "learner.pt").write_bytes(b"x" * size)
-    assert learner(model_path, checkpoints).receive(Restore()).step == 1
+    assert started_learner(model_path, checkpoints).receive(Restore()).step == 1

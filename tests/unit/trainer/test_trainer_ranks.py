@@ -18,23 +18,13 @@ from forge.rl.step import StepResult
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.config import TrainerConfig
+from tests.support.learners import started_learner
 from tests.support.rl_models import make_sample, tiny_model
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tiny_model("qwen3", torch.float32).save_pretrained(path)
-    return path
-
-
 def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActor:
-    config = TrainerConfig(
-        model_path=str(model_path), torch_threads=1, learning_rate=1e-3, mtp_heads=1, **settings
-    )
-    actor = LearnerActor(config, CheckpointStore(checkpoints))
-    actor.started()
-    return actor
+    settings = {"learning_rate": 1e-3, "mtp_heads": 1, **settings}
+    return started_learner(model_path, checkpoints, **settings)
 
 
 @pytest.fixture(scope="module")

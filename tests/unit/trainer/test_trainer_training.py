@@ -14,8 +14,8 @@ import structlog
 
 from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from forge.rl.batch_plan import BatchPlan
-from forge.rl.learner import StepResult
 from forge.rl.losses import PolicyStats
+from forge.rl.step import StepResult
 from forge.runtime.actor import Actor, ActorRef, ActorSystem
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.actors.checkpointing import Flush, Write

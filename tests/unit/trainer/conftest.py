@@ -1,0 +1,18 @@
+"""What the trainer's unit tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.rl_models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory, as any trainer starts from."""
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("qwen3", torch.float32).save_pretrained(path)
+    return path
