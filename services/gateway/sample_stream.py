@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
@@ -41,7 +40,6 @@ _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 class _Begin(NamedTuple):
     """A call that is yet to be sent."""
 
-    call: int
     request: pb.SampleRequest
     size: int
     """Bytes of the request."""
@@ -81,8 +79,10 @@ class RouterStream:
         self._call = call
         self._router = router
         self._answers: dict[int, Answer] = {}
-        self._begins: deque[_Begin] = deque()
+        self._begins: dict[int, _Begin] = {}
+        """By number, the first first."""
         self._cancels: list[int] = []
+        """Calls that were sent and are not wanted any more."""
         self._more = asyncio.Event()
         self._last_call = 0
         self.lost = False
@@ -104,13 +104,15 @@ class RouterStream:
         self._last_call += 1
         number = self._last_call
         answer = self._answers[number] = Answer(self, number, timeout_s)
-        self._begins.append(_Begin(number, request, size, timeout_s))
+        self._begins[number] = _Begin(request, size, timeout_s)
         self._more.set()
         return answer
 
     def cancel(self, number: int) -> None:
-        """Tells the router, unless the call has ended."""
-        if self._answers.pop(number, None) is not None:
+        """Tells the router, unless the call has ended or was never sent."""
+        if self._answers.pop(number, None) is None:
+            return
+        if self._begins.pop(number, None) is None:
             self._cancels.append(number)
             self._more.set()
 
@@ -119,21 +121,25 @@ class RouterStream:
         await asyncio.wait({self._task})
 
     async def _run(self) -> None:
-        error: ForgeError = Unavailable(f"the stream to {self._router} was closed")
+        why = "was closed"
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write())
                 tasks.create_task(self._read())
         except* Exception as group:
-            error = self._why(group)
+            why = f"was lost: {self._told(group)}"
         finally:
             self.lost = True
             self._call.cancel()
+            self._begins.clear()
             answers, self._answers = self._answers, {}
             for answer in answers.values():
-                answer.end(error)
+                # Each its own: an error keeps the frames of everybody who raises it. And none of
+                # the stream's: what it was refused for, no call has done.
+                answer.end(Unavailable(f"the stream to {self._router} {why}"))
 
-    def _why(self, group: ExceptionGroup) -> ForgeError:
+    def _told(self, group: ExceptionGroup) -> str:
+        """Logs why the stream ended; what of that its calls may tell."""
         first = group.exceptions[0]
         known = from_rpc_error(first) if isinstance(first, grpc.aio.AioRpcError) else first
         bug = None if isinstance(known, ForgeError) else known
@@ -144,9 +150,7 @@ class RouterStream:
             error=str(known),
             exc_info=bug,
         )
-        if isinstance(known, ForgeError):
-            return known
-        return Unavailable(f"the stream to {self._router} was lost")
+        return str(known) if bug is None else "internal error; the gateway's log has the cause"
 
     async def _write(self) -> None:
         while True:
@@ -164,16 +168,16 @@ class RouterStream:
         message = pb.SampleStreamRequest(cancel=self._cancels)
         self._cancels = []
         size = 0
-        while self._begins:
-            begin = self._begins[0]
+        for number, begin in self._begins.items():
             size += begin.size
-            # One alone may be of any size; more of them only together.
-            if message.begin and size > MESSAGE_BYTES:
+            # One by itself may be of any size; several things go together only in so much.
+            if size > MESSAGE_BYTES and (message.begin or message.cancel):
                 break
-            self._begins.popleft()
             # In place, as a prompt is large and each message that it is put into copies it.
-            sent = message.begin.add(call=begin.call, timeout_s=begin.timeout_s)
+            sent = message.begin.add(call=number, timeout_s=begin.timeout_s)
             sent.request.CopyFrom(begin.request)
+        for sent in message.begin:
+            del self._begins[sent.call]
         return message
 
     async def _read(self) -> None:

@@ -1,0 +1,136 @@
+"""The gateway's side of a kept stream, over a call that takes messages when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from forge.core.errors import Unavailable
+from forge.v1 import inference_pb2 as pb
+from services.gateway.sample_stream import MESSAGE_BYTES, Answer, RouterStream
+
+WAIT_S = 30.0
+
+
+class Call:
+    """The client side of one SampleStream call."""
+
+    def __init__(self) -> None:
+        self.taken: list[pb.SampleStreamRequest] = []
+        self.takes = asyncio.Event()
+        """Until it is set, the router takes nothing."""
+        self.ends: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        """With the error that ends the call."""
+
+    async def write(self, message: pb.SampleStreamRequest) -> None:
+        await self.takes.wait()
+        self.taken.append(message)
+
+    async def read(self) -> Any:
+        return await self.ends
+
+    def cancel(self) -> bool:
+        return True
+
+    @property
+    def begun(self) -> list[int]:
+        return [begin.call for message in self.taken for begin in message.begin]
+
+    @property
+    def cancelled(self) -> list[int]:
+        return [call for message in self.taken for call in message.cancel]
+
+
+def begin(stream: RouterStream, *, size: int = 10) -> Answer:
+    return stream.begin(pb.SampleRequest(prompt_ids=bytes(size)), timeout_s=WAIT_S)
+
+
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_a_call_that_was_not_sent_is_taken_back() -> None:
+    """The router never hears of it; a cancel that came before its call would be passed over."""
+    call = Call()
+    stream = RouterStream(call, router="r")
+    answers = [begin(stream, size=MESSAGE_BYTES // 2 + 1) for _ in range(3)]
+    answers[2].cancel()
+    call.takes.set()
+    await settled()
+    assert (call.begun, call.cancelled) == ([1, 2], [])
+    answers[0].cancel()
+    await settled()
+    assert call.cancelled == [1]
+    await stream.close()
+
+
+async def test_what_waits_for_a_router_that_takes_nothing_is_what_is_wanted() -> None:
+    """Agents that come and go meanwhile leave nothing behind, however many they are."""
+    call = Call()
+    stream = RouterStream(call, router="r")
+    for _ in range(100):
+        answer = begin(stream)
+        await settled()
+        answer.cancel()
+    wanted = begin(stream)
+    call.takes.set()
+    await settled()
+    # The first was in the router's hands before it was taken back.
+    assert (call.begun, call.cancelled) == ([1, 101], [1])
+    wanted.cancel()
+    await stream.close()
+
+
+async def test_cancels_leave_a_large_request_its_room() -> None:
+    """A message holds one request of any size, and nothing that would make it too large."""
+    call = Call()
+    stream = RouterStream(call, router="r")
+    call.takes.set()
+    many = [begin(stream) for _ in range(2000)]
+    await settled()
+    for answer in many:
+        answer.cancel()
+    begin(stream, size=MESSAGE_BYTES + 1)
+    await settled()
+    assert call.cancelled == list(range(1, 2001))
+    (last,) = [message for message in call.taken if message.ByteSize() > MESSAGE_BYTES]
+    assert not last.cancel
+    await stream.close()
+
+
+@pytest.mark.parametrize(
+    "code", [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAUTHENTICATED]
+)
+async def test_whatever_ends_a_stream_is_unavailable_to_its_calls(code: grpc.StatusCode) -> None:
+    """None of them has exhausted or forged anything: each may be made again, elsewhere."""
+    call = Call()
+    stream = RouterStream(call, router="r")
+    answer = begin(stream)
+    await settled()
+    none = grpc.aio.Metadata()
+    call.ends.set_exception(grpc.aio.AioRpcError(code, none, none, details="too much of it"))
+    with pytest.raises(Unavailable, match="the stream to r was lost: too much of it") as lost:
+        await answer.read()
+    assert type(lost.value) is Unavailable
+    with pytest.raises(Unavailable):
+        begin(stream)
+
+
+async def test_each_call_of_a_lost_stream_has_an_error_of_its_own() -> None:
+    """One that all raised would keep the frames of all, and all that they hold."""
+    call = Call()
+    stream = RouterStream(call, router="r")
+    reads = [asyncio.create_task(begin(stream).read()) for _ in range(100)]
+    await settled()
+    call.ends.set_exception(Unavailable("gone"))
+    errors = await asyncio.gather(*reads, return_exceptions=True)
+    raised = [error for error in errors if isinstance(error, Unavailable)]
+    frames = [len(list(traceback.walk_tb(error.__traceback__))) for error in raised]
+    assert len(frames) == 100
+    assert max(frames) < 10
