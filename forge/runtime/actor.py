@@ -50,7 +50,7 @@ class ThreadActor:
     batch_size: ClassVar[int] = 1
     """Most messages that `receive_batch` gets at once."""
     batch_wait_s: ClassVar[float] = 0.0
-    """How long the first message of a batch waits for more."""
+    """How long the first message of a batch waits for more, unless they weigh enough already."""
     loop: asyncio.AbstractEventLoop
     """The system's event loop; `call_soon_threadsafe` is the way back to it."""
 
@@ -65,6 +65,10 @@ class ThreadActor:
     def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
         """One outcome per message; an Exception as outcome fails that ask alone."""
         return [self._outcome(message) for message in messages]
+
+    def weigh(self, message: Any) -> int:
+        """For how many messages of a batch this one counts: at `batch_size` none is waited for."""
+        return 1
 
     def work(self) -> bool:
         """Called when no message waits. True: call again soon; False: sleep until mail comes."""

@@ -243,13 +243,16 @@ class ThreadCell(Cell):
         if wait:
             self._mail.wait()
         self._mail.clear()
-        batch = self.mailbox.take(actor.batch_size)
+        batch = new = self.mailbox.take(actor.batch_size)
         deadline = time.monotonic() + actor.batch_wait_s
-        while batch and len(batch) < actor.batch_size and not self.mailbox.closed:
+        weight = _weight(actor, new)
+        while batch and weight < actor.batch_size and not self.mailbox.closed:
             if not self._mail.wait(max(0.0, deadline - time.monotonic())):
                 break
             self._mail.clear()
-            batch += self.mailbox.take(actor.batch_size - len(batch))
+            new = self.mailbox.take(actor.batch_size - len(batch))
+            batch = batch + new
+            weight += _weight(actor, new)
         return batch
 
     def _handle(self, actor: ThreadActor, batch: list[Envelope]) -> BaseException | None:
@@ -272,3 +275,7 @@ class ThreadCell(Cell):
         except RuntimeError:
             # The loop is closed: nobody is left to hear it.
             log.debug("actor_outlived_its_loop", actor=self.name)
+
+
+def _weight(actor: ThreadActor, envelopes: list[Envelope]) -> int:
+    return sum(actor.weigh(envelope.message) for envelope in envelopes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import grpc
 
@@ -28,8 +28,7 @@ WINDOW_BYTES = 8 << 20
 """What may wait for the commit in hand; then the stream is not read, and its sender waits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Arrival:
+class _Arrival(NamedTuple):
     sequence: int
     turn: NewTurn | ForgeError
     """The error by which a turn is refused before it gets to the store."""

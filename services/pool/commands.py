@@ -8,14 +8,14 @@ records already stored has not.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from forge.core.trajectory import TrajectoryName
 from forge.v1 import common_pb2, replica_pb2
 from services.pool.records import TurnHead
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewTurn:
+class NewTurn(NamedTuple):
     """One turn on its way to the disk."""
 
     trajectory: TrajectoryName

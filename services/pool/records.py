@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
-from zlib import crc32
 
 import msgspec
+from isal.isal_zlib import crc32
 
 from forge.core.errors import DataLoss
 from forge.v1 import common_pb2
@@ -98,8 +97,7 @@ def decode_header(payload: Payload) -> TrajectoryHeader:
     return _header_decoder.decode(payload)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnHead:
+class TurnHead(msgspec.Struct, frozen=True, kw_only=True):
     """What a seal and a summary need of a turn, readable without parsing the turn."""
 
     turn_index: int
@@ -116,17 +114,15 @@ class TurnHead:
         return self.prompt_tokens + self.sampled_tokens
 
 
-def encode_turn(head: TurnHead, turn: bytes) -> bytes:
-    return (
-        _TURN_HEAD.pack(
-            head.parent_turn,
-            head.prefix_tokens,
-            head.prompt_tokens,
-            head.sampled_tokens,
-            head.min_weight_version,
-            head.max_weight_version,
-        )
-        + turn
+def encode_turn_head(head: TurnHead) -> bytes:
+    """What lies before the serialized Turn."""
+    return _TURN_HEAD.pack(
+        head.parent_turn,
+        head.prefix_tokens,
+        head.prompt_tokens,
+        head.sampled_tokens,
+        head.min_weight_version,
+        head.max_weight_version,
     )
 
 
@@ -148,9 +144,12 @@ def turn_of_payload(payload: Payload) -> Payload:
     return payload[_TURN_HEAD.size :]
 
 
-def seal_value(key: bytes, payload: bytes) -> bytes:
-    """`payload` with its checksum, as it lies on disk."""
-    return _CHECKSUM.pack(crc32(payload, crc32(key))) + payload
+def seal_value(key: bytes, *payload: bytes) -> bytes:
+    """The pieces of a payload, behind their checksum, as they lie on disk."""
+    checksum = crc32(key)
+    for piece in payload:
+        checksum = crc32(piece, checksum)
+    return b"".join((_CHECKSUM.pack(checksum), *payload))
 
 
 def open_value(table: Table, key: bytes, value: Payload) -> Payload:
@@ -167,21 +166,27 @@ class Records:
     def __init__(self, transaction: Any, databases: dict[Table, Any]) -> None:
         self._transaction = transaction
         self._databases = databases
-        self.changed: dict[tuple[Table, bytes], bytes | None] = {}
-        """By `put` and `delete`, as it lies on disk now; None for what was deleted."""
+        self.changed: dict[tuple[Table, bytes], bytes | None] | None = None
+        """Filled by `put` and `delete`, with what lies on disk now, None for what was deleted; None
+        where nobody asks, so that a large commit is not held in memory twice."""
 
     def get(self, table: Table, key: bytes) -> Payload | None:
         value = self._transaction.get(key, db=self._databases[table])
         return None if value is None else open_value(table, key, value)
 
-    def put(self, table: Table, key: bytes, payload: bytes) -> None:
-        value = seal_value(key, payload)
+    def put(self, table: Table, key: bytes, *payload: bytes) -> None:
+        """Stores the pieces of `payload` as one record."""
+        value = seal_value(key, *payload)
         self._transaction.put(key, value, db=self._databases[table])
-        self.changed[table, key] = value
+        self._note(table, key, value)
 
     def delete(self, table: Table, key: bytes) -> None:
         if self._transaction.delete(key, db=self._databases[table]):
-            self.changed[table, key] = None
+            self._note(table, key, None)
+
+    def _note(self, table: Table, key: bytes, value: bytes | None) -> None:
+        if self.changed is not None:
+            self.changed[table, key] = value
 
     def get_sealed(self, table: Table, key: bytes) -> bytes | None:
         """The record as it lies on disk, checksum and all."""
@@ -214,7 +219,7 @@ class Records:
                 and bytes(cursor.key()).startswith(prefix)
             ):
                 size_bytes += len(cursor.value())
-                self.changed[table, bytes(cursor.key())] = None
+                self._note(table, bytes(cursor.key()), None)
                 found = cursor.delete() and bool(cursor.key())
                 deleted += 1
         return deleted, size_bytes

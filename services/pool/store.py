@@ -83,13 +83,14 @@ class PoolStore:
         full = self._room_is_scarce()
 
         def change(records: Records) -> tuple[list[Any], int, Changes]:
+            records.changed = None if self._on_commit is None else {}
             answers = [
                 full
                 if full and isinstance(command, AppendTurns)
                 else writes.apply(command, records)
                 for command in commands
             ]
-            if self._on_commit is None:
+            if records.changed is None:
                 return answers, 0, {}
             changes = {key: value for key, value in records.changed.items() if key[0] not in LOCAL}
             if not changes:

@@ -50,31 +50,33 @@ def new_turn(serialized: bytes) -> NewTurn:
 
 
 def _turn_head(turn: common_pb2.Turn) -> TurnHead:
-    sampled = turn.sampled
+    # Each look at a field of bytes copies it.
+    prompt_ids, sampled_ids = turn.prompt_ids, turn.sampled.ids
+    logprobs, weight_versions = turn.sampled.logprobs, turn.sampled.weight_versions
     check_columns(
-        prompt_ids=turn.prompt_ids,
-        sampled_ids=sampled.ids,
-        logprobs=sampled.logprobs,
-        weight_versions=sampled.weight_versions,
+        prompt_ids=prompt_ids,
+        sampled_ids=sampled_ids,
+        logprobs=logprobs,
+        weight_versions=weight_versions,
     )
     if not -1 <= turn.parent_turn < turn.turn_index:
         raise InvalidArgument(f"parent_turn {turn.parent_turn} must be -1 or an earlier turn")
     if turn.parent_turn == -1 and turn.prefix_tokens:
         raise InvalidArgument(f"prefix_tokens is {turn.prefix_tokens} but there is no parent_turn")
-    _check_not_negative("prompt_ids", turn.prompt_ids)
-    _check_not_negative("sampled.ids", sampled.ids)
-    _check_not_negative("sampled.weight_versions", sampled.weight_versions)
-    if not _all_finite(sampled.logprobs):
+    _check_not_negative("prompt_ids", prompt_ids)
+    _check_not_negative("sampled.ids", sampled_ids)
+    _check_not_negative("sampled.weight_versions", weight_versions)
+    if not _all_finite(logprobs):
         raise InvalidArgument("sampled.logprobs holds a value that is not finite")
     if not (math.isfinite(turn.temperature) and turn.temperature >= 0):
         raise InvalidArgument(f"temperature {turn.temperature} must be finite and not negative")
-    low, high = _range(sampled.weight_versions)
+    low, high = _range(weight_versions)
     return TurnHead(
         turn_index=turn.turn_index,
         parent_turn=turn.parent_turn,
         prefix_tokens=turn.prefix_tokens,
-        prompt_tokens=len(turn.prompt_ids) // 4,
-        sampled_tokens=len(sampled.ids) // 4,
+        prompt_tokens=len(prompt_ids) // 4,
+        sampled_tokens=len(sampled_ids) // 4,
         min_weight_version=low,
         max_weight_version=high,
     )

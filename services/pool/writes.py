@@ -44,7 +44,7 @@ from services.pool.records import (
     TrajectoryHeader,
     TurnHead,
     encode_header,
-    encode_turn,
+    encode_turn_head,
     turn_of_payload,
 )
 from services.pool.summaries import count_turns, header_of, summarize, turns_of
@@ -108,7 +108,7 @@ def _append_turn(records: Records, turn: NewTurn) -> None:
             f"{turn.trajectory} is {_state_name(header.state)} and takes no turn "
             f"{turn.head.turn_index}"
         )
-    records.put(Table.TURNS, key, encode_turn(turn.head, turn.serialized))
+    records.put(Table.TURNS, key, encode_turn_head(turn.head), turn.serialized)
 
 
 def _same_turn(stored: bytes, sent: bytes) -> bool:

@@ -110,6 +110,26 @@ async def test_first_message_of_a_batch_waits_for_more(system: ActorSystem) -> N
     assert await asyncio.gather(first, second) == [[1, 2], [1, 2]]
 
 
+async def test_a_message_that_weighs_enough_waits_for_no_more(system: ActorSystem) -> None:
+    """One that stands for as much as a whole batch is handled at once."""
+
+    class Weighing(ThreadActor):
+        batch_size = 3
+        batch_wait_s = 3600.0
+
+        def weigh(self, message: Any) -> int:
+            return int(message)
+
+        def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
+            return [list(messages)] * len(messages)
+
+    ref = await system.spawn(Weighing, name="weighing")
+    assert await ref.ask(3, timeout_s=60) == [3]
+    first = asyncio.create_task(ref.ask(1, timeout_s=60))
+    await asyncio.sleep(0.05)
+    assert await ref.ask(2, timeout_s=60) == await first == [1, 2]
+
+
 async def test_work_is_done_between_messages_until_there_is_none(system: ActorSystem) -> None:
     """While work returns True it is called again, but a message comes first; then it sleeps."""
     done = asyncio.Event()

@@ -1,0 +1,36 @@
+"""Freed memory that is kept is not faulted in again."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import resource
+from forge.runtime.allocator import keep_freed_memory
+
+def rounds(times):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(times):
+        kept = [bytes(16_000) for _ in range(500)]
+        del kept
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+given_back = rounds(20)
+assert keep_freed_memory(64 << 20)
+rounds(1)
+print(given_back, rounds(20))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_what_is_kept_is_not_faulted_in_again() -> None:
+    """8 MB taken and freed over and over: a page of it is paid for once, not each time."""
+    ended = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, text=True, timeout=60, check=True
+    )
+    given_back, kept = map(int, ended.stdout.split())
+    assert kept < 0.1 * given_back
