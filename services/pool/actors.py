@@ -21,7 +21,7 @@ COMMIT_BYTES = 8 << 20
 _COMMIT_SECONDS = histogram("forge_pool_commit_seconds", "One group commit, fsync included.")
 _COMMANDS = counter("forge_pool_commands_total", "Changes handled, by kind.", ["kind"])
 _COMMIT_BYTES = counter("forge_pool_commit_bytes_total", "Payload of all commits.")
-_REFUSALS = counter(
+REFUSALS = counter(
     "forge_pool_refusals_total", "Turns and other changes refused one by one.", ["kind", "code"]
 )
 _FAILURES = counter("forge_pool_commit_failures_total", "Commits refused whole.", ["code"])
@@ -81,7 +81,7 @@ def _count_refusals(command: Command, outcome: Any) -> None:
     answers = outcome if isinstance(outcome, tuple) else (outcome,)
     for answer in answers:
         if isinstance(answer, ForgeError):
-            _REFUSALS.labels(type(command).__name__, answer.code).inc()
+            REFUSALS.labels(type(command).__name__, answer.code).inc()
 
 
 def _commits(messages: Sequence[Command]) -> Iterator[list[Command]]:

@@ -18,7 +18,7 @@ from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted, Un
 from forge.runtime.rpc.chunks import Joiner
 from forge.v1 import pool_pb2
 from services.pool import validation
-from services.pool.actors import WriterRef
+from services.pool.actors import REFUSALS, WriterRef
 from services.pool.commands import AppendTurns, NewTurn
 
 COMMIT_TIMEOUT_S = 30.0
@@ -109,6 +109,9 @@ class AppendStream:
 
     async def _store(self, batch: list[_Arrival]) -> list[pool_pb2.AppendTurnsResponse]:
         turns = tuple(a.turn for a in batch if isinstance(a.turn, NewTurn))
+        for arrival in batch:
+            if isinstance(arrival.turn, ForgeError):
+                REFUSALS.labels(AppendTurns.__name__, arrival.turn.code).inc()
         try:
             outcomes = iter(await self._commit(turns))
         except ForgeError as error:

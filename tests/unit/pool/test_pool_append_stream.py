@@ -1,0 +1,74 @@
+"""One append stream: what is refused before it gets to the store."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from forge.core.errors import InvalidArgument
+from forge.v1 import common_pb2, pool_pb2
+from services.pool.append_stream import AppendStream
+from services.pool.commands import AppendTurns
+from tests.support.pool_records import make_turn
+
+MAX_TURN_BYTES = 4096
+NAN = b"\x00\x00\xc0\x7f" * 2
+
+
+class Storing:
+    """A writer that takes everything."""
+
+    def __init__(self) -> None:
+        self.stored: list[str] = []
+
+    async def ask(self, message: AppendTurns, *, timeout_s: float) -> Any:
+        self.stored += [f"{turn.trajectory}/{turn.head.turn_index}" for turn in message.turns]
+        return (None,) * len(message.turns)
+
+
+def refused_turns() -> float:
+    labels = {"kind": "AppendTurns", "code": InvalidArgument.code}
+    return REGISTRY.get_sample_value("forge_pool_refusals_total", labels) or 0.0
+
+
+def with_nan() -> common_pb2.Turn:
+    turn = make_turn("t:1:0")
+    turn.sampled.logprobs = NAN
+    return turn
+
+
+BAD = {
+    "no turn": b"\xff\xff\xff",
+    "truncated": make_turn("t:1:0").SerializeToString()[:-3],
+    "foreign": make_turn("no trajectory").SerializeToString(),
+    "oversized": make_turn("t:1:0", prompt=range(2000)).SerializeToString(),
+    "not finite": with_nan().SerializeToString(),
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
+async def test_a_refused_turn_is_answered_counted_and_alone(bad: bytes) -> None:
+    """Those beside it are stored, and every answer is in its place."""
+    before = refused_turns()
+    writer = Storing()
+    good = [make_turn("t:0:0", index).SerializeToString() for index in range(2)]
+    turns = [
+        pool_pb2.WholeTurn(sequence=sequence, turn=turn)
+        for sequence, turn in enumerate((good[0], bad, good[1]))
+    ]
+
+    async def requests() -> AsyncIterator[pool_pb2.AppendTurnsRequest]:
+        yield pool_pb2.AppendTurnsRequest(turns=turns)
+
+    stream = AppendStream(writer, max_turn_bytes=MAX_TURN_BYTES)
+    answers = [
+        each async for first in stream.responses(requests()) for each in (first, *first.more)
+    ]
+    assert writer.stored == ["t:0:0/0", "t:0:0/1"]
+    assert [bool(answer.status_code) for answer in answers] == [False, True, False]
+    assert [answer.sequence for answer in answers] == [0, 1, 2]
+    assert answers[1].error
+    assert refused_turns() == before + 1
