@@ -285,6 +285,51 @@ async def test_calls_wait_for_a_gateway_that_takes_nothing(
         assert ids == list(range(500))
 
 
+async def test_calls_that_are_refused_wait_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that asks and asks and takes nothing is not listened to for ever."""
+    monkeypatch.setattr(router_side, "WINDOW_BYTES", 1000)
+    asked = 0
+
+    async def refused(_: Any) -> AsyncGenerator[inference_pb2.SampleResponse, None]:
+        raise ResourceExhausted("too many wait")
+        yield
+
+    async def requests() -> AsyncIterator[inference_pb2.SampleStreamRequest]:
+        nonlocal asked
+        for call in range(1, 501):
+            asked += 1
+            begun = inference_pb2.SampleBegin(call=call, request=request(1), timeout_s=WAIT_S)
+            yield inference_pb2.SampleStreamRequest(begin=[begun])
+            await asyncio.sleep(0)
+
+    said = router_side.SampleStreams(refused).serve(requests())
+    first = await anext(said)
+    for _ in range(2000):
+        await asyncio.sleep(0)
+    assert asked < 50
+    ends = len(first.events) + sum([len(message.events) async for message in said])
+    assert ends == 500
+
+
+async def test_large_events_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them may fill a message as far as gRPC takes one; two together would not go."""
+    monkeypatch.setattr(router_side, "MESSAGE_BYTES", 1000)
+
+    async def sample(_: Any) -> AsyncGenerator[inference_pb2.SampleResponse, None]:
+        for size in (10, 20, 900, 10, 200):
+            yield response(*range(size))
+
+    async def requests() -> AsyncIterator[inference_pb2.SampleStreamRequest]:
+        begun = inference_pb2.SampleBegin(call=1, request=request(1), timeout_s=WAIT_S)
+        yield inference_pb2.SampleStreamRequest(begin=[begun])
+
+    said = [message async for message in router_side.SampleStreams(sample).serve(requests())]
+    for message in said:
+        assert len(message.events) == 1 or message.ByteSize() <= 1000 + 50
+    ids = [i for m in said for e in m.events for i in int32_array(e.response.tokens.ids)]
+    assert len(ids) == 10 + 20 + 900 + 10 + 200
+
+
 async def test_a_router_that_drains_ends_what_it_has_begun() -> None:
     """Open calls come to their end, new ones are refused, then the stream ends."""
     async with listening() as router, connected(router) as streams:

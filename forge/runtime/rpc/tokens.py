@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from forge.core.trajectory import TOKEN_BYTES
+from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.v1.common_pb2 import SampledTokens
 
 # Each has one entry per token, or a fixed number of them; a protobuf merge would replace it.
@@ -19,3 +21,21 @@ def joined(parts: Sequence[SampledTokens]) -> SampledTokens:
     return SampledTokens(
         **{name: b"".join(getattr(part, name) for part in parts) for name in _COLUMNS}
     )
+
+
+def split(tokens: SampledTokens, *, max_bytes: int = CHUNK_BYTES) -> Iterator[SampledTokens]:
+    """The same in messages of at most `max_bytes`, or of one token; none where there is none."""
+    count = len(tokens.ids) // TOKEN_BYTES
+    if not count:
+        return
+    widths = {name: len(getattr(tokens, name)) // count for name in _COLUMNS}
+    each = max(1, max_bytes // sum(widths.values()))
+    if count <= each:
+        yield tokens
+        return
+    for start in range(0, count, each):
+        columns = {
+            name: getattr(tokens, name)[start * width : (start + each) * width]
+            for name, width in widths.items()
+        }
+        yield SampledTokens(**columns)

@@ -27,7 +27,7 @@ from forge.core.errors import (
 from forge.runtime.actor import ActorRef
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import ERROR_KEY, from_rpc_error
-from forge.runtime.rpc.tokens import joined
+from forge.runtime.rpc.tokens import joined, split
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
@@ -97,10 +97,14 @@ class Run:
             await self._granted(admission)
             async with aclosing(self._progress()) as progress:
                 async for _ in progress:
-                    if self._stream and self._unsent and self._finish is None:
-                        yield pb.SampleResponse(tokens=self._flush())
+                    if self._stream and self._finish is None:
+                        for tokens in self._flush():
+                            yield pb.SampleResponse(tokens=tokens)
+            *first, last = self._flush() or [SampledTokens()]
+            for tokens in first:
+                yield pb.SampleResponse(tokens=tokens)
             yield pb.SampleResponse(
-                tokens=self._flush(),
+                tokens=last,
                 finish_reason=wire.write_finish(self._finish),
                 timings=self._timings,
                 cached_tokens=self._cached_tokens or 0,
@@ -274,10 +278,10 @@ class Run:
             return Finish.STOP
         return Finish.LENGTH if self._tokens >= self._most_tokens else None
 
-    def _flush(self) -> SampledTokens:
-        flushed = joined(self._unsent)
-        self._unsent = []
-        return flushed
+    def _flush(self) -> list[SampledTokens]:
+        """What the caller does not have yet, in messages that are not too large."""
+        unsent, self._unsent = self._unsent, []
+        return list(split(joined(unsent)))
 
     def _left_s(self) -> float:
         return max(0.0, self._deadline_s - time.monotonic())

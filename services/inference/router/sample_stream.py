@@ -20,9 +20,10 @@ from forge.runtime.telemetry import counter, log
 from forge.v1 import inference_pb2 as pb
 
 WINDOW_BYTES = 8 << 20
-"""What may wait to be sent; then every call of the stream waits for its reader."""
+"""What may wait to be sent; then every call of the stream waits for its reader, and no other is
+taken."""
 MESSAGE_BYTES = 1 << 20
-"""A message is closed with the event that fills it to this."""
+"""Most that several events take in one message."""
 _CALLS = counter(
     "forge_inference_stream_calls_total", "Samples on kept streams, by status code.", ["code"]
 )
@@ -104,8 +105,12 @@ class _Stream:
     def _message(self) -> pb.SampleStreamResponse:
         """What waits, or as much of it as goes in one message."""
         message, size = pb.SampleStreamResponse(), 0
-        while self._waiting and size < MESSAGE_BYTES:
-            event, event_bytes = self._waiting.popleft()
+        while self._waiting:
+            event, event_bytes = self._waiting[0]
+            # One alone may be of any size.
+            if message.events and size + event_bytes > MESSAGE_BYTES:
+                break
+            self._waiting.popleft()
             size += event_bytes
             message.events.append(event)
         self._waiting_bytes -= size
@@ -120,6 +125,8 @@ class _Stream:
                     self._begin(begin)
                 for call in request.cancel:
                     self._cancel(call)
+                # A refusal takes room, too.
+                await self._room.wait()
         finally:
             self._taking = False
             self._more.set()

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.runtime.rpc.chunks import CHUNK_BYTES, Joiner
-from forge.runtime.rpc.tokens import joined
+from forge.runtime.rpc.tokens import joined, split
 from forge.v1.common_pb2 import Grammar, SampledTokens, SamplingParams
 from services.inference import wire
 from services.inference.engines.base import KvSpan, ModelLimits, NamedTensor, Tokens
@@ -100,6 +102,23 @@ def test_tokens_survive_the_way() -> None:
     assert wire.read_tokens(message) == tokens
     doubled = wire.read_tokens(joined([message, message]))
     assert doubled.ids == (3, 1, 3, 1)
+
+
+@given(count=st.integers(0, 50), top=st.integers(0, 3), max_bytes=st.integers(1, 500))
+def test_what_was_split_joins_again(count: int, top: int, max_bytes: int) -> None:
+    """No token is lost, doubled or parted from its columns, and no message is larger than it may
+    be, or has one token."""
+    tokens = Tokens(
+        ids=tuple(range(count)),
+        logprobs=tuple(-0.5 * at for at in range(count)),
+        versions=(7,) * count,
+        top=tuple(((at, -1.0),) * top for at in range(count)) if top else (),
+    )
+    parts = list(split(wire.write_tokens(tokens), max_bytes=max_bytes))
+    assert wire.read_tokens(joined(parts)) == tokens
+    for part in parts:
+        columns = sum(len(value) for _, value in part.ListFields())
+        assert columns <= max_bytes or len(part.ids) == 4
 
 
 def test_the_likeliest_survive_the_way() -> None:

@@ -1,0 +1,142 @@
+"""One request through a router's actor to workers that answer by script, over real sockets."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc.aio
+
+from forge.runtime.actor import ActorRef, ActorSystem
+from forge.runtime.rpc.channel import CHANNEL_OPTIONS
+from forge.runtime.rpc.chunks import CHUNK_BYTES
+from forge.v1 import inference_pb2 as pb
+from forge.v1 import inference_pb2_grpc as rpc
+from forge.v1.common_pb2 import FINISH_REASON_LENGTH, SampledTokens
+from services.inference.engines.base import Prompt, Sampling
+from services.inference.router.actor import RouterActor
+from services.inference.router.run import RouterOptions, Run
+
+OPTIONS = RouterOptions(request_timeout_s=30.0, worker_wait_s=5.0, hold_s=5.0)
+
+
+def tokens(*ids: int, top: int = 0) -> SampledTokens:
+    return SampledTokens(
+        ids=array("i", ids).tobytes(),
+        logprobs=array("f", [-0.5] * len(ids)).tobytes(),
+        weight_versions=array("i", [1] * len(ids)).tobytes(),
+        top_ids=array("i", [7] * top * len(ids)).tobytes(),
+        top_logprobs=array("f", [-0.5] * top * len(ids)).tobytes(),
+    )
+
+
+class Worker(rpc.PrefillServiceServicer, rpc.DecodeServiceServicer):
+    """Samples 0, 1, 2, ... in portions, and ends at the most that are asked for."""
+
+    def __init__(self) -> None:
+        self.portion = 64
+        self.address = ""
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.PrefillResponse:
+        return pb.PrefillResponse(first=tokens(0, top=request.sampling.top_logprobs))
+
+    async def ReleaseKv(self, request: pb.ReleaseKvRequest, context: Any) -> pb.ReleaseKvResponse:
+        return pb.ReleaseKvResponse()
+
+    async def Decode(
+        self, request: pb.DecodeRequest, context: Any
+    ) -> AsyncIterator[pb.DecodeResponse]:
+        most, top = request.sampling.max_tokens, request.sampling.top_logprobs
+        for start in range(1, most, self.portion):
+            end = min(most, start + self.portion)
+            yield pb.DecodeResponse(
+                tokens=tokens(*range(start, end), top=top),
+                finish_reason=FINISH_REASON_LENGTH if end == most else 0,
+            )
+
+
+class Channels:
+    """As `forge.runtime.rpc.channel.Channels`, without credentials."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, grpc.aio.Channel] = {}
+
+    def get(self, address: str) -> grpc.aio.Channel:
+        if address not in self.made:
+            self.made[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return self.made[address]
+
+
+@asynccontextmanager
+async def routed(worker: Worker) -> AsyncIterator[Any]:
+    """A way to make runs, with this worker for prefill and decode."""
+    server = grpc.aio.server()
+    rpc.add_PrefillServiceServicer_to_server(worker, server)
+    rpc.add_DecodeServiceServicer_to_server(worker, server)
+    worker.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    actors, channels = ActorSystem("test"), Channels()
+    discoveries = [
+        SimpleNamespace(
+            kind=kind,
+            instances=[
+                SimpleNamespace(
+                    instance_id=kind, address=worker.address, metadata={"capacity": "4"}
+                )
+            ],
+        )
+        for kind in ("prefill", "decode")
+    ]
+    router: ActorRef = await actors.spawn(
+        lambda: RouterActor(cast(Any, discoveries), queue_limit=4), name="router"
+    )
+
+    def run(*, most: int, stream: bool = False, top_logprobs: int = 0) -> Run:
+        sampling = Sampling(
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            max_tokens=most,
+            stop_ids=frozenset(),
+            seed=0,
+            top_logprobs=top_logprobs,
+        )
+        return Run(
+            Prompt(request_id="r", ids=array("i", [1, 2, 3]).tobytes(), sampling=sampling),
+            stream=stream,
+            context_tokens=1 << 20,
+            router=router,
+            channels=cast(Any, channels),
+            options=OPTIONS,
+        )
+
+    yield run
+    await actors.stop()
+    for channel in channels.made.values():
+        await channel.close()
+    await server.stop(None)
+
+
+async def test_an_answer_of_any_length_goes_in_messages_of_a_size() -> None:
+    """Ten times what a message may hold, unstreamed: in parts, in order, with every column, and
+    the end with the last of them."""
+    worker = Worker()
+    async with routed(worker) as run:
+        most = 60_000
+        said = [r async for r in run(most=most, top_logprobs=20).responses()]
+    assert [bool(response.finish_reason) for response in said] == [False] * (len(said) - 1) + [True]
+    assert max(response.ByteSize() for response in said) <= CHUNK_BYTES + 100
+    ids = array("i", b"".join(response.tokens.ids for response in said))
+    assert list(ids) == list(range(most))
+    assert sum(len(response.tokens.top_ids) for response in said) == 4 * 20 * most
+
+
+async def test_a_short_answer_is_one_message() -> None:
+    """Unstreamed, all of it comes with its end."""
+    async with routed(Worker()) as run:
+        (whole,) = [r async for r in run(most=300).responses()]
+    assert len(whole.tokens.ids) == 4 * 300
+    assert whole.finish_reason == FINISH_REASON_LENGTH
