@@ -116,6 +116,17 @@ class AnswerReader:
             tool_calls=tuple(self._calls),
         )
 
+    def tokens(self) -> common_pb2.SampledTokens:
+        """All of the answer so far."""
+        return common_pb2.SampledTokens(
+            ids=bytes(self.ids),
+            logprobs=bytes(self.logprobs),
+            weight_versions=bytes(self.weight_versions),
+            allowed_logprobs=bytes(self.allowed_logprobs),
+            top_ids=bytes(self._top_ids),
+            top_logprobs=bytes(self._top_logprobs),
+        )
+
     def token_logprobs(self) -> list[TokenLogprob]:
         ids, logprobs = int32_array(bytes(self.ids)), float32_array(bytes(self.logprobs))
         return [

@@ -16,6 +16,7 @@ from forge.core.errors import InvalidArgument
 from forge.core.formats import TextDelta
 from forge.core.trajectory import TOKEN_BYTES, int32_array
 from forge.runtime.rpc.server import current_claims
+from forge.runtime.rpc.tokens import split
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from services.gateway.chat_history import ChatHistory
 from services.gateway.closing import check_rewards, close_session, facts_of
@@ -75,7 +76,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         ):
             async for event in events:
                 if isinstance(event, Turn):
-                    yield _last_chat_response(event)
+                    yield _last_chat_response(event, streamed=request.stream)
                     continue
                 deltas = [delta.text for delta in event.deltas if isinstance(delta, TextDelta)]
                 if deltas:
@@ -98,11 +99,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         ):
             async for event in events:
                 if isinstance(event, Turn):
+                    for tokens in () if request.stream else split(event.tokens()):
+                        yield gateway_pb2.GenerateResponse(tokens=tokens)
                     yield gateway_pb2.GenerateResponse(
                         finish_reason=event.sampled.finish_reason, turn_index=event.turn_index
                     )
-                elif event.tokens.ids:
-                    yield gateway_pb2.GenerateResponse(tokens=event.tokens)
+                    continue
+                for tokens in split(event.tokens):
+                    yield gateway_pb2.GenerateResponse(tokens=tokens)
 
     async def Annotate(
         self, request: gateway_pb2.AnnotateRequest, context: Any
@@ -143,9 +147,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         return ids
 
 
-def _last_chat_response(turn: Turn) -> gateway_pb2.ChatResponse:
+def _last_chat_response(turn: Turn, *, streamed: bool) -> gateway_pb2.ChatResponse:
     message = turn.message
     return gateway_pb2.ChatResponse(
+        delta="" if streamed else message.content,
         message=gateway_pb2.ChatMessage(
             role=message.role,
             content=message.content,

@@ -75,6 +75,8 @@ class Turn:
     prompt_tokens: int
     stop_text: str
     """The stop string that ended it; "" if none did."""
+    tokens: Callable[[], common_pb2.SampledTokens]
+    """All that was sampled, in every column that was asked for."""
     token_logprobs: Callable[[], list[TokenLogprob]]
 
 
@@ -108,7 +110,7 @@ class Turns:
         self._retry_for_s = retry_for_s
 
     async def run(self, session: Session, request: TurnRequest) -> AsyncGenerator[Piece | Turn]:
-        """Yields pieces as they are sampled, then the turn.
+        """Yields pieces as they are sampled, if the request is streamed, then the turn.
 
         Close it to abort. Raises `ContextTooLong`, `SessionClosed`, `ResourceExhausted`,
         `Unavailable`, `InvalidArgument`.
@@ -131,7 +133,9 @@ class Turns:
                     retry_for_s=self._retry_for_s,
                 )
                 while (piece := await samples.next()) is not None:
-                    yield piece
+                    # The answer may still be begun anew, unless its pieces are passed on.
+                    if request.stream:
+                        yield piece
                 ended = True
                 sampled = attempt.sampled()
                 turn_index = await self._end(session, self._ending(call, request, prompt, sampled))
@@ -379,6 +383,7 @@ class _Attempt:
             sampled=sampled,
             prompt_tokens=prompt_tokens,
             stop_text=self.reader.stop_text,
+            tokens=self.reader.tokens,
             token_logprobs=self.reader.token_logprobs,
         )
 

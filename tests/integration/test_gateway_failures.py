@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import httpx2
 import pytest
 import pytest_asyncio
 from openai import APIError, APIStatusError, RateLimitError
 
 from forge.runtime.coordination import Coordinator
-from forge.v1 import common_pb2, pool_pb2
+from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc, pool_pb2
 from tests.support.etcd import EtcdServer
 from tests.support.gateway_stack import SHARD, GatewayStack, check_exact, recorded, token_tree
 
@@ -164,6 +165,34 @@ async def test_answer_survives_the_death_of_its_router(
     assert await asking == "survived"
     async with stack.agent(await stack.gateway(coordinator), token) as agent:
         assert await agent.close() == 1
+
+
+async def test_what_is_not_streamed_is_told_once(
+    stack: GatewayStack, coordinator: Coordinator
+) -> None:
+    """Where stop strings are looked for, tokens come one by one; whole answers over gRPC have
+    nothing of the attempt that was lost, and are one response."""
+    token = stack.token("once:0:0")
+    gateway = await stack.gateway(coordinator)
+    async with grpc.aio.insecure_channel(gateway.address) as channel:
+        asked = gateway_pb2.ChatRequest(
+            messages=[
+                gateway_pb2.ChatMessage(role="user", content="FAIL[[engine-0]] SAY[[abcdef]]")
+            ],
+            stop=["e"],
+        )
+        call = gateway_pb2_grpc.GatewayServiceStub(channel).Chat(
+            asked, metadata=[("authorization", f"Bearer {token}")], timeout=30
+        )
+        reading = asyncio.create_task(_all_of(call))
+        await asyncio.to_thread(stack.processes["engine-0"].wait, 30)
+        stack.start_engine("engine-1")
+        (answer,) = await reading
+    assert (answer.delta, answer.message.content) == ("abcd", "abcd")
+
+
+async def _all_of(call: Any) -> list[Any]:
+    return [response async for response in call]
 
 
 async def test_half_streamed_answer_ends_with_an_error_and_is_recorded(

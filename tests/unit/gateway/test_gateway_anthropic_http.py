@@ -67,6 +67,7 @@ class ScriptedTurns:
             sampled=sampled,
             prompt_tokens=5,
             stop_text="",
+            tokens=common_pb2.SampledTokens,
             token_logprobs=list,
         )
 
