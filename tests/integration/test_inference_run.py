@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +19,7 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import FINISH_REASON_LENGTH, SampledTokens
 from services.inference.engines.base import Prompt, Sampling
-from services.inference.router.actor import RouterActor
+from services.inference.router.actor import MIN_ADMITTED, Report, RouterActor
 from services.inference.router.run import RouterOptions, Run
 
 OPTIONS = RouterOptions(request_timeout_s=30.0, worker_wait_s=5.0, hold_s=5.0)
@@ -70,9 +72,41 @@ class Channels:
         return self.made[address]
 
 
+@dataclass(frozen=True)
+class Routed:
+    """A router in front of a worker."""
+
+    router: ActorRef
+    channels: Channels
+
+    def run(self, *, most: int, stream: bool = False, top_logprobs: int = 0) -> Run:
+        sampling = Sampling(
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            max_tokens=most,
+            stop_ids=frozenset(),
+            seed=0,
+            top_logprobs=top_logprobs,
+        )
+        return Run(
+            Prompt(request_id="r", ids=array("i", [1, 2, 3]).tobytes(), sampling=sampling),
+            stream=stream,
+            context_tokens=1 << 20,
+            router=self.router,
+            channels=cast(Any, self.channels),
+            options=OPTIONS,
+        )
+
+    async def running(self) -> list[int]:
+        """Requests that the router counts as each worker's."""
+        report = await self.router.ask(Report(), timeout_s=10.0)
+        return [worker.running + worker.queued for worker in report.workers]
+
+
 @asynccontextmanager
-async def routed(worker: Worker) -> AsyncIterator[Any]:
-    """A way to make runs, with this worker for prefill and decode."""
+async def routed(worker: Worker) -> AsyncIterator[Routed]:
+    """The worker does both prefill and decode."""
     server = grpc.aio.server()
     rpc.add_PrefillServiceServicer_to_server(worker, server)
     rpc.add_DecodeServiceServicer_to_server(worker, server)
@@ -94,26 +128,7 @@ async def routed(worker: Worker) -> AsyncIterator[Any]:
         lambda: RouterActor(cast(Any, discoveries), queue_limit=4), name="router"
     )
 
-    def run(*, most: int, stream: bool = False, top_logprobs: int = 0) -> Run:
-        sampling = Sampling(
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            max_tokens=most,
-            stop_ids=frozenset(),
-            seed=0,
-            top_logprobs=top_logprobs,
-        )
-        return Run(
-            Prompt(request_id="r", ids=array("i", [1, 2, 3]).tobytes(), sampling=sampling),
-            stream=stream,
-            context_tokens=1 << 20,
-            router=router,
-            channels=cast(Any, channels),
-            options=OPTIONS,
-        )
-
-    yield run
+    yield Routed(router, channels)
     await actors.stop()
     for channel in channels.made.values():
         await channel.close()
@@ -124,9 +139,9 @@ async def test_an_answer_of_any_length_goes_in_messages_of_a_size() -> None:
     """Ten times what a message may hold, unstreamed: in parts, in order, with every column, and
     the end with the last of them."""
     worker = Worker()
-    async with routed(worker) as run:
+    async with routed(worker) as one:
         most = 60_000
-        said = [r async for r in run(most=most, top_logprobs=20).responses()]
+        said = [r async for r in one.run(most=most, top_logprobs=20).responses()]
     assert [bool(response.finish_reason) for response in said] == [False] * (len(said) - 1) + [True]
     assert max(response.ByteSize() for response in said) <= CHUNK_BYTES + 100
     ids = array("i", b"".join(response.tokens.ids for response in said))
@@ -136,7 +151,27 @@ async def test_an_answer_of_any_length_goes_in_messages_of_a_size() -> None:
 
 async def test_a_short_answer_is_one_message() -> None:
     """Unstreamed, all of it comes with its end."""
-    async with routed(Worker()) as run:
-        (whole,) = [r async for r in run(most=300).responses()]
+    async with routed(Worker()) as one:
+        (whole,) = [r async for r in one.run(most=300).responses()]
     assert len(whole.tokens.ids) == 4 * 300
     assert whole.finish_reason == FINISH_REASON_LENGTH
+
+
+async def test_a_caller_that_leaves_takes_nothing_along() -> None:
+    """Whenever it does, between any two steps of the event loop: as often as there are places, and
+    each is free again, and no worker is thought to be busy."""
+    async with routed(Worker()) as one:
+
+        async def sample() -> int:
+            return sum([len(said.tokens.ids) async for said in one.run(most=100).responses()])
+
+        assert await sample() == 4 * 100
+        for steps in range(30):
+            leaving = [asyncio.create_task(sample()) for _ in range(MIN_ADMITTED)]
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            for task in leaving:
+                task.cancel()
+            await asyncio.wait(leaving)
+            assert await one.running() == [0, 0]
+        assert await sample() == 4 * 100

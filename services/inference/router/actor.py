@@ -5,7 +5,9 @@ A request's way through it:
     Admit -> a place in line, granted when decode has room -> PlacePrefill -> Prefilled, which also
     places it for decode -> Decoded | Failed (then PlacePrefill again) -> Leave
 
-No message waits inside `receive`: an admission is a future.
+No message waits inside `receive`: an admission is a future. Admission and placement are the
+caller's own objects, which the actor fills in: a caller that leaves before it has the answer can
+still give them back.
 """
 
 from __future__ import annotations
@@ -38,30 +40,41 @@ _QUEUED = gauge("forge_inference_queued_requests", "Requests waiting in the rout
 class Admission:
     """A request's place: in line until `granted`, then at work until it leaves."""
 
-    granted: asyncio.Future[None]
+    granted: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admit:
-    """Ask: a place, as an Admission. ResourceExhausted when too many are waiting."""
+    """Ask: a place in line. ResourceExhausted when too many are waiting. Whatever comes of it,
+    Leave has to follow."""
+
+    admission: Admission = field(default_factory=Admission)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Placement:
+    """A worker that expects the request; to be answered for by Prefilled, Decoded, Failed or
+    Abandoned, whatever came of asking for it."""
+
+    chosen: Worker | None = None
+    """None until the request is placed."""
+    tokens: int = 0
+    """Counted as its load until it is answered for."""
+
+    @property
+    def worker(self) -> Worker:
+        assert self.chosen is not None, "the request was placed"
+        return self.chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacePrefill:
-    """Ask: where to prefill, as a Placement. Unavailable when nobody may be asked."""
+    """Ask: where to prefill, as the Placement. Unavailable when nobody may be asked."""
 
     ids: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """A worker that expects the request; to be answered for by Prefilled, Decoded or Failed."""
-
-    instance_id: str
-    address: str
-    worker: Worker
-    tokens: int
-    """Counted as its load until then."""
+    placement: Placement = field(default_factory=Placement)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +89,10 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceDecode:
-    """Ask: where to sample, as a Placement. Unavailable when nobody may be asked."""
+    """Ask: where to sample, as the Placement. Unavailable when nobody may be asked."""
 
     ids: bytes
+    placement: Placement = field(default_factory=Placement)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +110,13 @@ class Failed:
 
     placement: Placement
     dead: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandoned:
+    """Tell: the caller left a placement, or what it asked for."""
+
+    placement: Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,21 +193,24 @@ class RouterActor(Actor):
 
     async def receive(self, message: Any) -> Any:
         match message:
-            case Admit():
-                return self._admit()
-            case PlacePrefill(ids=ids):
+            case Admit(admission=admission):
+                return self._admit(admission)
+            case PlacePrefill(ids=ids, placement=placement):
                 # A prompt read while nobody can go on from it would only be held.
                 if not self._fleet.serves("decode", now_s=self._clock()):
                     raise Unavailable("no decode instance can be asked right now")
-                return self._place("prefill", ids)
-            case PlaceDecode(ids=ids):
-                return self._place("decode", ids)
+                return self._place("prefill", ids, placement)
+            case PlaceDecode(ids=ids, placement=placement):
+                return self._place("decode", ids, placement)
             case Prefilled():
                 self._prefilled(message)
             case Decoded():
                 self._decoded(message)
             case Failed(placement=placement, dead=dead):
                 self._failed(placement, dead=dead)
+            case Abandoned(placement=placement):
+                if placement.chosen is not None:
+                    self._release(placement)
             case Sampled(tokens=tokens):
                 self._throughput.add(tokens, self._clock())
                 _SAMPLED.inc(tokens)
@@ -198,13 +222,12 @@ class RouterActor(Actor):
                 return self._report()
         return None
 
-    def _admit(self) -> Admission:
+    def _admit(self, admission: Admission) -> Admission:
         # A line that moves has nobody behind it who gave up: those left with Leave.
         if len(self._waiting) >= self._queue_limit:
             raise ResourceExhausted(
                 f"{len(self._waiting)} requests are waiting, the most allowed", retry_after_s=1.0
             )
-        admission = Admission(granted=asyncio.get_running_loop().create_future())
         self._waiting.append(admission)
         self._grant()
         return admission
@@ -226,7 +249,7 @@ class RouterActor(Actor):
                 admission.granted.set_result(None)
         _QUEUED.set(len(self._waiting))
 
-    def _place(self, role: str, ids: bytes) -> Placement:
+    def _place(self, role: str, ids: bytes, placement: Placement) -> Placement:
         worker = self._fleet.place(role, ids, now_s=self._clock())
         prompt_tokens = len(ids) // TOKEN_BYTES
         uncached = max(1, prompt_tokens - worker.cached.match(ids).tokens)
@@ -235,12 +258,8 @@ class RouterActor(Actor):
         if role == "prefill":
             # The next request of a group that arrives together should follow this one.
             worker.cached.insert(ids)
-        return Placement(
-            instance_id=worker.instance_id,
-            address=worker.address,
-            worker=worker,
-            tokens=uncached,
-        )
+        placement.chosen, placement.tokens = worker, uncached
+        return placement
 
     def _prefilled(self, done: Prefilled) -> None:
         worker = self._release(done.placement)
@@ -258,8 +277,9 @@ class RouterActor(Actor):
         self._release(placement)
         _MOVED.inc()
         if dead:
-            log.info("worker_suspected", worker=placement.instance_id)
-            self._fleet.suspect(placement.instance_id, now_s=self._clock())
+            suspected = placement.worker.instance_id
+            log.info("worker_suspected", worker=suspected)
+            self._fleet.suspect(suspected, now_s=self._clock())
 
     def _release(self, placement: Placement) -> Worker:
         worker = placement.worker

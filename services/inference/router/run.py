@@ -35,6 +35,7 @@ from forge.v1.common_pb2 import SampledTokens, TurnTimings
 from services.inference import wire
 from services.inference.engines.base import TOKEN_BYTES, Finish, Prompt, Sampling
 from services.inference.router.actor import (
+    Abandoned,
     Admission,
     Admit,
     Decoded,
@@ -92,9 +93,10 @@ class Run:
     async def responses(self) -> AsyncGenerator[pb.SampleResponse, None]:
         """What the caller gets; the last one has a finish reason. Raises Unavailable when nobody
         can go on, ResourceExhausted when too many wait."""
-        admission: Admission = await self._ask(Admit())
+        admit = Admit()
         try:
-            await self._granted(admission)
+            await self._ask(admit)
+            await self._granted(admit.admission)
             async with aclosing(self._progress()) as progress:
                 async for _ in progress:
                     if self._stream and self._finish is None:
@@ -110,7 +112,7 @@ class Run:
                 cached_tokens=self._cached_tokens or 0,
             )
         finally:
-            self._tell(Leave(admission=admission))
+            self._tell(Leave(admission=admit.admission))
 
     async def _granted(self, admission: Admission) -> None:
         began_s = time.monotonic()
@@ -164,9 +166,7 @@ class Run:
             sampling=wire.write_sampling(self._sampling_from_here()),
             hold_s=self._options.hold_s,
         )
-        placement = await self._ask(PlacePrefill(ids=request.prompt_ids))
-        stub = rpc.PrefillServiceStub(self._channels.get(placement.address))
-        read = await self._prefill(request, placement, stub)
+        address, read = await self._prefill(request)
         self._take(read.first)
         self._finish = self._finish_of(read.first)
         yield
@@ -174,7 +174,7 @@ class Run:
             # Only memory is at stake, and not for longer than hold_s.
             release = pb.ReleaseKvRequest(request_id=request.request_id)
             with suppress(grpc.aio.AioRpcError):
-                await stub.ReleaseKv(release, timeout=_RELEASE_TIMEOUT_S)
+                await self._prefill_stub(address).ReleaseKv(release, timeout=_RELEASE_TIMEOUT_S)
             return
         decode = self._decode(
             pb.DecodeRequest(
@@ -182,7 +182,7 @@ class Run:
                 prompt_ids=request.prompt_ids,
                 sampling=request.sampling,
                 stream=self._stream,
-                prefill_address=placement.address,
+                prefill_address=address,
                 first=read.first,
             )
         )
@@ -190,11 +190,13 @@ class Run:
             async for _ in decode:
                 yield
 
-    async def _prefill(
-        self, request: pb.PrefillRequest, placement: Placement, stub: rpc.PrefillServiceAsyncStub
-    ) -> pb.PrefillResponse:
+    async def _prefill(self, request: pb.PrefillRequest) -> tuple[str, pb.PrefillResponse]:
+        """The address of who read the prompt, and what it said."""
+        placement = Placement()
         with self._settling(placement) as settle:
-            read = await stub.Prefill(request, timeout=self._left_s())
+            await self._ask(PlacePrefill(ids=request.prompt_ids, placement=placement))
+            address = placement.worker.address
+            read = await self._prefill_stub(address).Prefill(request, timeout=self._left_s())
             settle(
                 Prefilled(
                     placement=placement,
@@ -207,12 +209,14 @@ class Run:
             self._cached_tokens = read.cached_tokens
         self._timings.queue_s += read.queue_s
         self._timings.prefill_s += read.prefill_s
-        return read
+        return address, read
 
     async def _decode(self, request: pb.DecodeRequest) -> AsyncGenerator[None, None]:
-        placement = await self._ask(PlaceDecode(ids=request.prompt_ids))
-        stub = rpc.DecodeServiceStub(self._channels.get(placement.address))
+        placement = Placement()
         with self._settling(placement) as settle:
+            await self._ask(PlaceDecode(ids=request.prompt_ids, placement=placement))
+            worker = placement.worker
+            stub = rpc.DecodeServiceStub(self._channels.get(worker.address))
             call = stub.Decode(request, timeout=self._left_s())
             try:
                 async for response in call:
@@ -228,15 +232,19 @@ class Run:
             finally:
                 # A caller that leaves stops the decoding within a step.
                 call.cancel()
-        if self._finish is None:
-            raise Unavailable(f"{placement.instance_id} ended its stream without a finish reason")
+            if self._finish is None:
+                settle(Failed(placement=placement, dead=False))
+                raise Unavailable(f"{worker.instance_id} ended its stream without a finish reason")
 
     @contextmanager
-    def _settling(self, placement: Placement) -> Iterator[Callable[[Prefilled | Decoded], None]]:
-        """Around a worker's call: sees to it that the router hears once how it ended."""
+    def _settling(
+        self, placement: Placement
+    ) -> Iterator[Callable[[Prefilled | Decoded | Failed], None]]:
+        """Around the asking for a worker and its call: sees to it that the router hears once how
+        they ended."""
         settled = False
 
-        def settle(outcome: Prefilled | Decoded) -> None:
+        def settle(outcome: Prefilled | Decoded | Failed) -> None:
             nonlocal settled
             settled = True
             self._tell(outcome)
@@ -247,12 +255,11 @@ class Run:
             # A worker that gives an error of ours is alive, whatever the error.
             answered = any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ())
             if not settled:
-                settled = True
-                self._tell(Failed(placement=placement, dead=not answered))
+                settle(Failed(placement=placement, dead=not answered))
             raise from_rpc_error(error) from error
         finally:
             if not settled:
-                self._tell(Failed(placement=placement, dead=False))
+                self._tell(Abandoned(placement=placement))
 
     def _sampling_from_here(self) -> Sampling:
         """What is still to be sampled; a grammar goes on behind what it has matched."""
@@ -286,9 +293,12 @@ class Run:
     def _left_s(self) -> float:
         return max(0.0, self._deadline_s - time.monotonic())
 
+    def _prefill_stub(self, address: str) -> rpc.PrefillServiceAsyncStub:
+        return rpc.PrefillServiceStub(self._channels.get(address))
+
     async def _ask(self, message: Admit | PlacePrefill | PlaceDecode) -> Any:
         return await self._router.ask(message, timeout_s=_ASK_TIMEOUT_S)
 
-    def _tell(self, message: Prefilled | Decoded | Failed | Sampled | Leave) -> None:
+    def _tell(self, message: Prefilled | Decoded | Failed | Abandoned | Sampled | Leave) -> None:
         if self._router.alive:
             self._router.tell(message)

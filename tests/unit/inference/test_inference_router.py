@@ -86,7 +86,7 @@ class Harness:
         placement = await self.actor.receive(PlacePrefill(ids=prompt))
         done = Prefilled(placement=placement, ids=prompt, cached_tokens=0, prefill_s=0.01)
         await self.actor.receive(done)
-        return str(placement.instance_id)
+        return str(placement.worker.instance_id)
 
 
 DECODE = announced("d", "decode")
@@ -103,13 +103,13 @@ async def test_a_prefix_goes_where_it_is_cached() -> None:
     router = await harness(announced("p0", "prefill"), announced("p1", "prefill"), DECODE)
     first = await router.actor.receive(PlacePrefill(ids=PROMPT))
     second = await router.actor.receive(PlacePrefill(ids=OTHER))
-    assert first.instance_id != second.instance_id
+    assert first.worker.instance_id != second.worker.instance_id
     for placement, prompt in ((first, PROMPT), (second, OTHER)):
         await router.actor.receive(
             Prefilled(placement=placement, ids=prompt, cached_tokens=0, prefill_s=0.01)
         )
-    assert await router.prefill(PROMPT + ids(7)) == first.instance_id
-    assert await router.prefill(OTHER + ids(7)) == second.instance_id
+    assert await router.prefill(PROMPT + ids(7)) == first.worker.instance_id
+    assert await router.prefill(OTHER + ids(7)) == second.worker.instance_id
 
 
 async def test_load_beats_locality_in_the_end() -> None:
@@ -119,7 +119,7 @@ async def test_load_beats_locality_in_the_end() -> None:
     first = placed[0]
     await router.actor.receive(Decoded(placement=first, ids=PROMPT, decode_s=1.0))
     placed += [await router.actor.receive(PlaceDecode(ids=PROMPT)) for _ in range(8)]
-    counts = [sum(p.instance_id == name for p in placed) for name in ("d0", "d1")]
+    counts = [sum(p.worker.instance_id == name for p in placed) for name in ("d0", "d1")]
     assert min(counts) >= 8
 
 
@@ -129,7 +129,7 @@ async def test_a_worker_that_failed_is_left_alone_for_a_while() -> None:
     placement = await router.actor.receive(PlaceDecode(ids=PROMPT))
     await router.actor.receive(Failed(placement=placement, dead=True))
     other = await router.actor.receive(PlaceDecode(ids=PROMPT))
-    assert other.instance_id != placement.instance_id
+    assert other.worker.instance_id != placement.worker.instance_id
     await router.actor.receive(Failed(placement=other, dead=True))
     with pytest.raises(Unavailable, match="decode"):
         await router.actor.receive(PlaceDecode(ids=PROMPT))
@@ -151,7 +151,7 @@ async def test_a_restarted_worker_is_asked_at_once() -> None:
     await router.actor.receive(Failed(placement=placement, dead=True))
     await router.change(announced("d0", "decode", address="d0:2"))
     again = await router.actor.receive(PlaceDecode(ids=PROMPT))
-    assert again.address == "d0:2"
+    assert again.worker.address == "d0:2"
     assert again.worker.cached.tokens == 0
 
 
@@ -160,7 +160,7 @@ async def test_a_refusal_is_not_a_death() -> None:
     router = await harness(announced("p0", "prefill"), DECODE)
     placement = await router.actor.receive(PlacePrefill(ids=PROMPT))
     await router.actor.receive(Failed(placement=placement, dead=False))
-    assert (await router.actor.receive(PlacePrefill(ids=PROMPT))).instance_id == "p0"
+    assert (await router.actor.receive(PlacePrefill(ids=PROMPT))).worker.instance_id == "p0"
 
 
 async def test_the_line_is_bounded_and_moves() -> None:
