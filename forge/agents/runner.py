@@ -26,6 +26,8 @@ Outcome = pb.FinishRolloutsRequest.Outcome
 REPORT_BATCH = 256
 RENEW_BATCH = 4096
 CALL_S = 10.0
+LEAVE_S = 2.0
+"""For the scheduler to answer one that leaves, and then the call that waits for work."""
 PAUSE_S = 1.0
 """Before a call that failed is made again."""
 
@@ -94,16 +96,32 @@ class Runner:
     async def drain(self, *, patience_s: float) -> None:
         """Take no more work; let what runs end, stop what takes longer than `patience_s`."""
         self._draining = True
-        if self._leasing is not None:
-            self._leasing.cancel()
         try:
             async with asyncio.timeout(patience_s):
+                await self._leave()
                 while self._held:
                     await self._change()
         except TimeoutError:
             log.info("rollouts_stopped", running=len(self._held))
             for held in self._held.values():
                 held.task.cancel()
+        finally:
+            if self._leasing is not None:
+                self._leasing.cancel()
+
+    async def _leave(self) -> None:
+        """Have the call that waits for work answered, not cancelled: it may have been given some,
+        which would then be nobody's until its claim expires."""
+        self._changed.set()
+        if self._leasing is None or self._leasing.done():
+            return
+        request = pb.LeaseRolloutsRequest(runner_id=self._runner_id, leaving=True)
+        try:
+            await self._scheduler("LeaseRollouts", request, timeout_s=LEAVE_S)
+        except ForgeError as error:
+            log.info("left_without_a_word", error=str(error))
+            return
+        await asyncio.wait([self._leasing], timeout=LEAVE_S)
 
     async def _change(self) -> None:
         self._changed.clear()

@@ -145,19 +145,25 @@ class LeaseRolloutsRequest(_message.Message):
     RUNNER_ID_FIELD_NUMBER: _builtins.int
     MAX_ROLLOUTS_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     runner_id: _builtins.str
     max_rollouts: _builtins.int
     wait_s: _builtins.float
+    leaving: _builtins.bool
+    """The runner takes no more: its calls that wait are answered now, and this one, with nothing. So
+    it need not cancel a call that may just have been given a claim.
+    """
     def __init__(
         self,
         *,
         runner_id: _builtins.str = ...,
         max_rollouts: _builtins.int = ...,
         wait_s: _builtins.float = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_rollouts", b"max_rollouts", "runner_id", b"runner_id", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving", b"leaving", "max_rollouts", b"max_rollouts", "runner_id", b"runner_id", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,6 +23,13 @@ class Connect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DismissRunner:
+    """Its calls that wait are answered with nothing."""
+
+    runner_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRollouts:
     """Answered by a future of tuple[Grant, ...]: done as soon as there is one."""
 

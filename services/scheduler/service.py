@@ -62,8 +62,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.LeaseRolloutsRequest, context: Any
     ) -> scheduler_pb2.LeaseRolloutsResponse:
         office = await self._lead(context)
+        runner_id = validation.check_holder("runner_id", request.runner_id)
+        if request.leaving:
+            await office.queue.ask(m.DismissRunner(runner_id=runner_id), timeout_s=ASK_S)
+            return scheduler_pb2.LeaseRolloutsResponse()
         ask = m.LeaseRollouts(
-            runner_id=validation.check_holder("runner_id", request.runner_id),
+            runner_id=runner_id,
             max_rollouts=validation.check_max_rollouts(request.max_rollouts),
         )
         wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)

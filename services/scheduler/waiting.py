@@ -54,6 +54,12 @@ class WaitingRoom(Generic[Request, Answer]):
                 break
         self._waiting.extendleft(reversed(unserved))
 
+    def dismiss(self, whom: Callable[[Request], bool], *, answer: Answer) -> None:
+        """Those get `answer`, and wait no longer."""
+        for request, future in self._waiting:
+            if whom(request) and not future.done():
+                future.set_result(answer)
+
     def close(self, error: Exception) -> None:
         """Nobody will be served any more."""
         while self._waiting:

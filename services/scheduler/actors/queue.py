@@ -61,6 +61,8 @@ class QueueActor(Actor):
         match message:
             case m.LeaseRollouts():
                 return self._runners.enter(message)
+            case m.DismissRunner(runner_id=runner_id):
+                self._runners.dismiss(lambda ask: ask.runner_id == runner_id, answer=())
             case m.TakeBatch():
                 return self._trainers.enter(message)
             case m.RenewRollouts(lease_ids=ids):

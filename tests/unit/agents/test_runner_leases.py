@@ -31,6 +31,7 @@ class StandIn:
         self.reported = asyncio.Event()
         self.refusals: dict[str, list[Exception]] = {}
         """Raised by the next calls of that method."""
+        self.left = asyncio.Event()
 
     async def __call__(self, method: str, request: Any, *, timeout_s: float) -> Any:
         if self.refusals.get(method):
@@ -38,9 +39,12 @@ class StandIn:
         return await getattr(self, method)(request)
 
     async def LeaseRollouts(self, request: Any) -> Any:
+        if request.leaving:
+            self.left.set()
+            return pb.LeaseRolloutsResponse()
         self.asked.append(request.max_rollouts)
         if not self.waiting:
-            await asyncio.Event().wait()
+            await self.left.wait()
         given = self.waiting[: request.max_rollouts]
         del self.waiting[: request.max_rollouts]
         return pb.LeaseRolloutsResponse(leases=given)
@@ -191,6 +195,38 @@ async def test_draining_lets_rollouts_end() -> None:
     await running
     assert list(scheduler.outcomes) == ["lease-0"]
     assert scheduler.outcomes["lease-0"].error == ""
+
+
+async def test_what_was_given_as_the_runner_left_is_run() -> None:
+    """The answer to a call that waits may be on its way already: that claim is not thrown away."""
+    scheduler, work = StandIn(), Work()
+    work.go.set()
+    runner = Runner(
+        runner_id="runner-0", scheduler=scheduler, attempt=work, concurrency=1, lease_wait_s=1.0
+    )
+    running = asyncio.create_task(runner.run())
+    while not scheduler.asked:
+        await asyncio.sleep(0)
+    scheduler.waiting.append(lease(0))
+    await runner.drain(patience_s=60.0)
+    await running
+    assert list(scheduler.outcomes) == ["lease-0"]
+    assert scheduler.outcomes["lease-0"].error == ""
+
+
+async def test_runner_leaves_without_a_scheduler() -> None:
+    """One that is away keeps nobody from stopping."""
+    scheduler, work = StandIn(), Work()
+    runner = Runner(
+        runner_id="runner-0", scheduler=scheduler, attempt=work, concurrency=1, lease_wait_s=1.0
+    )
+    running = asyncio.create_task(runner.run())
+    while not scheduler.asked:
+        await asyncio.sleep(0)
+    scheduler.refusals["LeaseRollouts"] = [Unavailable("away")]
+    await runner.drain(patience_s=60.0)
+    await running
+    assert scheduler.outcomes == {}
 
 
 async def test_what_outlasts_the_drain_is_stopped_and_reported() -> None:

@@ -114,6 +114,18 @@ async def test_runner_that_left_takes_nothing_with_it(term: TermActors) -> None:
     assert await lease(term) == ["a:0:0"]
 
 
+async def test_runner_that_says_it_leaves_is_answered(term: TermActors) -> None:
+    """Its calls end with nothing; others wait on, and get what comes."""
+    ask = m.LeaseRollouts(runner_id="leaving", max_rollouts=1)
+    first, second = [await term.queue.ask(ask, timeout_s=ASK_S) for _ in range(2)]
+    other = await term.queue.ask(m.LeaseRollouts(runner_id="r", max_rollouts=1), timeout_s=ASK_S)
+    await term.queue.ask(m.DismissRunner(runner_id="leaving"), timeout_s=ASK_S)
+    assert (first.result(), second.result(), other.done()) == ((), (), False)
+    await submit(term, make_task("a"))
+    (grant,) = await asyncio.wait_for(other, ASK_S)
+    assert grant.trajectory_id == "a:0:0"
+
+
 async def test_those_who_wait_are_told_when_the_term_ends(term: TermActors) -> None:
     """A deposed leader answers everybody, so that they ask the next one."""
     future = await term.queue.ask(m.TakeBatch(trainer_id="t", max_groups=1), timeout_s=ASK_S)
