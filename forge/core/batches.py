@@ -47,6 +47,8 @@ class Batches:
         self._open: dict[str, Batch] = {}
         self._committed: dict[str, int] = {}
         """Step by batch id: makes a repeated commit harmless."""
+        self._in_doubt: set[TaskId] = set()
+        """Groups of commits that have begun and not ended: a shard may have them as TRAINED."""
         self.void_before = void_before
         """Term and number. What was granted before was taken back by a rewind: what was learned
         from it is in no surviving checkpoint. To be durable before a rewind is applied."""
@@ -125,12 +127,14 @@ class Batches:
             if batch_id in self._committed and not left:
                 return ()
             batch = self._hold_again(batch_id, left, now_s)
+        self._in_doubt.update(batch.task_ids)
         return self._pin(batch, now_s)
 
     def commit(self, batch_id: str, *, step: int) -> None:
         """Its groups are stored as TRAINED by `step`; `prepare_commit` came first."""
         batch = self._open.pop(batch_id)
         self._committed[batch_id] = step
+        self._in_doubt.difference_update(batch.task_ids)
         self._books.train(self._groups(batch), step=step)
 
     def restore(self, batch_id: str, *, step: int) -> None:
@@ -160,13 +164,17 @@ class Batches:
         for batch_id in tuple(self._open):
             self.release(batch_id)
         self.void_before = (self._term, self._issued)
-        return tuple(group.spec.task_id for group in self._books.trained_after(step))
+        in_doubt = [self._books.group(task_id) for task_id in self._in_doubt]
+        half_stored = [group for group in in_doubt if group.phase is Phase.COMPLETE]
+        undone = self._books.trained_after(step) + half_stored
+        return tuple(group.spec.task_id for group in undone)
 
     def rewind(self, step: int) -> int:
         """Groups trained after `step` are visible again; how many."""
         undone = [batch for batch, committed in self._committed.items() if committed > step]
         for batch_id in undone:
             del self._committed[batch_id]
+        self._in_doubt.clear()
         return len(self._books.rewind(step))
 
     def next_event_s(self) -> tuple[float | None, ...]:

@@ -309,6 +309,19 @@ def test_rewind_takes_open_batches_back_for_good() -> None:
     assert take(queue, 1, now_s=5.0) == ("a0",)
 
 
+def test_rewind_takes_back_what_a_commit_stored_in_part() -> None:
+    """One shard stored its part, the other did not, and the trainer died: neither is trained on."""
+    queue = make_queue("ab")
+    complete(queue, "a0", "b1")
+    batch = queue.take(trainer_id="t", max_groups=2, now_s=5.0)
+    assert batch is not None
+    queue.batches.prepare_commit(batch.batch_id, step=1, task_ids=batch.task_ids, now_s=5.0)
+    assert set(queue.batches.prepare_rewind(0)) == {"a0", "b1"}
+    assert queue.batches.rewind(0) == 0
+    train(queue, 2, step=1, now_s=5.0)
+    assert queue.batches.prepare_rewind(1) == ()
+
+
 def test_missing_index_does_not_hold_the_head() -> None:
     """A submission that failed leaves a hole; there is nothing to wait for."""
     queue = make_queue("a")

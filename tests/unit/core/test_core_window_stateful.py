@@ -252,9 +252,14 @@ class GenerationQueueMachine(QueueInvariants):
             self._commit_again("t2", self.step + 1)
 
     @precondition(lambda self: self.batches)
-    @rule(data=st.data(), named=st.booleans(), crash=st.sampled_from(["", "", "before", "within"]))
+    @rule(
+        data=st.data(),
+        named=st.booleans(),
+        crash=st.sampled_from(["", "", "before", "within", "trainer"]),
+    )
     def commit(self, data: st.DataObject, named: bool, crash: str) -> None:
-        """Write, then apply; the leader may die before, or with a part of the groups stored."""
+        """Write, then apply; the leader may die before, or the leader or the trainer with a part
+        of the groups stored."""
         trainer = data.draw(st.sampled_from(sorted(self.batches)))
         batch_id, task_ids = self.batches.pop(trainer)
         step = self.step + 1
@@ -266,6 +271,12 @@ class GenerationQueueMachine(QueueInvariants):
             return
         assert set(stored) <= set(task_ids)
         assert batch_id not in self.revoked, "what a rewind took back was committed"
+        if crash == "trainer":
+            for task_id in stored[: (len(stored) + 1) // 2]:
+                durable = self.pool[task_id]
+                durable.phase, durable.batch_id, durable.step = Phase.TRAINED, batch_id, step
+            self.rewind(back=0)
+            return
         if crash:
             kept = stored[: len(stored) // 2] if crash == "within" else ()
             self._store_trained(kept, batch_id, step)
@@ -319,12 +330,15 @@ class GenerationQueueMachine(QueueInvariants):
         step = max(0, self.step - back)
         self.revoked |= {batch_id for batch_id, _ in self.batches.values()}
         undone = self.queue.batches.prepare_rewind(step)
-        assert set(undone) == {task for task, trained in self.trained.items() if trained > step}
+        trained = {task for task, trained in self.trained.items() if trained > step}
+        assert trained <= set(undone) <= trained | (self.pool.keys() - self.trained.keys())
         self.void_before = self.queue.batches.void_before
         for task_id in undone:
-            del self.trained[task_id]
+            self.trained.pop(task_id, None)
             self.pool[task_id].phase = Phase.QUEUED
-        assert self.queue.batches.rewind(step) == len(undone)
+        assert self.queue.batches.rewind(step) == len(trained)
+        stored = {task for task, durable in self.pool.items() if durable.phase is Phase.TRAINED}
+        assert stored == self.trained.keys(), "a step that never was is on record"
         self.announced = self.queue.books.window, self.queue.books.window.edge
         self.step = step
         assert all(group.phase is not Phase.BATCHED for group in self._groups())
