@@ -22,7 +22,7 @@ class Admission(enum.Enum):
     """Only running groups count against N: the most throughput, and staleness without a bound."""
     WINDOW = "window"
     """Running plus complete groups that no trainer took count against N: generation is at most N
-    groups ahead of training."""
+    groups ahead of training. Those near the head start all the same, whatever overtook them."""
     AHEAD = "ahead"
     """Only groups with a place below H + M start: generation is at most M positions ahead of the
     oldest group that is not consumed, and what priorities gain."""
@@ -111,12 +111,13 @@ class QueueSettings:
         doublings = min(failures - 1, 32)
         return float(min(self.retry_backoff_s * 2.0**doublings, self.max_backoff_s))
 
-    def admits(self, *, place: float, head: int, running: int, unfetched: int) -> bool:
-        """Whether the training group in that place may start, as long as fewer than N run."""
+    def admits(self, *, place: float, head: int, near: bool, running: int, unfetched: int) -> bool:
+        """Whether the training group in that place may start, as long as fewer than N run. `near`:
+        it is one of the first from the head, as many as W and N allow."""
         match self.admission:
             case Admission.RUNNING:
                 return True
             case Admission.WINDOW:
-                return running + unfetched < self.concurrency
+                return near or running + unfetched < self.concurrency
             case Admission.AHEAD:
                 return place < head + (self.ahead or self.concurrency)

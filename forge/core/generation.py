@@ -12,7 +12,7 @@ writes first and applies then. Every operation is O(log n) or amortized O(1) in 
 from __future__ import annotations
 
 from forge.core.adaptive import Adaptive, Bounds
-from forge.core.admission import UNBOUNDED, Mode, QueueSettings
+from forge.core.admission import Mode, QueueSettings
 from forge.core.batches import Batch, Batches
 from forge.core.books import Books
 from forge.core.groups import Group, Phase
@@ -85,8 +85,7 @@ def _books(settings: QueueSettings, shares: DomainShares) -> Books:
 
 
 def _over(window: Window, settings: QueueSettings, adaptive: Adaptive | None = None) -> Books:
-    # What starts before the head cannot fill N and halt all: it is inside the window, where a
-    # trainer may have it, or, where that ends nowhere or takes the head first, fewer than N.
-    bounded = settings.mode is not Mode.FIFO and window.size != UNBOUNDED
-    width = window.size if bounded else min(window.size, settings.concurrency)
-    return Books(window, adaptive, domain_limits=settings.domain_limits, reach=width - 1)
+    # What starts before the head cannot fill N and halt all: it is near the head itself.
+    limit = adaptive.running_limit if adaptive else settings.concurrency
+    reach = min(window.size, limit) - 1
+    return Books(window, adaptive, domain_limits=settings.domain_limits, reach=reach)

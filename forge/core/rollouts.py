@@ -163,13 +163,20 @@ class Rollouts:
             return running < self._settings.concurrency
         if running >= self._settings.concurrency:
             return False
-        if self._books.adaptive:
-            return self._books.adaptive.admits(untrained=self._books.untrained())
+        books, adaptive = self._books, self._books.adaptive
+        running = books.running_training()
+        limit = adaptive.running_limit if adaptive else self._settings.concurrency
+        # Of the first groups from the head, none is held back by what overtook it: that may be
+        # complete beyond the window, and stay there until the head has moved.
+        near = group.spec.index < books.window.head + min(books.window.size, limit)
+        if adaptive:
+            return (near and running < limit) or adaptive.admits(untrained=books.untrained())
         return self._settings.admits(
             place=group.place,
-            head=self._books.window.head,
-            running=self._books.running_training(),
-            unfetched=self._books.complete(),
+            head=books.window.head,
+            near=near,
+            running=running,
+            unfetched=books.complete(),
         )
 
     def _start(self, group: Group, now_s: float) -> None:

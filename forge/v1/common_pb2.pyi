@@ -485,7 +485,8 @@ class Task(_message.Message):
     """From 0 to 1; batches of the adaptive mode keep the queue's mix of it."""
     priority: _builtins.int
     """How many groups that were submitted before it may start after it; 0: none. No more than W - 1
-    count. Of training groups; the order in which groups may be trained on stays that of the queue.
+    count, nor than N - 1. Of training groups; the order in which groups may be trained on stays
+    that of the queue.
     """
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from forge.core.admission import UNBOUNDED, QueueSettings
+from forge.core.admission import QueueSettings
 from forge.core.generation import GenerationQueue
 from forge.core.groups import Group, Phase, RolloutPhase
 from forge.core.rollouts import RolloutClaim
@@ -72,9 +72,8 @@ class QueueInvariants(RuleBasedStateMachine):
         assert claims == len(self.queue.rollouts)
 
     def check_reach(self, queued: set[Group]) -> None:
-        """No group is passed by one that is W or more behind it, whatever the priorities."""
-        width = self.queue.books.window.size
-        reach = self.settings.concurrency if width == UNBOUNDED else width
+        """No group is passed by one that is W or N behind it, whatever the priorities."""
+        reach = min(self.queue.books.window.size, self.settings.concurrency)
         if self.settings.domain_limits or self.queue.books.away:
             return
         training = [group for group in queued if not group.spec.evaluation]
