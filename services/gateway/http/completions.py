@@ -195,7 +195,7 @@ class _StreamedChoice:
 
 async def _merged(choices: Sequence[_StreamedChoice]) -> AsyncGenerator[bytes, None]:
     """The events of several choices, as they come; the first error ends all of them."""
-    queue: asyncio.Queue[bytes | ForgeError | None] = asyncio.Queue(maxsize=64)
+    queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(maxsize=64)
 
     async def drain(choice: _StreamedChoice) -> None:
         try:
@@ -203,7 +203,7 @@ async def _merged(choices: Sequence[_StreamedChoice]) -> AsyncGenerator[bytes, N
                 async for event in events:
                     await queue.put(event)
             await queue.put(None)
-        except ForgeError as error:
+        except Exception as error:
             await queue.put(error)
 
     tasks = [asyncio.create_task(drain(choice)) for choice in choices]
@@ -211,7 +211,7 @@ async def _merged(choices: Sequence[_StreamedChoice]) -> AsyncGenerator[bytes, N
         left = len(tasks)
         while left:
             event = await queue.get()
-            if isinstance(event, ForgeError):
+            if isinstance(event, Exception):
                 raise event
             if event is None:
                 left -= 1

@@ -19,6 +19,7 @@ from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
 from forge.runtime.security import Claims, Security
 from forge.runtime.telemetry import bind_context
 from services.gateway.errors import UnknownModel
+from services.gateway.http.errors import told
 from services.gateway.pool import Pool
 from services.gateway.sessions import Sessions
 from services.gateway.turns import Turns
@@ -92,8 +93,8 @@ async def stream_events(
 ) -> web.StreamResponse:
     """Sends server-sent events, to the end; what is given at once goes out at once.
 
-    The answer begins with the first of them: a `ForgeError` before it is raised, and has its
-    status; one behind it is sent as an event.
+    The answer begins with the first of them: an error before it is raised, and has its status; one
+    behind it is sent as an event.
     """
     response = web.StreamResponse(headers=SSE_HEADERS)
     async with aclosing(events):
@@ -105,10 +106,11 @@ async def stream_events(
                     await response.write_eof(event)
                 else:
                     await response.write(event)
-        except ForgeError as error:
-            if not response.prepared:
+        except Exception as error:
+            # Nothing can be told, or nobody is there to be told.
+            if not response.prepared or isinstance(error, ConnectionError):
                 raise
-            await response.write(error_event(error))
+            await response.write(error_event(told(error)))
     return response
 
 

@@ -1,6 +1,6 @@
 """Errors as the clients of each protocol know them.
 
-Owns the two shapes, OpenAI's and Anthropic's, and who is answered with which.
+Owns the two shapes, OpenAI's and Anthropic's, who is answered with which, and what is told of bugs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from forge.core.errors import ForgeError, Unauthenticated
+from forge.runtime.telemetry import log
 from services.gateway.errors import (
     ContextTooLong,
     UnknownModel,
@@ -70,6 +71,17 @@ class Failure:
             code=_CODES.get(type(error), error.code.lower()),
             headers=_headers(error),
         )
+
+
+def told(error: Exception) -> ForgeError:
+    """What an agent may know of `error`: of a bug that there is one; its cause is logged. Of
+    several choices that failed together, the first one's error speaks."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, ForgeError):
+        return error
+    log.error("http_request_failed", exc_info=error)
+    return ForgeError("internal error; the gateway's log has the cause")
 
 
 def openai_error(failure: Failure) -> dict[str, Any]:

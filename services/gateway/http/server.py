@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from forge.core.errors import ConfigError, ForgeError
+from forge.core.errors import ConfigError
 from forge.runtime.telemetry import log
 from services.gateway.http.anthropic_messages import AnthropicMessages
 from services.gateway.http.completions import ChatCompletions
@@ -25,6 +25,7 @@ from services.gateway.http.errors import (
     anthropic_error,
     openai_error,
     speaks_anthropic,
+    told,
 )
 from services.gateway.http.models import Models
 from services.gateway.http.responses import Responses
@@ -89,17 +90,11 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         request[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
     try:
         response = await handler(request)
-    except ForgeError as error:
-        response = _refusal(request, Failure.of(error))
     except web.HTTPException as error:
         failure = Failure(status=error.status, message=_explain(request, error), code="http")
         response = _refusal(request, failure)
-    except ExceptionGroup as group:
-        response = _refusal(request, Failure.of(_first(group)))
-    except Exception:
-        log.exception("http_request_failed", path=_route(request))
-        message = "internal error; the gateway's log has the cause"
-        response = _refusal(request, Failure(status=500, message=message, code="internal"))
+    except Exception as error:
+        response = _refusal(request, Failure.of(told(error)))
     REQUESTS.labels("http", str(response.status)).inc()
     elapsed_s = time.perf_counter() - started_s
     log.debug("http", path=_route(request), status=response.status, s=elapsed_s)
@@ -122,14 +117,6 @@ def _route(request: web.Request) -> str:
     """The path as it was routed: without the token it may hold."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else ""
-
-
-def _first(group: ExceptionGroup) -> ForgeError:
-    """Of several choices that failed together, the first error speaks."""
-    first = group.exceptions[0]
-    if not isinstance(first, ForgeError):
-        raise first
-    return first
 
 
 def _explain(request: web.Request, error: web.HTTPException) -> str:

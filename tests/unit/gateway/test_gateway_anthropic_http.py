@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import anthropic
 import pytest
 import pytest_asyncio
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
-from structlog.testing import capture_logs
 
 from forge.core.errors import DataLoss, ResourceExhausted, Unavailable
-from forge.core.formats import TextDelta
-from forge.core.messages import Message
-from forge.runtime.security import Claims
-from forge.v1 import common_pb2
-from services.gateway.conversation import Sampled
 from services.gateway.http import anthropic_messages
-from services.gateway.http.edge import Edge
-from services.gateway.http.server import HttpServer
-from services.gateway.turns import Piece, Turn, Turns
-from tests.support.chat_templates import make_model
+from tests.support.scripted_turns import ScriptedTurns, served
 
 ASK: dict[str, Any] = {
     "model": "chatml-test",
@@ -36,48 +23,6 @@ ASK: dict[str, Any] = {
 MAX_BODY_BYTES = 5000
 
 
-class ScriptedTurns:
-    """Gives what it is told to, in order: texts as pieces, errors as errors, then the turn."""
-
-    model = make_model("chatml")
-    whole = Turns.whole
-
-    def __init__(self) -> None:
-        self.script: Sequence[str | Exception] = ()
-        self.runs = 0
-
-    async def run(self, session: Any, request: Any) -> AsyncGenerator[Piece | Turn]:
-        self.runs += 1
-        for step in self.script:
-            if isinstance(step, Exception):
-                raise step
-            deltas = [TextDelta(text=step)] if step else []
-            yield Piece(deltas=deltas, tokens=common_pb2.SampledTokens(), prompt_tokens=5)
-        message = Message(role="assistant", content="".join(map(str, self.script)))
-        sampled = Sampled(
-            ids=b"",
-            logprobs=b"",
-            weight_versions=b"",
-            finish_reason=common_pb2.FINISH_REASON_STOP,
-            answer=message,
-        )
-        yield Turn(
-            turn_index=0,
-            message=message,
-            sampled=sampled,
-            prompt_tokens=5,
-            stop_text="",
-            tokens=common_pb2.SampledTokens,
-            token_logprobs=list,
-        )
-
-
-class AnySession:
-    @asynccontextmanager
-    async def use(self, claims: Any) -> AsyncIterator[Any]:
-        yield SimpleNamespace(claims=claims)
-
-
 @pytest.fixture
 def turns() -> ScriptedTurns:
     return ScriptedTurns()
@@ -85,20 +30,8 @@ def turns() -> ScriptedTurns:
 
 @pytest_asyncio.fixture
 async def url(turns: ScriptedTurns) -> AsyncIterator[str]:
-    claims = Claims(subject="s", scopes=frozenset({"session"}), trajectory_id="t:0:0")
-    keyring = SimpleNamespace(verify=lambda token, now_s: claims)
-    edge = Edge(
-        turns=cast(Any, turns),
-        sessions=cast(Any, AnySession()),
-        pool=cast(Any, None),
-        security=cast(Any, SimpleNamespace(keyring=keyring)),
-        model_names=frozenset({turns.model.name}),
-    )
-    server = HttpServer(edge, max_body_bytes=MAX_BODY_BYTES)
-    # Captured, as a traceback takes seconds to be printed well.
-    with capture_logs():
-        async with TestServer(cast(web.Application, server._runner.app)) as served:
-            yield str(served.make_url("")).rstrip("/")
+    async with served(turns, max_body_bytes=MAX_BODY_BYTES) as address:
+        yield address
 
 
 def sdk(url: str, *, max_retries: int = 0) -> AsyncAnthropic:

@@ -1,0 +1,52 @@
+"""What agents see of a bug, which no error of ours stands for: an answer, whatever was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from forge.core.errors import DataLoss
+from tests.support.scripted_turns import ScriptedTurns, served
+
+INTERNAL = "internal error; the gateway's log has the cause"
+WAIT_S = 30.0
+
+
+async def completion(turns: ScriptedTurns, **fields: Any) -> tuple[int, str]:
+    """Status and body."""
+    asked = {"model": "chatml-test", "messages": [{"role": "user", "content": "hi"}], **fields}
+    async with served(turns) as url, aiohttp.ClientSession() as http, asyncio.timeout(WAIT_S):
+        headers = {"Authorization": "Bearer k"}
+        async with http.post(f"{url}/v1/chat/completions", json=asked, headers=headers) as answer:
+            return answer.status, await answer.text()
+
+
+@pytest.mark.parametrize("error", [KeyError("secret"), DataLoss("broken")])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choices", [1, 2])
+async def test_before_the_answer_it_has_its_status(
+    choices: int, stream: bool, error: Exception
+) -> None:
+    """500 in the protocol's shape, of one choice and of several, and nothing of a bug's cause."""
+    turns = ScriptedTurns()
+    turns.script = [error]
+    status, body = await completion(turns, n=choices, stream=stream)
+    message = json.loads(body)["error"]["message"]
+    assert status == 500
+    assert message == ("broken" if isinstance(error, DataLoss) else INTERNAL)
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+async def test_in_mid_stream_it_is_an_event(choices: int) -> None:
+    """The stream stays one that clients can read, and ends."""
+    turns = ScriptedTurns()
+    turns.script = ["so ", "far", KeyError("secret")]
+    status, body = await completion(turns, n=choices, stream=True)
+    *said, last, _ = body.split("\n\n")
+    assert status == 200
+    assert all("error" not in json.loads(event.removeprefix("data: ")) for event in said)
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == INTERNAL
