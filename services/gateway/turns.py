@@ -137,9 +137,9 @@ class Turns:
                     if request.stream:
                         yield piece
                 ended = True
-                sampled = attempt.sampled()
+                sampled = attempt.remains()
                 turn_index = await self._end(session, self._ending(call, request, prompt, sampled))
-                if call.aborted:
+                if call.aborted or sampled is None:
                     raise SessionClosed("the session was closed while this call was answered")
                 yield attempt.turn(sampled, turn_index=turn_index, prompt_tokens=prompt.tokens)
             finally:
@@ -388,8 +388,8 @@ class _Attempt:
         )
 
     def remains(self) -> Sampled | None:
-        """What is left of a call that did not end well; None if nothing was sampled."""
-        return self.sampled() if self.reader.ids else None
+        """What is left of a call, however it ended; None if it was cut off before its first token."""
+        return self.sampled() if self.complete or self.reader.ids else None
 
 
 def _parser(model: ChatModel, request: TurnRequest, *, inside: bool) -> Parser:

@@ -1,0 +1,93 @@
+"""The order of one turn: what the session is told when a call ends before its answer does."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from forge.core.trajectory import float32_bytes, int32_bytes
+from forge.v1 import common_pb2, inference_pb2
+from services.gateway.actors.session import BeginGenerate, EndCall
+from services.gateway.conversation import Prompt, given
+from services.gateway.errors import SessionClosed
+from services.gateway.turns import TurnRequest, Turns
+from tests.support.chat_templates import make_model
+
+
+class Session:
+    """A session that closes once its call's answer is waited for."""
+
+    def __init__(self) -> None:
+        self.claims = SimpleNamespace(trajectory_id="t:0:0", context_limit=lambda tokens: tokens)
+        self.ended: list[EndCall] = []
+        self.abort: Any = None
+        self.actor = self
+
+    async def ask(self, message: Any, *, timeout_s: float) -> Any:
+        if isinstance(message, BeginGenerate):
+            self.abort = message.abort
+            return Prompt(ids=message.prompt_ids, draft=given(message.prompt_ids))
+        self.tell(message)
+        return len(self.ended) - 1
+
+    def tell(self, message: EndCall) -> None:
+        self.ended.append(message)
+
+
+class Stream:
+    """A router that has said so many tokens when the session closes."""
+
+    def __init__(self, session: Session, said: int) -> None:
+        self._session = session
+        self._said = said
+
+    async def pick(self, *, timeout_s: float) -> Stream:
+        return self
+
+    def begin(self, request: Any, *, timeout_s: float) -> Stream:
+        return self
+
+    async def read(self) -> inference_pb2.SampleResponse | None:
+        said, self._said = self._said, 0
+        if not said:
+            self._session.abort()
+            return None
+        columns = {"ids": int32_bytes([5] * said), "weight_versions": int32_bytes([1] * said)}
+        tokens = common_pb2.SampledTokens(logprobs=float32_bytes([-0.5] * said), **columns)
+        return inference_pb2.SampleResponse(tokens=tokens)
+
+    def cancel(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("said", [0, 3])
+async def test_a_call_that_a_close_ended_leaves_what_was_sampled(said: int) -> None:
+    """A turn of what there was, and none of nothing; the agent is told that the session closed."""
+    session = Session()
+    turns = Turns(
+        make_model("chatml"),
+        cast(Any, SimpleNamespace(call=lambda _: nullcontext())),
+        cast(Any, Stream(session, said)),
+        sample_timeout_s=30.0,
+        retry_for_s=30.0,
+    )
+    request = TurnRequest(
+        prompt_ids=int32_bytes([1, 2]),
+        sampling=common_pb2.SamplingParams(max_tokens=9),
+        stream=True,
+        arrived_s=0.0,
+        arrived_unix_s=0.0,
+    )
+    with pytest.raises(SessionClosed):
+        async for _ in turns.run(cast(Any, session), request):
+            pass
+    (end,) = session.ended
+    if not said:
+        assert end.sampled is None
+    else:
+        assert end.sampled is not None
+        assert end.sampled.ids == int32_bytes([5] * said)
+        assert end.sampled.finish_reason == common_pb2.FINISH_REASON_ABORTED
