@@ -91,7 +91,8 @@ class Batches:
         if batch_id in self._open or batch_id in self._committed:
             return
         with suppress(NotFound):
-            self._hold_again(batch_id, [self._books.group(task) for task in task_ids], now_s)
+            named = map(self._books.group, dict.fromkeys(task_ids))
+            self._hold_again(batch_id, list(named), now_s)
 
     def renew(self, batch_id: str, *, now_s: float) -> None:
         """Raises NotFound when it was taken back."""
@@ -121,9 +122,8 @@ class Batches:
             )
         batch = self._open.get(batch_id)
         if batch is None:
-            left = [
-                group for group in map(self._books.group, task_ids) if group.batch_id != batch_id
-            ]
+            named = map(self._books.group, dict.fromkeys(task_ids))
+            left = [group for group in named if group.batch_id != batch_id]
             if batch_id in self._committed and not left:
                 return ()
             batch = self._hold_again(batch_id, left, now_s)
@@ -212,7 +212,10 @@ class Batches:
         return batch.task_ids
 
     def _hold_again(self, batch_id: str, groups: Sequence[Group], now_s: float) -> Batch:
-        if not groups or _granted_at(batch_id) < self.void_before:
+        granted = _granted_at(batch_id)
+        if granted >= (self._term, self._issued):
+            raise NotFound(f"batch_id {batch_id!r} was never given out")
+        if not groups or granted < self.void_before:
             raise NotFound(f"batch_id {batch_id!r} is not held: its groups went back")
         for group in groups:
             if group.phase is not Phase.COMPLETE:

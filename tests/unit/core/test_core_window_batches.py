@@ -39,6 +39,13 @@ def complete(queue: GenerationQueue, *task_ids: str) -> None:
         queue.rollouts.complete(f"{task_id}:0:0")
 
 
+def complete_again(queue: GenerationQueue, *task_ids: str) -> None:
+    """`complete`, under a leader of a later term."""
+    for claim in queue.rollouts.lease(runner_id="r", max_rollouts=1000, now_s=0.0):
+        if claim.task_id in task_ids:
+            queue.rollouts.complete(claim.trajectory_id)
+
+
 def take(
     queue: GenerationQueue, size: int, *, trainer: str = "t", now_s: float = 0.0
 ) -> tuple[str, ...]:
@@ -234,7 +241,7 @@ def test_batch_that_went_back_is_not_adopted() -> None:
 
 def test_half_stored_commit_is_completed() -> None:
     """One shard stored its part, the other did not, and then the leader died."""
-    queue = make_queue("")
+    queue = make_queue("", term=1)
     stored, lost = make_group("a", 0), make_group("a", 1)
     stored.phase, stored.batch_id, stored.step = Phase.TRAINED, "batch-0-0", 3
     for group in (stored, lost):
@@ -280,6 +287,31 @@ def test_release_with_a_reason_gives_the_groups_up() -> None:
     queue.batches.release(batch.batch_id, reason="checksum failed")
     assert queue.books.group("a0").reason == "checksum failed"
     assert queue.books.window.head == 1
+
+
+def test_group_that_is_named_twice_is_held_once() -> None:
+    """A careless client cannot bring the books out of balance."""
+    queue = make_queue("ab", term=1)
+    complete_again(queue, "a0", "b1")
+    queue.batches.adopt("batch-0-0", ("a0", "a0"), now_s=5.0)
+    assert take(queue, 1, now_s=5.0) == ("b1",)
+    queue.batches.release("batch-0-0")
+    assert queue.batches.prepare_commit("batch-0-1", step=1, task_ids=("a0", "a0"), now_s=5.0) == (
+        "a0",
+    )
+    queue.batches.commit("batch-0-1", step=1)
+    assert (queue.books.status().trained, queue.books.status().pending) == (1, 1)
+
+
+@pytest.mark.parametrize("batch_id", ["batch-1-0", "batch-1-7", "batch-2-0"])
+def test_batch_nobody_was_given_cannot_be_held(batch_id: str) -> None:
+    """Its name would be given to another batch one day, and its groups would be lost."""
+    queue = make_queue("a", term=1)
+    complete_again(queue, "a0")
+    queue.batches.adopt(batch_id, ("a0",), now_s=5.0)
+    with pytest.raises(NotFound, match="never given out"):
+        queue.batches.prepare_commit(batch_id, step=1, task_ids=("a0",), now_s=5.0)
+    assert take(queue, 1, now_s=5.0) == ("a0",)
 
 
 def test_rewind_makes_later_steps_visible_again() -> None:
