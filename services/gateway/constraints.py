@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llguidance import regex_to_lark
 
@@ -22,9 +22,7 @@ from services.gateway.grammar import checked
 from services.gateway.metrics import UNENFORCED
 from services.gateway.model import ChatModel, Tools
 from services.gateway.notation import Notation, lark_escaped, notation_of, spelt
-
-if TYPE_CHECKING:
-    from services.gateway.turns import TurnRequest
+from services.gateway.types import TurnRequest
 
 _ANY_TEXT = "/(?s:.+)/"
 _ANY_ARGUMENTS = {"type": "object"}

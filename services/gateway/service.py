@@ -25,7 +25,8 @@ from services.gateway.http.schema import tools_of, top_logprobs_of
 from services.gateway.model import Tools
 from services.gateway.pool import Pool
 from services.gateway.sessions import Sessions
-from services.gateway.turns import Turn, TurnRequest, Turns
+from services.gateway.turns import Turns
+from services.gateway.types import Turn, TurnRequest
 
 FULL_NAME = "forge.v1.GatewayService"
 

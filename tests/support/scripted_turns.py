@@ -18,7 +18,8 @@ from forge.v1 import common_pb2
 from services.gateway.conversation import Sampled
 from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
-from services.gateway.turns import Piece, Turn, Turns
+from services.gateway.turns import Turns
+from services.gateway.types import Piece, Turn
 from tests.support.chat_templates import make_model
 
 

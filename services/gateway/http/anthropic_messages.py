@@ -28,7 +28,8 @@ from services.gateway.http.edge import Edge, json_response, sse, stream_events
 from services.gateway.http.errors import REQUEST_ID, Failure, anthropic_error
 from services.gateway.http.schema import decode
 from services.gateway.sessions import Session
-from services.gateway.turns import Turn, TurnRequest, Turns
+from services.gateway.turns import Turns
+from services.gateway.types import Turn, TurnRequest
 
 Event = dict[str, Any]
 

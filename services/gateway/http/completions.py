@@ -25,7 +25,8 @@ from services.gateway.http import schema
 from services.gateway.http.edge import Edge, Ending, json_response, sse, stream_events
 from services.gateway.http.errors import Failure, openai_error
 from services.gateway.sessions import Session
-from services.gateway.turns import Turn, TurnRequest, Turns
+from services.gateway.turns import Turns
+from services.gateway.types import Turn, TurnRequest
 
 
 class ChatCompletions:

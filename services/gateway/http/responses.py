@@ -41,7 +41,8 @@ from services.gateway.http.responses_items import (
 from services.gateway.http.responses_schema import LOGPROBS, ResponsesRequest
 from services.gateway.model import ChatModel
 from services.gateway.sessions import Session
-from services.gateway.turns import ASK_TIMEOUT_S, Turn, TurnRequest, Turns
+from services.gateway.turns import ASK_TIMEOUT_S, Turns
+from services.gateway.types import Turn, TurnRequest
 
 
 class Responses:

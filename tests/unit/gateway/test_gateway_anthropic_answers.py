@@ -25,7 +25,7 @@ from services.gateway.http.anthropic_messages import (
 )
 from services.gateway.http.anthropic_schema import Shown
 from services.gateway.http.schema import decode
-from services.gateway.turns import Turn
+from services.gateway.types import Turn
 
 
 def turn_of(message: Message, **changes: Any) -> Turn:

@@ -25,7 +25,7 @@ from forge.v1 import common_pb2
 from services.gateway.constraints import turn_grammar
 from services.gateway.model import ChatModel
 from services.gateway.notation import notation_of
-from services.gateway.turns import TurnRequest
+from services.gateway.types import TurnRequest
 from tests.support.chat_templates import make_tokenizer
 from tests.support.format_samples import CALLING, all_marks
 

@@ -18,7 +18,7 @@ from services.gateway.constraints import check, turn_grammar
 from services.gateway.grammar import answer_grammar
 from services.gateway.model import ChatModel
 from services.gateway.notation import notation_of
-from services.gateway.turns import TurnRequest
+from services.gateway.types import TurnRequest
 from tests.support.chat_templates import make_model, make_tokenizer
 
 POINT = {

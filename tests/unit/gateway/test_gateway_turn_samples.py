@@ -9,8 +9,8 @@ import pytest
 
 from forge.core.errors import Unavailable
 from forge.v1 import inference_pb2
-from services.gateway import turns
-from services.gateway.turns import _Samples
+from services.gateway import attempts
+from services.gateway.attempts import Samples
 
 GONE = Unavailable("the router is gone")
 
@@ -42,7 +42,7 @@ class Call:
 
 
 class Attempt:
-    """What `_Samples` uses of an attempt: the answer "end" completes it, "stop" stops it."""
+    """What `Samples` uses of an attempt: the answer "end" completes it, "stop" stops it."""
 
     def __init__(self, *, stream: bool) -> None:
         self._stream = stream
@@ -63,7 +63,7 @@ class Attempt:
 def samples(call: Call, *, stream: bool = False, retry_for_s: float = 60.0) -> Any:
     request = inference_pb2.SampleRequest(request_id=call.call_id)
     attempt = cast(Any, Attempt(stream=stream))
-    return _Samples(
+    return Samples(
         cast(Any, call), attempt, request, prompt_tokens=1, retry_for_s=retry_for_s
     ), attempt
 
@@ -77,7 +77,7 @@ async def all_of(source: Any) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(attempts, "FIRST_BACKOFF_S", 0.0)
 
 
 async def test_an_answer_that_breaks_off_is_begun_anew_while_nobody_saw_it() -> None:

@@ -13,7 +13,8 @@ from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.session import BeginGenerate, EndCall
 from services.gateway.conversation import Prompt, given
 from services.gateway.errors import SessionClosed
-from services.gateway.turns import TurnRequest, Turns
+from services.gateway.turns import Turns
+from services.gateway.types import TurnRequest
 from tests.support.chat_templates import make_model
 
 
