@@ -18,7 +18,7 @@ class Connect:
     """Who the others are; the first message."""
 
     own: ActorRef
-    ledger: ActorRef
+    archivist: ActorRef
     inspector: ActorRef
 
 
@@ -250,6 +250,9 @@ class SetActivity:
     """Pause, drain or resume; to the ledger, which writes it down and tells the queue."""
 
     activity: Activity
+
+
+# To the archivist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

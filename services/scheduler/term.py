@@ -18,6 +18,7 @@ from forge.runtime.actor import ActorRef, ActorSystem, Restart
 from forge.runtime.coordination import Coordinator, Leadership
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
+from services.scheduler.actors.archivist import Archivist
 from services.scheduler.actors.inspector import Inspector
 from services.scheduler.actors.ledger import Ledger
 from services.scheduler.actors.queue import QueueActor
@@ -164,12 +165,13 @@ class Term:
         ledger = await spawn(
             lambda: Ledger(queue, self._shards, self._record()), name="ledger", restart=no_restart
         )
+        archivist = await spawn(
+            lambda: Archivist(self._shards), name="archivist", restart=no_restart
+        )
         inspector = await spawn(
             lambda: Inspector(queue, self._shards), name="inspector", restart=no_restart
         )
-        connect = Connect(own=queue, ledger=ledger, inspector=inspector)
-        ledger.tell(connect)
-        queue.tell(connect)
+        queue.tell(Connect(own=queue, archivist=archivist, inspector=inspector))
         return Office(
             leadership=self._leadership,
             queue=queue,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from forge.core.errors import Unavailable
 from forge.core.generation import GenerationQueue
 from forge.runtime.actor import ActorRef, ActorSystem
 from forge.v1 import common_pb2
+from services.scheduler.actors.archivist import Archivist
 from services.scheduler.actors.inspector import Inspector
 from services.scheduler.actors.ledger import Ledger
 from services.scheduler.actors.queue import QueueActor
@@ -22,10 +24,12 @@ from tests.support.pool_records import make_reward
 
 
 class FakeShards:
-    """What `PoolShards` promises, in memory; a shard in `down` does not answer."""
+    """What `PoolShards` promises, in memory; a shard in `down` does not answer, and one in `hung`
+    does not even fail to."""
 
     def __init__(self) -> None:
         self.down: set[str] = set()
+        self.hung: set[str] = set()
         self.groups: dict[str, list[common_pb2.GroupRecord]] = defaultdict(list)
         self.changes: dict[str, list[Change]] = defaultdict(list)
         self.stored: dict[str, common_pb2.TrajectorySummary] = {}
@@ -41,6 +45,8 @@ class FakeShards:
     async def set_states(self, changes: Mapping[str, Sequence[Change]]) -> None:
         for shard, changed in changes.items():
             self._check(shard)
+            if shard in self.hung:
+                await asyncio.Event().wait()
             self.changes[shard] += changed
 
     async def summaries(
@@ -125,6 +131,6 @@ class TermActors:
             lambda: Ledger(self.queue, self.shards, self.record), name="ledger"
         )
         self.inspector = await spawn(lambda: Inspector(self.queue, self.shards), name="inspector")
-        connect = Connect(own=self.queue, ledger=self.ledger, inspector=self.inspector)
-        await self.ledger.ask(connect, timeout_s=5)
+        archivist = await spawn(lambda: Archivist(self.shards), name="archivist")
+        connect = Connect(own=self.queue, archivist=archivist, inspector=self.inspector)
         await self.queue.ask(connect, timeout_s=5)

@@ -1,19 +1,14 @@
-"""The ledger: the only one who stores what became of groups.
+"""The ledger: stores what trainers and operators decide.
 
 Owns the order of durable changes: one commit, release or rewind at a time, each written to the
-pool first and told to the queue then. A shard that does not answer keeps the fates of its groups
-waiting here; nothing else waits for them.
+pool first and told to the queue then.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from forge.core.errors import ActorStopped, ForgeError, MailboxFull, Unavailable
 from forge.runtime.actor import Actor, ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
@@ -22,12 +17,6 @@ from services.scheduler.record import OwnRecord
 from services.scheduler.shards import Change, PoolShards
 
 ASK_S = 10.0
-RETRY_FATES_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class _StoreAgain:
-    """Try the fates that are waiting."""
 
 
 class Ledger(Actor):
@@ -39,9 +28,6 @@ class Ledger(Actor):
         self._queue = queue
         self._shards = shards
         self._record = record
-        self._fates: defaultdict[str, list[m.Fate]] = defaultdict(list)
-        self._own: ActorRef | None = None
-        self._timer: asyncio.TimerHandle | None = None
 
     async def receive(self, message: Any) -> Any:
         match message:
@@ -55,22 +41,8 @@ class Ledger(Actor):
                 await self._record.amend(activity=activity)
                 log.info("activity_set", activity=activity.value)
                 return await self._queue.ask(message, timeout_s=ASK_S)
-            case m.StoreFates(fates=fates):
-                for shard, added in fates.items():
-                    self._fates[shard] += added
-                return await self._store_fates()
-            case _StoreAgain():
-                self._timer = None
-                return await self._store_fates()
-            case m.Connect(ledger=own):
-                self._own = own
-                return None
             case _:
                 return await super().receive(message)
-
-    async def stopped(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
 
     async def _commit(self, request: m.CommitBatch) -> None:
         prepare = m.PrepareCommit(
@@ -105,34 +77,6 @@ class Ledger(Actor):
         undone: int = await self._queue.ask(m.ApplyRewind(step=step), timeout_s=ASK_S)
         log.info("rewound", step=step, groups=undone)
         return undone
-
-    async def _store_fates(self) -> None:
-        for shard in tuple(self._fates):
-            fates = self._fates[shard]
-            changes = [
-                Change(task_id=fate.task_id, state=fate.state, reason=fate.reason) for fate in fates
-            ]
-            try:
-                await self._shards.set_states({shard: changes})
-            except Unavailable as error:
-                log.warning("fates_wait", pool_shard=shard, groups=len(fates), error=str(error))
-                continue
-            except ForgeError as error:
-                # Not durable, so the next leader will settle these groups anew.
-                log.error("fates_refused", pool_shard=shard, groups=len(fates), error=str(error))
-            del self._fates[shard]
-        if self._fates and self._timer is None and self._own is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(RETRY_FATES_S, self._try_again)
-
-    def _try_again(self) -> None:
-        assert self._own is not None
-        try:
-            self._own.tell(_StoreAgain())
-        except MailboxFull:
-            self._timer = asyncio.get_running_loop().call_later(RETRY_FATES_S, self._try_again)
-        except ActorStopped:
-            return
 
 
 def _changes(

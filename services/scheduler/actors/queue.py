@@ -1,7 +1,7 @@
 """The queue actor: the term's state, the clock, and those who wait.
 
 It never waits for another process, so a pool shard that hangs delays no lease and no batch of
-another shard; what must be stored goes to the ledger, what must be looked up to the inspector.
+another shard; what must be stored goes to the archivist, what must be looked up to the inspector.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class QueueActor(Actor):
         self._trainers = WaitingRoom[m.TakeBatch, m.BatchView](self._take, alike=False)
         self._others: m.Connect | None = None
         self._fates: list[tuple[str, m.Fate]] = []
-        """With the shard of each, until the ledger has taken them."""
+        """With the shard of each, until the archivist has taken them."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
 
@@ -147,7 +147,7 @@ class QueueActor(Actor):
         by_shard: defaultdict[str, list[m.Fate]] = defaultdict(list)
         for shard, fate in self._fates:
             by_shard[shard].append(fate)
-        if self._tell(self._others.ledger, m.StoreFates(fates=by_shard)):
+        if self._tell(self._others.archivist, m.StoreFates(fates=by_shard)):
             self._fates = []
 
     def _tell(self, other: Any, message: Any) -> bool:

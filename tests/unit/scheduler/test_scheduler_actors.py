@@ -186,7 +186,7 @@ async def test_fate_waits_for_its_shard_and_holds_up_nobody(
     term: TermActors, shards: FakeShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tombstone on a shard that is away is stored when it is back; others at once."""
-    monkeypatch.setattr("services.scheduler.actors.ledger.RETRY_FATES_S", 0.01)
+    monkeypatch.setattr("services.scheduler.actors.archivist.RETRY_S", 0.01)
     here, there = name_on("s0"), name_on("s1")
     await submit(term, make_task(here), make_task(there))
     shards.down.add("s1")
@@ -202,6 +202,28 @@ async def test_fate_waits_for_its_shard_and_holds_up_nobody(
     while there not in shards.states():
         await asyncio.sleep(0.001)
     assert (await status(term)).tombstoned == 2
+
+
+async def test_shard_that_hangs_with_a_fate_holds_up_no_commit(
+    term: TermActors, shards: FakeShards
+) -> None:
+    """It may take its time to fail: trainers and the fates of other shards do not wait for it."""
+    here, there = name_on("s0"), name_on("s1")
+    await submit(term, make_task(here), make_task(there), make_task(name_on("s0", "more")))
+    shards.hung.add("s1")
+    sealed, *given_up = sorted(await lease(term), key=lambda each: not each.startswith("more"))
+    await complete(term, sealed)
+    batch = await take(term, 1)
+    reports = [
+        m.Report(trajectory_id=each, error="no such scaffold", permanent=True) for each in given_up
+    ]
+    for report in reversed(reports):
+        await term.queue.ask(m.SettleRollouts(reports=[report]), timeout_s=ASK_S)
+    commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=())
+    await asyncio.wait_for(term.ledger.ask(commit, timeout_s=ASK_S), ASK_S)
+    while here not in shards.states():
+        await asyncio.sleep(0)
+    assert there not in shards.states()
 
 
 async def test_expired_claim_is_settled_by_what_the_pool_holds(
