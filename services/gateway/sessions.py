@@ -171,13 +171,22 @@ class Sessions:
                     await self._drop(session)
 
     async def drain(self) -> None:
-        """Refuses new calls, and waits for those in flight and for the disk."""
+        """Refuses new calls, and waits for those in flight and for the disk. Raises what kept a
+        session's turns from it, once those of all others are durable."""
         self._draining = True
+        began_s = self._clock()
         if self._calls:
             await self._quiet.wait()
-        for session in list(self._sessions.values()):
-            if not session.idle:
-                await self.flush(session)
+        ending = [s for s in self._sessions.values() if s.used_s >= began_s or not s.idle]
+        errors = await asyncio.gather(*map(self._settle, ending), return_exceptions=True)
+        for error in errors:
+            if error is not None:
+                raise error
+
+    async def _settle(self, session: Session) -> None:
+        # Behind all that was told: the end of a call that nobody waits for, and its turn.
+        await session.actor.ask(IsBusy(), timeout_s=FLUSH_TIMEOUT_S)
+        await self.flush(session)
 
     async def _make(self, claims: Claims) -> Session:
         if not claims.pool_shard:

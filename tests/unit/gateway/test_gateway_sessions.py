@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 
-from forge.core.errors import ResourceExhausted
+from forge.core.errors import FailedPrecondition, ResourceExhausted
 from forge.core.messages import Message
 from forge.core.trajectory import float32_bytes, int32_bytes
 from forge.runtime.actor import ActorRef, ActorSystem
@@ -37,6 +38,9 @@ class Shard:
     answers: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     open: asyncio.Event = field(default_factory=asyncio.Event)
     fetched: list[str] = field(default_factory=list)
+    refuses: str = ""
+    """The trajectory whose turns it takes for damaged; it takes others once it is open twice."""
+    again: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def stream(self) -> Shard:
         return self
@@ -45,8 +49,14 @@ class Shard:
         await self.open.wait()
         for each in request.turns:
             turn = common_pb2.Turn.FromString(each.turn)
-            self.turns.setdefault(turn.trajectory_id, []).append(turn)
-            self.answers.put_nowait(pool_pb2.AppendTurnsResponse(sequence=each.sequence))
+            answer = pool_pb2.AppendTurnsResponse(sequence=each.sequence)
+            if turn.trajectory_id == self.refuses:
+                answer.status_code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+            else:
+                if self.refuses:
+                    await self.again.wait()
+                self.turns.setdefault(turn.trajectory_id, []).append(turn)
+            self.answers.put_nowait(answer)
 
     async def read(self) -> Any:
         return await self.answers.get()
@@ -190,3 +200,35 @@ async def test_session_waits_in_memory_for_the_disk(make: Make, shard: Shard) ->
         await sessions.flush(session)
     assert await turns_of(sessions, 1) == 0
     assert await turns_of(sessions, 0) == 1
+
+
+async def test_drained_is_what_ends_while_draining(make: Make, shard: Shard) -> None:
+    """The turn of a call that was aborted last is durable, though nobody waited for its record."""
+    sessions = make()
+    async with sessions.use(claims(0)) as session:
+        with sessions.call(session):
+            prompt = await begin(session)
+            draining = asyncio.create_task(sessions.drain())
+            await asyncio.sleep(0)
+            session.actor.tell(ending(prompt))
+    await draining
+    assert [len(turns) for turns in shard.turns.values()] == [1]
+
+
+async def test_drained_are_all_that_can_be(make: Make, shard: Shard) -> None:
+    """A session whose turn the pool has refused keeps no other from the disk."""
+    sessions = make()
+    shard.refuses = "t0:0:0"
+    shard.open.clear()
+    for number in range(3):
+        async with sessions.use(claims(number)) as session:
+            await session.actor.ask(ending(await begin(session)), timeout_s=TIMEOUT_S)
+    draining = asyncio.create_task(sessions.drain())
+    shard.open.set()
+    while not session.backlog.refused:
+        await asyncio.sleep(0)
+    await asyncio.wait({draining}, timeout=0.05)
+    shard.again.set()
+    with pytest.raises(FailedPrecondition, match="refused turn 0"):
+        await draining
+    assert sorted(shard.turns) == ["t1:0:0", "t2:0:0"]
