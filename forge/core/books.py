@@ -165,10 +165,11 @@ class Books:
         for group in groups:
             group.step = step
         self._trained[step] += groups
+        if self.adaptive:
+            self.window.resize(self.adaptive.window_size)
         self.move_batch(groups, Phase.BATCHED, Phase.TRAINED)
         if self.adaptive:
             self.adaptive.trained(groups, head=self.window.head)
-            self.window.resize(self.adaptive.window_size)
 
     def trained_after(self, step: int) -> list[Group]:
         return [g for known, groups in self._trained.items() if known > step for g in groups]

@@ -165,6 +165,17 @@ def test_adaptive_batch_waits_for_the_slow_ones_of_a_start() -> None:
     assert take(queue, 8, now_s=9.0) == tuple(names[:8]), "half of it slow, as in the queue"
 
 
+def test_adaptive_window_follows_the_batch_before_the_head_moves() -> None:
+    """A trainer that takes fewer groups than configured is shown fewer beyond the head."""
+    queue = make_queue("a" * 32, mode=Mode.ADAPTIVE, batch_groups=4, max_staleness_p99=2.0)
+    assert queue.books.window.edge == 16
+    complete(queue, *lease(queue))
+    batch = queue.take(trainer_id="t", max_groups=1, now_s=99.0)
+    assert batch
+    queue.batches.commit(batch.batch_id, step=1)
+    assert (queue.books.window.head, queue.books.window.edge) == (1, 16)
+
+
 def make_outage(**settings: object) -> GenerationQueue:
     """Twelve groups, the first eight of them on a pool shard that is away."""
     queue = make_queue("", **settings)
