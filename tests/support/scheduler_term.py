@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from forge.core.admission import QueueSettings
-from forge.core.errors import Unavailable
+from forge.core.errors import ForgeError, Unavailable
 from forge.core.generation import GenerationQueue
-from forge.runtime.actor import ActorRef, ActorSystem
+from forge.runtime.actor import ActorRef, ActorSystem, Restart
 from forge.v1 import common_pb2
 from services.scheduler.actors.archivist import Archivist
 from services.scheduler.actors.inspector import Inspector
@@ -30,6 +31,7 @@ class FakeShards:
     def __init__(self) -> None:
         self.down: set[str] = set()
         self.hung: set[str] = set()
+        self.refusal: type[ForgeError] = Unavailable
         self.groups: dict[str, list[common_pb2.GroupRecord]] = defaultdict(list)
         self.changes: dict[str, list[Change]] = defaultdict(list)
         self.stored: dict[str, common_pb2.TrajectorySummary] = {}
@@ -39,21 +41,19 @@ class FakeShards:
         return frozenset(self.shards)
 
     async def put(self, shard: str, groups: Iterable[common_pb2.GroupRecord]) -> None:
-        self._check(shard)
+        await self._answer(shard)
         self.groups[shard] += groups
 
     async def set_states(self, changes: Mapping[str, Sequence[Change]]) -> None:
         for shard, changed in changes.items():
-            self._check(shard)
-            if shard in self.hung:
-                await asyncio.Event().wait()
+            await self._answer(shard)
             self.changes[shard] += changed
 
     async def summaries(
         self, trajectory_ids: Mapping[str, Sequence[str]]
     ) -> dict[str, common_pb2.TrajectorySummary]:
         for shard in trajectory_ids:
-            self._check(shard)
+            await self._answer(shard)
         asked = [each for ids in trajectory_ids.values() for each in ids]
         return {each: self.stored[each] for each in asked if each in self.stored}
 
@@ -68,9 +68,11 @@ class FakeShards:
         """The last state stored, by task id."""
         return {one.task_id: one.state for changed in self.changes.values() for one in changed}
 
-    def _check(self, shard: str) -> None:
+    async def _answer(self, shard: str) -> None:
+        if shard in self.hung:
+            await asyncio.Event().wait()
         if shard in self.down:
-            raise Unavailable(f"pool shard {shard} does not answer")
+            raise self.refusal(f"pool shard {shard} does not answer")
 
 
 class FakeRecord:
@@ -116,7 +118,7 @@ class TermActors:
         self.system = ActorSystem("term")
 
     async def start(self) -> None:
-        spawn = self.system.spawn
+        spawn = partial(self.system.spawn, restart=Restart(max_restarts=0))
         self.queue = await spawn(lambda: QueueActor(self.state, clock=self.clock), name="queue")
         self.registrar = await spawn(
             lambda: Registrar(

@@ -1,7 +1,8 @@
 """The inspector: finds out what became of rollouts whose runner is silent.
 
 A claim that ended says nothing about the trajectory: it may have been sealed in the last moment.
-Only the pool knows, so it is asked before another attempt is made.
+Only the pool knows, so it is asked before another attempt is made. Each shard is asked on its own,
+so that one that hangs delays the claims of no other.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from forge.core.errors import Unavailable
+from forge.core.errors import ForgeError
 from forge.runtime.actor import Actor, ActorRef
 from forge.runtime.telemetry import log
 from services.scheduler.messages import Inspect, Report, SettleRollouts
@@ -25,30 +26,39 @@ class Inspector(Actor):
     def __init__(self, queue: ActorRef, shards: PoolShards) -> None:
         self._queue = queue
         self._shards = shards
+        self._inspections: dict[str, asyncio.Task[None]] = {}
+        """By shard."""
 
     async def receive(self, message: Any) -> Any:
         match message:
             case Inspect(trajectory_ids=by_shard):
-                async with asyncio.TaskGroup() as inspections:
-                    for shard, trajectory_ids in by_shard.items():
-                        inspections.create_task(self._inspect(shard, trajectory_ids))
+                # The queue names them again as long as their fate is not settled.
+                for shard in by_shard.keys() - self._inspections.keys():
+                    inspection = self._inspect(shard, by_shard[shard])
+                    self._inspections[shard] = asyncio.create_task(inspection)
                 return None
             case _:
                 return await super().receive(message)
 
+    async def stopped(self) -> None:
+        inspections = tuple(self._inspections.values())
+        for inspection in inspections:
+            inspection.cancel()
+        await asyncio.gather(*inspections, return_exceptions=True)
+
     async def _inspect(self, shard: str, trajectory_ids: Sequence[str]) -> None:
         try:
             summaries = await self._shards.summaries({shard: trajectory_ids})
-        except Unavailable as error:
-            # The queue names them again as long as their fate is not settled.
+            reports = [
+                Report(
+                    trajectory_id=trajectory_id,
+                    error="its runner went silent, or it took too long",
+                    summary=summaries.get(trajectory_id),
+                )
+                for trajectory_id in trajectory_ids
+            ]
+            self._queue.tell(SettleRollouts(reports=reports))
+        except ForgeError as error:
             log.warning("inspection_put_off", pool_shard=shard, error=str(error))
-            return
-        reports = [
-            Report(
-                trajectory_id=trajectory_id,
-                error="its runner went silent, or it took too long",
-                summary=summaries.get(trajectory_id),
-            )
-            for trajectory_id in trajectory_ids
-        ]
-        self._queue.tell(SettleRollouts(reports=reports))
+        finally:
+            del self._inspections[shard]

@@ -242,6 +242,43 @@ async def test_expired_claim_is_settled_by_what_the_pool_holds(
     assert await term.queue.ask(m.RenewRollouts(lease_ids=[lost]), timeout_s=ASK_S) == (lost,)
 
 
+async def test_shard_that_hangs_delays_no_claim_of_another(
+    term: TermActors, shards: FakeShards, clock: Clock
+) -> None:
+    """Each shard is asked on its own, and a shard that has not answered is not asked again."""
+    for shard in ("s1", "s0"):
+        await submit(term, make_task(name_on(shard)))
+        shards.hung.add("s1")
+        (held,) = await lease(term)
+        shards.seal(held)
+        clock.now_s += 11.0
+        await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+    while (await status(term)).running_rollouts > 1:
+        await asyncio.sleep(0)
+
+
+async def test_pool_that_is_overloaded_ends_no_term(
+    term: TermActors, shards: FakeShards, clock: Clock
+) -> None:
+    """Whatever it answers to a look-up, the claims stay as they are, and it is asked again."""
+    await submit(term, make_task("a"))
+    (held,) = await lease(term)
+    shards.down |= {"s0", "s1"}
+    shards.refusal = ResourceExhausted
+    clock.now_s = 11.0
+    await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    shards.down.clear()
+    shards.seal(held)
+    clock.now_s = 14.0
+    await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+    while (await status(term)).running_rollouts:
+        await asyncio.sleep(0)
+    assert (await status(term)).retries == 0
+    assert term.inspector.alive
+
+
 async def test_claims_on_a_shard_that_is_away_are_left_alone(
     term: TermActors, shards: FakeShards, clock: Clock
 ) -> None:
