@@ -59,6 +59,7 @@ class FollowerState(_message.Message):
     AGREED_POSITION_FIELD_NUMBER: _builtins.int
     TOUCHED_FIELD_NUMBER: _builtins.int
     SCHEMA_VERSION_FIELD_NUMBER: _builtins.int
+    COPIED_FIELD_NUMBER: _builtins.int
     pool_shard: _builtins.str
     replica_id: _builtins.str
     """Of the data directory, for as long as it lives."""
@@ -72,6 +73,10 @@ class FollowerState(_message.Message):
     def touched(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordKey]:
         """Records that it has changed since then."""
 
+    @_builtins.property
+    def copied(self) -> Global___CopyProgress:
+        """Of a whole copy that was cut short: the last that came with a page of it."""
+
     def __init__(
         self,
         *,
@@ -81,14 +86,47 @@ class FollowerState(_message.Message):
         agreed_position: _builtins.int = ...,
         touched: _abc.Iterable[Global___RecordKey] | None = ...,
         schema_version: _builtins.int = ...,
+        copied: Global___CopyProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreed_position", b"agreed_position", "lineage", b"lineage", "pool_shard", b"pool_shard", "replica_id", b"replica_id", "schema_version", b"schema_version", "touched", b"touched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreed_position", b"agreed_position", "copied", b"copied", "lineage", b"lineage", "pool_shard", b"pool_shard", "replica_id", b"replica_id", "schema_version", b"schema_version", "touched", b"touched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FollowerState: _TypeAlias = FollowerState  # noqa: Y015
+
+@_typing.final
+class CopyProgress(_message.Message):
+    """How far a whole copy has come. A leader gives it to a follower, to be given back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    COMPLETE_POSITION_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    """The leadership; under another a copy begins anew."""
+    complete_position: _builtins.int
+    """What was copied shows everything up to this commit, maybe some of what came later."""
+    @_builtins.property
+    def last(self) -> Global___RecordKey:
+        """Records are copied in order of table and key; this was the last."""
+
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+        last: Global___RecordKey | None = ...,
+        complete_position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete_position", b"complete_position", "last", b"last", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyProgress: _TypeAlias = CopyProgress  # noqa: Y015
 
 @_typing.final
 class FollowResponse(_message.Message):
@@ -156,18 +194,22 @@ class FollowBegin(_message.Message):
 
     LINEAGE_FIELD_NUMBER: _builtins.int
     FROM_SCRATCH_FIELD_NUMBER: _builtins.int
+    CONTINUES_COPY_FIELD_NUMBER: _builtins.int
     lineage: _builtins.str
     from_scratch: _builtins.bool
     """Drop all records first: everything follows."""
+    continues_copy: _builtins.bool
+    """What a copy that was cut short still lacks follows."""
     def __init__(
         self,
         *,
         lineage: _builtins.str = ...,
         from_scratch: _builtins.bool = ...,
+        continues_copy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_scratch", b"from_scratch", "lineage", b"lineage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues_copy", b"continues_copy", "from_scratch", b"from_scratch", "lineage", b"lineage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -179,18 +221,24 @@ class RecordChanges(_message.Message):
 
     POSITION_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
+    COPIED_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordChange]: ...
+    @_builtins.property
+    def copied(self) -> Global___CopyProgress:
+        """With a page of a whole copy."""
+
     def __init__(
         self,
         *,
         position: _builtins.int = ...,
         changes: _abc.Iterable[Global___RecordChange] | None = ...,
+        copied: Global___CopyProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "copied", b"copied", "position", b"position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,14 +7,13 @@ values is kept, and what a deposed leader wrote and nobody acknowledged is overw
 
 A commit has a position, one above the one before. `follow` is how a follower takes what a leader
 sends; until it has caught up its records are of no single moment, which `copying` says. A catch-up
-by journal that is cut short goes on from the same commit, a whole copy begins anew.
+by journal that is cut short goes on from the same commit, a whole copy behind its last page.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -61,19 +60,13 @@ class ReplicaState(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     resumable: bool = False
     """While copying: what is taken goes into the journal as well, so that a catch-up by journal
     that is cut short is made again from where it began, and not from nothing."""
+    copied: bytes = b""
+    """While a whole copy is made: the CopyProgress of its last page."""
 
 
 _encoder = msgspec.msgpack.Encoder()
 _state_decoder = msgspec.msgpack.Decoder(ReplicaState)
 _keys_decoder = msgspec.msgpack.Decoder(list[tuple[str, bytes]])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
-    """Some records as they are at one moment."""
-
-    changes: pb.RecordChanges
-    more: bool
 
 
 def state_of(records: Records) -> ReplicaState:
@@ -158,6 +151,20 @@ def can_catch_up(state: ReplicaState, follower: pb.FollowerState) -> bool:
     )
 
 
+def can_continue_copy(state: ReplicaState, follower: pb.FollowerState, *, term: int) -> bool:
+    """Whether the journal tells what has changed in that part of a copy which the follower has.
+
+    Under another leadership it may not: what was sent and never acknowledged is in no journal.
+    """
+    copied = follower.copied
+    return (
+        follower.HasField("copied")
+        and copied.term == term
+        and follower.lineage == state.lineage
+        and state.journal_from <= copied.complete_position <= state.position
+    )
+
+
 def keys_changed(records: Records, *, after: int, up_to: int) -> tuple[list[pb.RecordKey], int]:
     """What the commits after `after` changed, a page of it, and the last of them looked at.
 
@@ -175,33 +182,32 @@ def keys_changed(records: Records, *, after: int, up_to: int) -> tuple[list[pb.R
     return [pb.RecordKey(table=table, key=key) for table, key in found], after
 
 
-def present_values(records: Records, keys: Sequence[pb.RecordKey]) -> tuple[Page, int]:
+def present_values(records: Records, keys: Sequence[pb.RecordKey]) -> tuple[pb.RecordChanges, int]:
     """The records of `keys` as they are now, up to a page, and how many keys that took."""
     page = pb.RecordChanges(position=state_of(records).position)
     size_bytes = 0
     for taken, key in enumerate(keys):
         if size_bytes >= PAGE_BYTES:
-            return Page(changes=page, more=True), taken
+            return page, taken
         value = records.get_sealed(_table(key), key.key)
         page.changes.add(record=key, value=value or b"")
         size_bytes += len(key.key) + len(value or b"")
-    return Page(changes=page, more=False), len(keys)
+    return page, len(keys)
 
 
-def all_records(records: Records, *, after: tuple[int, bytes]) -> tuple[Page, tuple[int, bytes]]:
-    """A page of everything there is behind (table, key), and where it ended."""
+def all_records(records: Records, *, after: pb.RecordKey | None) -> tuple[pb.RecordChanges, bool]:
+    """A page of everything there is behind that record, as it is now, and whether there is more."""
     page = pb.RecordChanges(position=state_of(records).position)
     size_bytes = 0
-    number, last = after
-    while number < len(SENT):
-        for key, value in records.scan_sealed(SENT[number], after=last):
-            page.changes.add(record=_record_key(SENT[number], key), value=value)
-            last = key
+    number, last = (0, b"") if after is None else (SENT.index(_table(after)), after.key)
+    for table in SENT[number:]:
+        for key, value in records.scan_sealed(table, after=last):
+            page.changes.add(record=_record_key(table, key), value=value)
             size_bytes += len(key) + len(value)
             if size_bytes >= PAGE_BYTES:
-                return Page(changes=page, more=True), (number, last)
-        number, last = number + 1, b""
-    return Page(changes=page, more=False), (number, last)
+                return page, True
+        last = b""
+    return page, False
 
 
 def commit_message(position: int, changes: Changes) -> bytes:
@@ -230,6 +236,8 @@ def follower_state(records: Records, *, shard: str) -> pb.FollowerState:
         schema_version=SCHEMA_VERSION,
     )
     if state.copying and not state.resumable:
+        if state.copied:
+            found.copied.ParseFromString(state.copied)
         return found
     after = state.agreed_position
     if state.journal_from <= after:
@@ -284,7 +292,8 @@ def _follow_step(records: Records, state: ReplicaState, step: pb.FollowStep) -> 
                 state,
                 lineage=step.begin.lineage,
                 copying=True,
-                resumable=not step.begin.from_scratch,
+                resumable=not (step.begin.from_scratch or step.begin.continues_copy),
+                copied=b"" if step.begin.from_scratch else state.copied,
             )
         case "caught_up_position":
             position = step.caught_up_position
@@ -297,6 +306,7 @@ def _follow_step(records: Records, state: ReplicaState, step: pb.FollowStep) -> 
                 journal_bytes=0,
                 copying=False,
                 resumable=False,
+                copied=b"",
             )
         case "copy":
             return _copy(records, state, step.copy)
@@ -314,6 +324,8 @@ def _follow_commit(records: Records, state: ReplicaState, commit: pb.RecordChang
 
 def _copy(records: Records, state: ReplicaState, changes: pb.RecordChanges) -> ReplicaState:
     _take(records, changes)
+    if changes.HasField("copied"):
+        state = msgspec.structs.replace(state, copied=changes.copied.SerializeToString())
     # Another leader may lack what this one sent: it must be asked for all of that, too.
     return _enter(records, state, _keys_of(changes)) if state.resumable else state
 

@@ -158,6 +158,7 @@ class Leader:
             self._readers,
             follower,
             lineage=self.members.lineage,
+            term=self.leadership.fence,
             position=self.gate.position,
             timeout_s=self._config.follower_timeout_s,
             on_confirmed=self._confirmed,

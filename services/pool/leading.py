@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from forge.core.errors import DeadlineExceeded, ForgeError, InvalidArgument, Unavailable
@@ -23,6 +24,7 @@ from services.pool.journal import (
     ReplicaState,
     all_records,
     can_catch_up,
+    can_continue_copy,
     commit_message,
     keys_changed,
     present_values,
@@ -145,31 +147,66 @@ class CatchUp:
     then. So no snapshot is held for long, and the writer waits for nobody.
     """
 
-    def __init__(self, state: ReplicaState, follower: pb.FollowerState) -> None:
-        """`state` was read after commits began to be gathered for the follower."""
-        self.from_scratch = not can_catch_up(state, follower)
+    def __init__(self, state: ReplicaState, follower: pb.FollowerState, *, term: int) -> None:
+        """`state` was read after commits began to be gathered for the follower, under the
+        leadership `term`."""
         self.reached = state.position
         """Position that the newest page shows."""
-        self._keys = list(follower.touched)
-        self._next, self._end = follower.agreed_position, state.position
-        self._after = (0, b"")
-        self._done = False
+        self._term = term
+        self._keys: list[pb.RecordKey] = []
+        self._next = self._end = state.position
+        """The journal is read from the one to the other."""
+        self._copying = not can_catch_up(state, follower)
+        self._after: pb.RecordKey | None = None
+        """The last that was copied."""
+        self.way = "copy"
+        """Of all records; or the `rest` of a copy that was cut short, or by the `journal`."""
+        if not self._copying:
+            self.way = "journal"
+            self._keys, self._next = list(follower.touched), follower.agreed_position
+        elif can_continue_copy(state, follower, term=term):
+            self.way = "rest"
+            self._next, self._after = follower.copied.complete_position, follower.copied.last
 
-    def page(self, records: Records) -> pb.FollowStep | None:
-        """None when there is no more. Raises `FailedPrecondition` when the journal was cut off."""
-        if self._done:
-            return None
-        if self.from_scratch:
-            page, self._after = all_records(records, after=self._after)
-            self._done = not page.more
+    def begin(self, lineage: str) -> pb.FollowStep:
+        """What the follower is told first."""
+        return pb.FollowStep(
+            begin=pb.FollowBegin(
+                lineage=lineage,
+                from_scratch=self.way == "copy",
+                continues_copy=self.way == "rest",
+            )
+        )
+
+    def page(self, records: Records, *, sent: int) -> pb.FollowStep | None:
+        """None when there is no more. Every commit up to `sent` has gone to the follower.
+
+        Raises `FailedPrecondition` when the journal was cut off.
+        """
+        if self._keys or self._next < self._end:
+            page = self._changed(records)
+        elif self._copying:
+            page = self._copied(records, sent)
         else:
-            if not self._keys:
-                self._keys, self._next = keys_changed(records, after=self._next, up_to=self._end)
-            page, taken = present_values(records, self._keys)
-            self._keys = self._keys[taken:]
-            self._done = not self._keys and self._next >= self._end
-        self.reached = max(self.reached, page.changes.position)
-        return pb.FollowStep(copy=page.changes)
+            return None
+        self.reached = max(self.reached, page.position)
+        return pb.FollowStep(copy=page)
+
+    def _changed(self, records: Records) -> pb.RecordChanges:
+        if not self._keys:
+            self._keys, self._next = keys_changed(records, after=self._next, up_to=self._end)
+        page, taken = present_values(records, self._keys)
+        self._keys = self._keys[taken:]
+        return page
+
+    def _copied(self, records: Records, sent: int) -> pb.RecordChanges:
+        page, self._copying = all_records(records, after=self._after)
+        if self._copying:
+            self._after = page.changes[-1].record
+            page.copied.CopyFrom(
+                pb.CopyProgress(term=self._term, last=self._after, complete_position=sent)
+            )
+        return page
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +226,7 @@ class Link:
         follower: pb.FollowerState,
         *,
         lineage: str,
+        term: int,
         position: int,
         timeout_s: float,
         on_confirmed: Callable[[int], None],
@@ -201,6 +239,7 @@ class Link:
         self._readers = readers
         self._follower = follower
         self._lineage = lineage
+        self._term = term
         self._sent = position
         self._timeout_s = timeout_s
         self._on_confirmed = on_confirmed
@@ -255,14 +294,12 @@ class Link:
 
     async def _steps(self) -> AsyncIterator[bytes]:
         state = await self._read(state_of)
-        catch_up = CatchUp(state, self._follower)
-        way = "copy" if catch_up.from_scratch else "journal"
-        _CATCH_UPS.labels(way).inc()
-        log.info("follower_catches_up", replica=self.replica_id, way=way)
-        begin = pb.FollowBegin(lineage=self._lineage, from_scratch=catch_up.from_scratch)
-        yield pb.FollowStep(begin=begin).SerializeToString()
+        catch_up = CatchUp(state, self._follower, term=self._term)
+        _CATCH_UPS.labels(catch_up.way).inc()
+        log.info("follower_catches_up", replica=self.replica_id, way=catch_up.way)
+        yield catch_up.begin(self._lineage).SerializeToString()
         # What was sent before a page was read is older than the page.
-        while (page := await self._read(catch_up.page)) is not None:
+        while (page := await self._read(partial(catch_up.page, sent=self._sent))) is not None:
             yield page.SerializeToString()
             while self._unsent:
                 yield await self._next_commit()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,7 +17,7 @@ from forge.v1 import replica_pb2 as pb
 from services.pool import validation
 from services.pool.commands import AppendTurns, FollowLeader, FreeGroups
 from services.pool.journal import SENT, Changes, ReplicaState, adopt, follower_state, state_of
-from services.pool.leading import Link
+from services.pool.leading import CatchUp, Link
 from services.pool.readers import Readers
 from services.pool.records import Table
 from services.pool.store import PoolStore
@@ -25,6 +26,7 @@ from tests.support.pool_store import change, commit, put_groups, reward, seal, s
 
 SHARD = "s0"
 LINEAGE = "lineage"
+TERM = 1
 
 
 class Node:
@@ -33,6 +35,7 @@ class Node:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.link: Link | None = None
+        self.term = TERM
         self.store = self._open()
 
     def _open(self) -> PoolStore:
@@ -44,7 +47,8 @@ class Node:
         if self.link is not None:
             self.link.add(position, changes)
 
-    def lead(self) -> None:
+    def lead(self, *, term: int = TERM) -> None:
+        self.term = term
         self.store.change(partial(adopt, lineage=LINEAGE))
 
     def crash(self) -> None:
@@ -68,6 +72,10 @@ class Node:
             table: self.store.read(lambda records, table=table: list(records.scan_sealed(table)))
             for table in SENT
         }
+
+
+def catching_up(leader: Node, follower: Node) -> CatchUp:
+    return CatchUp(leader.state(), follower.follower_state(), term=leader.term)
 
 
 class Writes:
@@ -113,20 +121,24 @@ class Writes:
 
 
 @asynccontextmanager
-async def linked(leader: Node, follower: Node) -> AsyncIterator[Link]:
-    """`follower` follows `leader` inside; at the end the line is cut, wherever things are."""
+async def linked(
+    leader: Node, follower: Node, *, most_steps: float = math.inf
+) -> AsyncIterator[Link]:
+    """`follower` follows `leader` inside; at the end, or after so many steps, the line is cut,
+    wherever things are."""
     readers = Readers(1)
     link = leader.link = Link(
         leader.store,
         readers,
         follower.follower_state(),
         lineage=LINEAGE,
+        term=leader.term,
         position=leader.state().position,
         timeout_s=60.0,
         on_confirmed=lambda position: _confirmed(leader, position),
     )
     try:
-        async with delivering(link, follower):
+        async with delivering(link, follower, most_steps=most_steps):
             yield link
     finally:
         leader.link = None
@@ -134,7 +146,9 @@ async def linked(leader: Node, follower: Node) -> AsyncIterator[Link]:
 
 
 @asynccontextmanager
-async def delivering(link: Link, follower: Node) -> AsyncIterator[None]:
+async def delivering(
+    link: Link, follower: Node, *, most_steps: float = math.inf
+) -> AsyncIterator[None]:
     """What `link` sends reaches `follower`, and its confirmations come back."""
     confirmations: asyncio.Queue[pb.FollowRequest] = asyncio.Queue()
 
@@ -144,6 +158,7 @@ async def delivering(link: Link, follower: Node) -> AsyncIterator[None]:
 
     async def deliver() -> None:
         joiner = Joiner()
+        taken = 0
         async for response in link.responses(requests()):
             whole = joiner.add(response.step)
             if whole is None:
@@ -151,6 +166,10 @@ async def delivering(link: Link, follower: Node) -> AsyncIterator[None]:
             position = follower.take(pb.FollowStep.FromString(whole))
             if position:
                 confirmations.put_nowait(pb.FollowRequest(durable_position=position))
+            taken += 1
+            if taken >= most_steps:
+                link.end(Unavailable("cut"))
+                return
             await asyncio.sleep(0)
 
     delivery = asyncio.create_task(deliver())

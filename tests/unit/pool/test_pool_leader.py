@@ -24,12 +24,12 @@ from forge.core.errors import (
 from forge.runtime.coordination import Versioned
 from services.pool.config import PoolConfig
 from services.pool.leader import Leader
-from services.pool.leading import CatchUp, Gate
+from services.pool.leading import Gate
 from services.pool.membership import ReplicaSet
 from services.pool.readers import Readers
 from services.pool.replica import LeadersReaders, LeadersWriter, serve_alone
 from tests.support.pool_records import make_group
-from tests.support.pool_replicas import LINEAGE, SHARD, Node, delivering
+from tests.support.pool_replicas import LINEAGE, SHARD, Node, catching_up, delivering
 from tests.support.pool_store import put_groups
 
 FENCE = 7
@@ -289,7 +289,7 @@ async def test_a_shard_that_was_replicated_is_served_alone_by_who_has_all(make_o
     await office.leader.begin()
     await serve_alone(office.etcd, office.node.store)
     assert await office.in_sync() == {office.ids[0]}
-    assert CatchUp(office.node.state(), office.other.follower_state()).from_scratch
+    assert catching_up(office.node, office.other).way == "copy"
     before = office.etcd.stored
     await serve_alone(office.etcd, office.other.store)
     assert office.etcd.stored is before

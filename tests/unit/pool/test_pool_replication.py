@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from forge.core.errors import DataLoss, DeadlineExceeded, FailedPrecondition, Unavailable
+from forge.core.errors import DataLoss, FailedPrecondition, Unavailable
+from forge.v1 import common_pb2
 from forge.v1 import replica_pb2 as pb
 from services.pool import journal, leading
 from services.pool.journal import ReplicaState, keys_changed
-from services.pool.leading import CatchUp, Gate
 from services.pool.membership import ReplicaSet, may_lead
 from services.pool.records import Table
 from tests.support.pool_records import make_group, make_turn
-from tests.support.pool_replicas import LINEAGE, Node, Writes, linked
-from tests.support.pool_store import append, fetch, put_groups
+from tests.support.pool_replicas import LINEAGE, Node, Writes, catching_up, linked
+from tests.support.pool_store import append, change, fetch, put_groups, set_states
 
 NodeMaker = Callable[[str], Node]
 
@@ -79,7 +81,7 @@ async def test_replicas_are_equal_after_any_history(node, seed):
         # Only one that was brought up to date may lead next.
         if in_sync and draw.random() < 0.7:
             leader, follower = follower, leader
-            leader.lead()
+            leader.lead(term=follower.term + 1)
     async with linked(leader, follower) as link:
         await link.reached(leader.state().position)
         assert follower.dump() == leader.dump()
@@ -99,9 +101,9 @@ async def test_a_short_absence_costs_what_was_changed(node):
     b.lead()
     append(b.store, make_turn("t0:0:0", messages_json="of the new leader"))
     a.crash()
-    catch_up = CatchUp(b.state(), a.follower_state())
-    assert not catch_up.from_scratch
-    page = b.store.read(catch_up.page)
+    catch_up = catching_up(b, a)
+    assert catch_up.way == "journal"
+    page = b.store.read(partial(catch_up.page, sent=0))
     assert len(page.copy.changes) < 10
     async with linked(b, a) as link:
         await link.reached(b.state().position)
@@ -119,7 +121,7 @@ async def test_who_was_away_longer_than_the_journal_copies_all(node, monkeypatch
     for index in range(50):
         put_groups(a.store, make_group(f"t{index}", index))
     assert a.state().journal_bytes <= 500
-    assert CatchUp(a.state(), b.follower_state()).from_scratch
+    assert catching_up(a, b).way == "copy"
     with pytest.raises(FailedPrecondition, match="forgotten commit"):
         a.store.read(lambda records: keys_changed(records, after=1, up_to=50))
     async with linked(a, b) as link:
@@ -128,8 +130,7 @@ async def test_who_was_away_longer_than_the_journal_copies_all(node, monkeypatch
 
 
 async def test_a_copy_that_was_cut_short_may_not_lead(node, small_pages):
-    """Until it has caught up a follower says so on its disk, also after a crash, and asks for a
-    whole copy then."""
+    """Until it has caught up a follower says so on its disk, also after a crash."""
     a, b = node("a"), node("b")
     a.lead()
     for index in range(100):
@@ -140,10 +141,95 @@ async def test_a_copy_that_was_cut_short_may_not_lead(node, small_pages):
     b.crash()
     assert b.state().copying
     assert not may_lead(members(b.state().replica_id), b.state())
-    assert CatchUp(a.state(), b.follower_state()).from_scratch
     async with linked(a, b) as link:
         await link.reached(a.state().position)
     assert may_lead(members(b.state().replica_id), b.state())
+
+
+def cut_copy(a: Node, b: Node) -> None:
+    """A quarter of 40 groups has come to `b` when the line is cut, and `a` goes on."""
+    a.lead()
+    for index in range(40):
+        put_groups(a.store, make_group(f"t{index:02}", index))
+    copy = catching_up(a, b)
+    b.take(copy.begin(LINEAGE))
+    while len(b.dump()[Table.GROUPS]) < 10:
+        b.take(a.store.read(partial(copy.page, sent=a.state().position)))
+    b.crash()
+    assert b.state().copying
+    # In the part that was copied, and behind it.
+    for task_id in ("t00", "t30"):
+        set_states(a.store, change(task_id, common_pb2.GROUP_STATE_TRAINED, step=1))
+    put_groups(a.store, make_group("t000", 40), make_group("t99", 41))
+
+
+async def test_a_copy_that_was_cut_short_goes_on(node, small_pages):
+    """What is there is not sent again, unless it has changed; again and again, if need be."""
+    a, b = node("a"), node("b")
+    cut_copy(a, b)
+    rest = catching_up(a, b)
+    assert rest.way == "rest"
+    b.take(rest.begin(LINEAGE))
+    sent: list[str] = []
+    for _ in range(4):
+        page = a.store.read(partial(rest.page, sent=a.state().position))
+        sent += [
+            each.record.key.decode() for each in page.copy.changes if each.record.table == "groups"
+        ]
+        b.take(page)
+    assert "t000" in sent
+    assert "t05" not in sent
+    b.crash()
+    assert catching_up(a, b).way == "rest"
+    async with linked(a, b) as link:
+        put_groups(a.store, make_group("t001", 42))
+        await link.reached(a.state().position)
+    assert b.dump() == a.dump()
+    assert b.state().position == a.state().position
+    assert not b.state().copied
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_copy_cut_at_random_is_equal_in_the_end(node, seed):
+    """The line is cut between any two pages while writes and deletions go on."""
+    draw = Random(seed)
+    writes = Writes(draw)
+    a, b = node("a"), node("b")
+    a.lead()
+    writes.some(a, 150)
+    ways = []
+    for _ in range(6):
+        ways.append(catching_up(a, b).way)
+        async with linked(a, b, most_steps=draw.randrange(2, 9)) as link:
+            writes.some(a, draw.randrange(6))
+            await settle(draw.randrange(4))
+            writes.some(a, draw.randrange(6))
+            with suppress(Unavailable):
+                await link.reached(a.state().position + 1)
+        if draw.random() < 0.3:
+            b.crash()
+    assert set(ways[1:]) == {"rest"}
+    async with linked(a, b) as link:
+        writes.some(a, 5)
+        await link.reached(a.state().position)
+        assert b.dump() == a.dump()
+
+
+@pytest.mark.parametrize("why", ["another term", "a short journal", "another lineage"])
+async def test_a_copy_begins_anew_when_the_journal_may_lack_something(
+    node, small_pages, monkeypatch, why
+):
+    """Only the leadership that began it knows everything that it sent."""
+    a, b = node("a"), node("b")
+    if why == "a short journal":
+        monkeypatch.setattr(journal, "JOURNAL_BYTES", 10)
+    cut_copy(a, b)
+    if why == "another term":
+        a.lead(term=a.term + 1)
+    if why == "another lineage":
+        a.store.change(partial(journal.adopt, lineage="other"))
+    assert catching_up(a, b).way == "copy"
 
 
 @pytest.mark.parametrize("next_leader", ["the same", "one that lacks what was sent"])
@@ -160,10 +246,10 @@ async def test_a_catch_up_by_journal_that_was_cut_short_goes_on_by_journal(
             await link.reached(a.state().position)
     for index in range(20, 40):
         put_groups(a.store, make_group(f"t{index}", index))
-    catch_up = CatchUp(a.state(), b.follower_state())
+    catch_up = catching_up(a, b)
     b.take(pb.FollowStep(begin=pb.FollowBegin(lineage=LINEAGE)))
     for _ in range(3):
-        b.take(a.store.read(catch_up.page))
+        b.take(a.store.read(partial(catch_up.page, sent=0)))
     taken = len(b.dump()[Table.GROUPS])
     assert 20 < taken < 40
     b.crash()
@@ -174,7 +260,7 @@ async def test_a_catch_up_by_journal_that_was_cut_short_goes_on_by_journal(
         leader = c
         leader.lead()
         put_groups(leader.store, make_group("other", 40))
-    assert not CatchUp(leader.state(), b.follower_state()).from_scratch
+    assert catching_up(leader, b).way == "journal"
     async with linked(leader, b) as link:
         await link.reached(leader.state().position)
     assert b.dump() == leader.dump()
@@ -213,7 +299,7 @@ async def test_what_no_journal_tells_of_means_a_whole_copy(node, how):
     else:
         (b.directory / "replica").unlink()
     b.crash()
-    assert CatchUp(a.state(), b.follower_state()).from_scratch
+    assert catching_up(a, b).way == "copy"
     assert (b.state().replica_id == before.replica_id) == (how == "the schema version")
 
 
@@ -246,6 +332,7 @@ async def test_a_silent_follower_ends_its_link(node):
         leading.Readers(1),
         b.follower_state(),
         lineage=LINEAGE,
+        term=a.term,
         position=a.state().position,
         timeout_s=0.01,
         on_confirmed=lambda position: None,
@@ -287,70 +374,3 @@ def members(*in_sync: str) -> ReplicaSet:
 def test_only_who_has_all_that_was_acknowledged_may_lead(record, state, may):
     """By the record in etcd and by its own disk; without a record only one that never followed."""
     assert may_lead(record, state) is may
-
-
-# Who waits for what
-
-
-@pytest.fixture
-def gate() -> Gate:
-    return Gate("s0", position=5, leads=lambda: True)
-
-
-async def test_nothing_is_acknowledged_before_a_follower_has_joined(gate):
-    """A change is refused with a hint to retry, and what was stored meanwhile is not told."""
-    with pytest.raises(Unavailable, match="acknowledges nothing"):
-        gate.admit()
-    with pytest.raises(Unavailable):
-        await gate.passed(timeout_s=1.0)
-
-
-async def test_an_answer_waits_for_its_commit_at_the_follower(gate):
-    """It passes with its position, not before, and those behind it wait on."""
-    gate.require(5)
-    gate.open()
-    gate.position = 6
-    first = asyncio.create_task(gate.passed(timeout_s=60.0))
-    await settle(2)
-    gate.position = 7
-    second = asyncio.create_task(gate.passed(timeout_s=60.0))
-    await settle(2)
-    gate.confirm(6)
-    await first
-    assert not second.done()
-    gate.confirm(7)
-    await second
-    with pytest.raises(DeadlineExceeded):
-        gate.position = 8
-        await gate.passed(timeout_s=0.0)
-
-
-async def test_answers_that_wait_for_a_lost_follower_are_never_given(gate):
-    """Where both copies are wanted they fail and may be sent again; where the leader goes on
-    alone, recorded as the only one in sync, they pass."""
-    gate.require(5)
-    gate.open()
-    gate.position = 6
-    waiting = asyncio.create_task(gate.passed(timeout_s=60.0))
-    await settle(2)
-    gate.shut("its follower is away")
-    with pytest.raises(Unavailable, match="cannot acknowledge what it stored"):
-        await waiting
-    with pytest.raises(Unavailable, match="its follower is away"):
-        gate.admit()
-    gate.require(5)
-    waiting = asyncio.create_task(gate.passed(timeout_s=60.0))
-    await settle(2)
-    gate.go_alone()
-    await waiting
-    gate.admit()
-
-
-async def test_a_deposed_leader_acknowledges_nothing():
-    """Once its lease is over, not even alone."""
-    gate = Gate("s0", position=5, leads=lambda: False)
-    gate.go_alone()
-    with pytest.raises(Unavailable, match="leads no more"):
-        gate.admit()
-    with pytest.raises(Unavailable, match="leads no more"):
-        await gate.passed(timeout_s=1.0)

@@ -1,0 +1,74 @@
+"""Who waits for what: the answers of a leader, until its follower has confirmed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from forge.core.errors import DeadlineExceeded, Unavailable
+from services.pool.leading import Gate
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate("s0", position=5, leads=lambda: True)
+
+
+async def test_nothing_is_acknowledged_before_a_follower_has_joined(gate):
+    """A change is refused with a hint to retry, and what was stored meanwhile is not told."""
+    with pytest.raises(Unavailable, match="acknowledges nothing"):
+        gate.admit()
+    with pytest.raises(Unavailable):
+        await gate.passed(timeout_s=1.0)
+
+
+async def test_an_answer_waits_for_its_commit_at_the_follower(gate):
+    """It passes with its position, not before, and those behind it wait on."""
+    gate.require(5)
+    gate.open()
+    gate.position = 6
+    first = asyncio.create_task(gate.passed(timeout_s=60.0))
+    await settle(2)
+    gate.position = 7
+    second = asyncio.create_task(gate.passed(timeout_s=60.0))
+    await settle(2)
+    gate.confirm(6)
+    await first
+    assert not second.done()
+    gate.confirm(7)
+    await second
+    with pytest.raises(DeadlineExceeded):
+        gate.position = 8
+        await gate.passed(timeout_s=0.0)
+
+
+async def test_answers_that_wait_for_a_lost_follower_are_never_given(gate):
+    """Where both copies are wanted they fail and may be sent again; where the leader goes on
+    alone, recorded as the only one in sync, they pass."""
+    gate.require(5)
+    gate.open()
+    gate.position = 6
+    waiting = asyncio.create_task(gate.passed(timeout_s=60.0))
+    await settle(2)
+    gate.shut("its follower is away")
+    with pytest.raises(Unavailable, match="cannot acknowledge what it stored"):
+        await waiting
+    with pytest.raises(Unavailable, match="its follower is away"):
+        gate.admit()
+    gate.require(5)
+    waiting = asyncio.create_task(gate.passed(timeout_s=60.0))
+    await settle(2)
+    gate.go_alone()
+    await waiting
+    gate.admit()
+
+
+async def test_a_deposed_leader_acknowledges_nothing():
+    """Once its lease is over, not even alone."""
+    gate = Gate("s0", position=5, leads=lambda: False)
+    gate.go_alone()
+    with pytest.raises(Unavailable, match="leads no more"):
+        gate.admit()
+    with pytest.raises(Unavailable, match="leads no more"):
+        await gate.passed(timeout_s=1.0)
