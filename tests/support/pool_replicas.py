@@ -74,6 +74,12 @@ class Node:
         }
 
 
+async def settle(rounds: int = 50) -> None:
+    """Lets what can run, run; reads of pages take their time on a thread."""
+    for _ in range(rounds):
+        await asyncio.sleep(0.0005)
+
+
 def catching_up(leader: Node, follower: Node) -> CatchUp:
     return CatchUp(leader.state(), follower.follower_state(), term=leader.term)
 

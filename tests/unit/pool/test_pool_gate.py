@@ -8,6 +8,7 @@ import pytest
 
 from forge.core.errors import DeadlineExceeded, Unavailable
 from services.pool.leading import Gate
+from tests.support.pool_replicas import settle
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from services.pool.journal import ReplicaState, keys_changed
 from services.pool.membership import ReplicaSet, may_lead
 from services.pool.records import Table
 from tests.support.pool_records import make_group, make_turn
-from tests.support.pool_replicas import LINEAGE, Node, Writes, catching_up, linked
+from tests.support.pool_replicas import LINEAGE, Node, Writes, catching_up, linked, settle
 from tests.support.pool_store import append, change, fetch, put_groups, set_states
 
 NodeMaker = Callable[[str], Node]
@@ -43,12 +43,6 @@ def node(tmp_path: Path) -> Iterator[NodeMaker]:
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few records to a page, so that much happens between them."""
     monkeypatch.setattr(journal, "PAGE_BYTES", 400)
-
-
-async def settle(rounds: int = 50) -> None:
-    """Lets what can run, run; reads of pages take their time on a thread."""
-    for _ in range(rounds):
-        await asyncio.sleep(0.0005)
 
 
 @pytest.mark.usefixtures("small_pages")
