@@ -100,16 +100,27 @@ def check_strict(tool: str, schema: Mapping[str, Any], output: OutputFormat, way
 
 
 class Arguments:
-    """The rules for one tool's arguments; `name` is the rule, and begins the names of others."""
+    """The rules for one tool's arguments; `name` is the rule, and begins the names of others.
+
+    `values` are the rules of the tools before it, by what they match: most values are alike.
+    """
 
     def __init__(
-        self, model: ChatModel, way: OneByOne, tool: str, schema: Mapping[str, Any], *, name: str
+        self,
+        model: ChatModel,
+        way: OneByOne,
+        tool: str,
+        schema: Mapping[str, Any],
+        *,
+        name: str,
+        values: dict[str, str],
     ) -> None:
         self._model = model
         self._way = way
         self._tool = tool
         self._schema = schema
         self._name = name
+        self._known = values
         self._rules: list[str] = []
 
     def rules(self, *, strict: bool) -> list[str] | None:
@@ -149,29 +160,26 @@ class Arguments:
     def _argument(self, at: int, key: str, schema: Any) -> None:
         rule, way = f"{self._name}_{at}", self._way
         begin = spelt(self._model, f"{way.before}{key}{way.between}")
-        values = " | ".join(self._values(rule, schema))
-        self._rules.append(f"{rule}: {begin} ({values})")
+        self._rules.append(f"{rule}: {begin} ({' | '.join(self._values(schema))})")
 
-    def _values(self, rule: str, schema: Any) -> Iterator[str]:
+    def _values(self, schema: Any) -> Iterator[str]:
         """What may stand there, each with what stands behind it."""
         choices = _alternatives(schema, self._schema, self._way)
-        for number, choice in enumerate(choices):
+        for choice in choices:
             match choice:
                 case _Text():
-                    yield from self._text(f"{rule.upper()}_{number}", choice, schema, choices)
+                    yield from self._text(choice, schema, choices)
                 case _Listed(value=value):
                     yield spelt(self._model, untyped(value) + self._way.behind)
                 case _Json(schema={"type": "number"}) if choice.free:
-                    self._rules.append(f"{rule}_{number}: /{_NUMBER}/")
-                    yield f"{rule}_{number} {spelt(self._model, self._way.behind)}"
+                    value = self._shared("value", f"/{_NUMBER}/")
+                    yield f"{value} {spelt(self._model, self._way.behind)}"
                 case _Json():
                     document = self._document(choice.schema)
-                    self._rules.append(f"{rule}_{number}: %json {_json(document)}")
-                    yield f"{rule}_{number} {spelt(self._model, self._way.behind)}"
+                    value = self._shared("value", f"%json {_json(document)}")
+                    yield f"{value} {spelt(self._model, self._way.behind)}"
 
-    def _text(
-        self, terminal: str, text: _Text, schema: Any, choices: Sequence[_Choice]
-    ) -> Iterator[str]:
+    def _text(self, text: _Text, schema: Any, choices: Sequence[_Choice]) -> Iterator[str]:
         behind = self._way.behind
         # Up to the first tag that is a token of its own, all is one terminal: where a text ends
         # shows by what stands behind it.
@@ -189,11 +197,18 @@ class Arguments:
         may_be_empty = split and not frame
         if may_be_empty:
             parts.append("/(?s:.+)/")
-        self._rules.append(f"{terminal}: {' & '.join(parts)}")
+        terminal = self._shared("VALUE", " & ".join(parts))
         rest = spelt(self._model, behind[len(frame) :])
         if may_be_empty and not text.shortest and not text.pattern:
             yield rest
         yield f"{terminal} {rest}"
+
+    def _shared(self, kind: str, matched: str) -> str:
+        """The rule, or in capitals the terminal, of what is matched in many places."""
+        if matched not in self._known:
+            self._known[matched] = f"{kind}_{len(self._known)}"
+            self._rules.append(f"{self._known[matched]}: {matched}")
+        return self._known[matched]
 
     def _document(self, schema: Any) -> dict[str, Any]:
         """An argument's schema by itself, with the definitions it refers to."""

@@ -7,15 +7,17 @@ writes arguments one by one is `services.gateway.arguments`'). Knows nothing of 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from llguidance import regex_to_lark
 
 from forge.core.errors import InvalidArgument
 from forge.core.formats import CallDelta, OutputFormat
-from forge.core.grammar import guided
+from forge.core.grammar import MAX_GRAMMAR_BYTES, guided
 from forge.v1 import common_pb2
 from services.gateway.arguments import Arguments
 from services.gateway.grammar import checked
@@ -24,6 +26,7 @@ from services.gateway.model import ChatModel, Tools
 from services.gateway.notation import Notation, lark_escaped, notation_of, spelt
 from services.gateway.types import TurnRequest
 
+KEPT_GRAMMARS = 64
 _ANY_TEXT = "/(?s:.+)/"
 _ANY_ARGUMENTS = {"type": "object"}
 
@@ -69,39 +72,77 @@ def turn_grammar(
     # Most requests end here, and should not pay for what they do not ask for.
     if not wanted and not any(_is_strict(tool) for tool in callable_tools or ()):
         return None
-    calls = _Calls(model, request) if callable_tools else None
-    if request.required_tool is not None:
-        rules = calls.required(opening) if calls is not None else None
-    elif answer is not None:
-        if model.reasoning is None and calls is None:
-            return answer
-        rules = [f"answer: {_answer(answer)}"]
-        if calls is None:
-            rules.append("body: answer")
-        else:
-            rules += ["body: answer | calls", *calls.beside_answer()]
-    else:
-        rules = calls.in_text() if calls is not None else None
-    if rules is None:
-        if calls is not None and calls.strict:
-            UNENFORCED.inc()
-        return None
-    # The opening of a required call has ended the reasoning already.
-    start, more = "body", list[str]()
-    if not opening:
-        start, more = _reasoning(model, inside=inside), _reasoning_rules(model)
-    return common_pb2.Grammar(lark="\n".join(["%llguidance {}", f"start: {start}", *rules, *more]))
+    if answer is not None and model.reasoning is None and not callable_tools:
+        return answer
+    lark, unenforced = _lark(
+        model,
+        msgspec.json.encode(callable_tools or ()),
+        request.required_tool,
+        request.parallel_calls,
+        answer.SerializeToString(deterministic=True) if answer is not None else None,
+        opening,
+        inside,
+    )
+    if unenforced:
+        UNENFORCED.inc()
+    return common_pb2.Grammar(lark=lark) if lark else None
+
+
+@functools.lru_cache(maxsize=KEPT_GRAMMARS)
+def _lark(
+    model: ChatModel,
+    tools_json: bytes,
+    required_tool: str | None,
+    several: bool,
+    answer_bytes: bytes | None,
+    opening: str,
+    inside: bool,
+) -> tuple[str, bool]:
+    """The grammar's text, "" where anything goes, and whether strict tools are left to the model.
+
+    Kept, as agents send the same tools with every call, and each argument costs some time.
+    """
+    tools: Tools = msgspec.json.decode(tools_json)
+    calls = _Calls(model, tools, required_tool, several=several) if tools else None
+    answer = common_pb2.Grammar.FromString(answer_bytes) if answer_bytes is not None else None
+    while True:
+        rules = _rules(calls, answer, opening=opening, required=required_tool is not None)
+        if rules is None:
+            return "", calls is not None and calls.unenforced
+        # The opening of a required call has ended the reasoning already.
+        start, more = "body", list[str]()
+        if not opening:
+            start, more = _reasoning(model, inside=inside), _reasoning_rules(model)
+        text = "\n".join(["%llguidance {}", f"start: {start}", *rules, *more])
+        if calls is None or not calls.told or len(text.encode()) <= MAX_GRAMMAR_BYTES:
+            return text, calls is not None and calls.unenforced
+        # Too many arguments of too many tools: the model's notation is left to the model.
+        calls.give_up()
+
+
+def _rules(
+    calls: _Calls | None, answer: common_pb2.Grammar | None, *, opening: str, required: bool
+) -> list[str] | None:
+    """The rule "body" and those below it; None: anything goes."""
+    if required:
+        return calls.required(opening) if calls is not None else None
+    if answer is None:
+        return calls.in_text() if calls is not None else None
+    rules = [f"answer: {_answer(answer)}"]
+    if calls is None:
+        return [*rules, "body: answer"]
+    return [*rules, "body: answer | calls", *calls.beside_answer()]
 
 
 class _Calls:
     """The tool calls of one answer as rules of a grammar."""
 
-    def __init__(self, model: ChatModel, request: TurnRequest) -> None:
+    def __init__(
+        self, model: ChatModel, tools: Tools, required_tool: str | None, *, several: bool
+    ) -> None:
         self._model = model
         self._tools: Tools = [
-            tool
-            for tool in request.tools
-            if request.required_tool in (None, "", tool["function"]["name"])
+            tool for tool in tools if required_tool in (None, "", tool["function"]["name"])
         ]
         names = tuple(tool["function"]["name"] for tool in self._tools)
         self._names = names
@@ -109,8 +150,20 @@ class _Calls:
         notation = notation_of(model.format, names)  # type: ignore[arg-type]
         self._arguments = (notation and self._read_arguments(notation)) or {}
         self._notation = notation if self._arguments else None
-        self._several = request.parallel_calls
-        self.strict = any(_is_strict(tool) for tool in self._tools)
+        self._several = several
+
+    @property
+    def told(self) -> bool:
+        """Whether there are rules for the arguments of these tools."""
+        return self._notation is not None
+
+    @property
+    def unenforced(self) -> bool:
+        """Whether some of them are strict in vain."""
+        return not self.told and any(map(_is_strict, self._tools))
+
+    def give_up(self) -> None:
+        self._notation = None
 
     def required(self, opening: str) -> list[str] | None:
         """Rules for an answer that begins with a call, whose `opening` is the prompt's already."""
@@ -172,6 +225,7 @@ class _Calls:
     def _read_arguments(self, notation: Notation) -> dict[str, list[str]] | None:
         """The rules for each tool's arguments; None where some tool's cannot be told."""
         found: dict[str, list[str]] = {}
+        values: dict[str, str] = {}
         for at, tool in enumerate(self._tools):
             name, strict = f"arguments_{at}", _is_strict(tool)
             if notation.one_by_one is None:
@@ -179,7 +233,12 @@ class _Calls:
                 found[name] = [f"{name}: %json {_json(guided(schema))}"]
                 continue
             arguments = Arguments(
-                self._model, notation.one_by_one, self._names[at], _parameters(tool), name=name
+                self._model,
+                notation.one_by_one,
+                self._names[at],
+                _parameters(tool),
+                name=name,
+                values=values,
             )
             rules = arguments.rules(strict=strict)
             if rules is None:

@@ -22,7 +22,9 @@ from forge.core.formats import collect
 from forge.core.formats.registry import BUILT_IN
 from forge.core.grammar import LIMITS, source
 from forge.v1 import common_pb2
+from services.gateway import constraints
 from services.gateway.constraints import turn_grammar
+from services.gateway.metrics import UNENFORCED
 from services.gateway.model import ChatModel
 from services.gateway.notation import notation_of
 from services.gateway.types import TurnRequest
@@ -220,6 +222,62 @@ def test_tools_that_are_not_strict_are_called_by_their_arguments(name: str) -> N
     opening = output.opening("look")
     model = model_of(name, added=False)
     assert turn_grammar(model, unknown, opening=opening, inside=False) is None
+
+
+def many_tools(count: int, *, strict: bool) -> list[dict[str, Any]]:
+    """With ten arguments each, of two kinds."""
+    kinds = ({"type": "string"}, {"type": "integer"})
+    properties = {f"argument_{at}": kinds[at % 2] for at in range(10)}
+    schema = {**OBJECT, "properties": properties, "required": list(properties)}
+    return [tool(f"some_tool_{at}", schema, strict=strict) for at in range(count)]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "minimax_m2"])
+def test_tools_may_have_hundreds_of_arguments(name: str, strict: bool) -> None:
+    """What many of them may be is said once, so that engines take the grammar."""
+    model, output = model_of(name, added=True), BUILT_IN[name]()
+    asked = request(many_tools(30, strict=strict), "")
+    grammar = turn_grammar(model, asked, opening=output.opening(None), inside=False)
+    assert grammar is not None
+    text = source("lark", grammar.lark)
+    assert not LLMatcher(tokens_of(name, added=True), text, limits=LIMITS).is_error()
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "minimax_m2"])
+def test_calls_that_no_grammar_holds_are_left_to_the_model(name: str) -> None:
+    """A call of one of too many tools is begun only, and free behind its tag beside an answer of a
+    given form; no engine is asked for what it must refuse. It is counted where a tool is strict."""
+    model, output = model_of(name, added=True), BUILT_IN[name]()
+
+    def counted(strict: bool, required: str | None, **grammar: Any) -> tuple[Any, float]:
+        before = UNENFORCED._value.get()
+        asked = request(many_tools(200, strict=strict), required)
+        asked.sampling.grammar.MergeFrom(common_pb2.Grammar(**grammar))
+        if not grammar:
+            asked.sampling.ClearField("grammar")
+        opening = "" if required is None else output.opening(None)
+        made = turn_grammar(model, asked, opening=opening, inside=False)
+        return made, UNENFORCED._value.get() - before
+
+    assert counted(False, "") == (None, 0)
+    assert counted(True, "") == (None, 1)
+    assert counted(True, None) == (None, 1)
+    beside, times = counted(True, None, json_schema='{"type": "object"}')
+    assert times == 1
+    assert len(source("lark", beside.lark)) < 10_000
+
+
+def test_a_grammar_is_made_once_for_the_same_tools() -> None:
+    """Agents send them with every call, and each argument costs the gateway some time."""
+    model, opening = model_of("glm", added=False), BUILT_IN["glm"]().opening(None)
+    made = [
+        turn_grammar(model, request(many_tools(20, strict=True), ""), opening=opening, inside=False)
+        for _ in range(3)
+    ]
+    assert made[0] is not None
+    assert made == [made[0]] * 3
+    assert constraints._lark.cache_info().hits >= 2
 
 
 @pytest.mark.parametrize(
