@@ -21,7 +21,7 @@ from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from services.gateway.chat_history import ChatHistory
 from services.gateway.closing import check_rewards, close_session, facts_of
 from services.gateway.errors import SessionClosed
-from services.gateway.http.schema import tools_of, top_logprobs_of
+from services.gateway.http.schema import checked_stops, tools_of, top_logprobs_of
 from services.gateway.model import Tools
 from services.gateway.pool import Pool
 from services.gateway.sessions import Sessions
@@ -65,7 +65,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             messages=ChatHistory(request.messages),
             tools=_tools(request.tools_json),
             sampling=_sampling(request.sampling),
-            stop=list(request.stop),
+            stop=checked_stops("stop", list(request.stop)),
             context_action=request.context_action,
             stream=request.stream,
             arrived_s=time.monotonic(),

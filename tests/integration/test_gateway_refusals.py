@@ -157,6 +157,8 @@ async def test_grpc_garbage_is_refused_with_the_facts(
             await agent.chat([{"role": "king", "content": "hi"}])
         with pytest.raises(InvalidArgument, match="empty"):
             await agent.chat([])
+        with pytest.raises(InvalidArgument, match="stop has 17 strings"):
+            await agent.chat([user("hi")], stop=[str(at) for at in range(17)])
         with pytest.raises(InvalidArgument, match="event_id"):
             await agent.annotate(common_pb2.RewardEvent(name="nameless"))
         async with grpc.aio.insecure_channel(gateway.address) as channel:
