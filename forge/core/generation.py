@@ -30,16 +30,14 @@ class GenerationQueue:
         settings: QueueSettings,
         *,
         term: int = 0,
-        hold_leases_until_s: float = 0.0,
         void_before: tuple[int, int] = (0, 0),
     ) -> None:
-        """`hold_leases_until_s`: hand out no rollout before, so that the runners of an earlier
-        term can renew what they hold. `void_before`: what the last rewind of an earlier term took
-        back for good, see `Batches.void_before`."""
+        """`void_before`: what the last rewind of an earlier term took back for good, see
+        `Batches.void_before`."""
         self.settings = settings
         self.shares = DomainShares(settings.domain_shares)
         self.books = _books(settings, self.shares)
-        self.rollouts = Rollouts(self.books, settings, term=term, hold_until_s=hold_leases_until_s)
+        self.rollouts = Rollouts(self.books, settings, term=term)
         self.batches = Batches(self.books, settings, term=term, void_before=void_before)
 
     def add(self, group: Group, *, now_s: float) -> None:

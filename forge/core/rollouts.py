@@ -34,13 +34,13 @@ class RolloutClaim:
 class Rollouts:
     """Every rollout of one leader's term."""
 
-    def __init__(
-        self, books: Books, settings: QueueSettings, *, term: int, hold_until_s: float
-    ) -> None:
+    def __init__(self, books: Books, settings: QueueSettings, *, term: int) -> None:
         self._books = books
         self._settings = settings
         self._first_attempt = term * TERM_ATTEMPTS
-        self._hold_until_s = hold_until_s
+        self.hold_until_s = 0.0
+        """No rollout is handed out before, so that the runners of an earlier term can renew what
+        they hold."""
         self._claims = Claims()
         self.adopted = 0
         """Claims of earlier terms that were taken over."""
@@ -59,7 +59,7 @@ class Rollouts:
 
     def lease(self, *, runner_id: str, max_rollouts: int, now_s: float) -> tuple[RolloutClaim, ...]:
         """The next rollouts in strict order of places, with at most N groups running."""
-        if now_s < self._hold_until_s or self._books.activity is Activity.PAUSED:
+        if now_s < self.hold_until_s or self._books.activity is Activity.PAUSED:
             return ()
         for slot in self._claims.due_retries(now_s):
             # A group that is not running lists its rollouts when it is started.
@@ -135,7 +135,7 @@ class Rollouts:
         return started or (fresh is not None and self._may_start(fresh))
 
     def next_event_s(self) -> tuple[float | None, ...]:
-        return (self._hold_until_s, self._claims.next_expiry_s(), self._claims.next_retry_s())
+        return (self.hold_until_s, self._claims.next_expiry_s(), self._claims.next_retry_s())
 
     def _next_slot(self, now_s: float) -> Slot | None:
         for evaluation in (True, False):

@@ -50,18 +50,20 @@ class TermState:
 
     # Groups
 
-    def add(self, record: common_pb2.GroupRecord, group: Group, *, now_s: float) -> None:
-        """A group that is stored in the pool, new or of an earlier term."""
+    def add(self, record: common_pb2.GroupRecord, group: Group, *, now_s: float) -> bool:
+        """A group that is stored in the pool, new or of an earlier term; False when it is known."""
         if group.spec.task_id in self.queue.books:
-            return
+            return False
         self.catalog.add(record.task, digest=record.task_digest)
         self.queue.add(group, now_s=now_s)
         if not group.phase.open:
             self.catalog.drop_payload(group.spec.task_id)
+        return True
 
     def restore(self, stored: StoredGroup, *, now_s: float) -> None:
         """A group of an earlier term, with what became of its rollouts."""
-        self.add(stored.record, stored.group, now_s=now_s)
+        if not self.add(stored.record, stored.group, now_s=now_s):
+            return
         self._equal.restored(stored.group)
         counted = set(stored.group.sealed_ids())
         for summary in stored.summaries:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from forge.core.errors import ForgeError
@@ -26,12 +27,14 @@ from services.scheduler.actors.registrar import Registrar
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.messages import Connect, GetStatus, RestoreGroups, SetAway
 from services.scheduler.record import OwnRecord, TermRecord
-from services.scheduler.recovery import enlist, wait_for_shards
+from services.scheduler.recovery import StoredGroup, enlist, wait_for_shards
 from services.scheduler.shards import PoolShards
 from services.scheduler.state import TermState
 
 RETRY_S = 1.0
 ASK_S = 30.0
+RESTORED_AT_ONCE = 1000
+"""Groups; for as long as that takes, the process does nothing else."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,13 +123,9 @@ class Term:
         log.info("term_ended", term=self._number, fence=self._leadership.fence)
 
     async def _rebuild(self, enlisted: frozenset[str], last: TermRecord) -> TermState:
-        found = await enlist(self._shards, enlisted)
-        now_s = time.monotonic()
-        hold_s = self._config.takeover_hold_s or self._config.rollout_lease_s / 2
         queue = GenerationQueue(
             self._config.queue_settings(),
             term=self._number,
-            hold_leases_until_s=now_s + hold_s if last.claims else 0.0,
             void_before=last.void_before,
         )
         queue.books.activity = last.activity
@@ -135,11 +134,23 @@ class Term:
             max_pending=self._config.max_queued_groups,
             skip_equal_rewards=self._config.skip_equal_rewards,
         )
-        for stored in found:
-            state.restore(stored, now_s=now_s)
-        # A million groups live as long as the term: the collector need not walk them each time.
-        gc.collect()
-        gc.freeze()
+        # A million groups live as long as the term. The collector need not walk them each time, and
+        # least of all now: it stops the process for longer than the lease may wait.
+        gc.disable()
+        try:
+            found = await enlist(self._shards, enlisted)
+            now_s = time.monotonic()
+            for part in _parts(found):
+                for stored in part:
+                    state.restore(stored, now_s=now_s)
+                # The lease that leadership rests on has to be renewed meanwhile.
+                await asyncio.sleep(0)
+            gc.freeze()
+        finally:
+            gc.enable()
+        if last.claims:
+            hold_s = self._config.takeover_hold_s or self._config.rollout_lease_s / 2
+            queue.rollouts.hold_until_s = time.monotonic() + hold_s
         return state
 
     async def _start_actors(self, state: TermState) -> Office:
@@ -202,7 +213,8 @@ class Term:
         # The record first: a shard it does not name would be forgotten by the next term.
         await self._record().add_shards(joined)
         found = await enlist(self._shards, joined)
-        await office.queue.ask(RestoreGroups(groups=found), timeout_s=ASK_S)
+        for part in _parts(found):
+            await office.queue.ask(RestoreGroups(groups=part), timeout_s=ASK_S)
         self._enlisted |= joined
 
     def _record(self) -> OwnRecord:
@@ -216,3 +228,8 @@ class Term:
             status = await self._office.queue.ask(GetStatus(), timeout_s=RETRY_S)
             if status.running_rollouts == 0:
                 await self._record().amend(claims=False)
+
+
+def _parts(groups: Sequence[StoredGroup]) -> Iterator[Sequence[StoredGroup]]:
+    for start in range(0, len(groups), RESTORED_AT_ONCE):
+        yield groups[start : start + RESTORED_AT_ONCE]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from forge.core.admission import QueueSettings
 from forge.core.errors import ForgeError, Unavailable
 from forge.core.generation import GenerationQueue
 from forge.runtime.actor import ActorRef, ActorSystem, Restart
-from forge.v1 import common_pb2
+from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.actors.archivist import Archivist
 from services.scheduler.actors.inspector import Inspector
 from services.scheduler.actors.ledger import Ledger
@@ -36,6 +36,8 @@ class FakeShards:
         self.changes: dict[str, list[Change]] = defaultdict(list)
         self.stored: dict[str, common_pb2.TrajectorySummary] = {}
         self.shards = {"s0", "s1"}
+        self.scanned: list[pool_pb2.ScanGroupsResponse] = []
+        """What s0 holds when a term begins."""
 
     def live(self) -> frozenset[str]:
         return frozenset(self.shards)
@@ -56,6 +58,13 @@ class FakeShards:
             await self._answer(shard)
         asked = [each for ids in trajectory_ids.values() for each in ids]
         return {each: self.stored[each] for each in asked if each in self.stored}
+
+    async def raise_fence(self, shard: str) -> None:
+        await self._answer(shard)
+
+    async def scan(self, shard: str) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
+        for response in self.scanned if shard == "s0" else ():
+            yield response
 
     def seal(self, trajectory_id: str, *, reward: float = 1.0) -> None:
         self.stored[trajectory_id] = common_pb2.TrajectorySummary(

@@ -13,9 +13,9 @@ from forge.core.trajectory import TaskId
 
 def make_queue(*, term: int = 0, hold_s: float = 0.0, **settings: object) -> GenerationQueue:
     defaults: dict[str, object] = {"concurrency": 4, "window": 8, "rollout_lease_s": 10.0}
-    return GenerationQueue(
-        QueueSettings(**(defaults | settings)), term=term, hold_leases_until_s=hold_s
-    )
+    queue = GenerationQueue(QueueSettings(**(defaults | settings)), term=term)
+    queue.rollouts.hold_until_s = hold_s
+    return queue
 
 
 def make_group(name: str, index: int, *, size: int = 1, **spec: object) -> Group:

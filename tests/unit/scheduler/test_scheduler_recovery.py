@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import time
+
 from forge.core.admission import QueueSettings
 from forge.core.generation import GenerationQueue
 from forge.core.groups import Phase
 from forge.v1 import common_pb2, pool_pb2
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.record import TermRecord
 from services.scheduler.recovery import stored_group
 from services.scheduler.state import TermState
+from services.scheduler.term import RESTORED_AT_ONCE, Term
 from tests.support.pool_records import make_reward
 from tests.support.scheduler_cluster import make_task
+from tests.support.scheduler_term import FakeShards
 
 SEALED = common_pb2.TRAJECTORY_STATE_SEALED
 ABANDONED = common_pb2.TRAJECTORY_STATE_ABANDONED
@@ -50,6 +58,36 @@ def rebuild(*responses: pool_pb2.ScanGroupsResponse) -> TermState:
     for response in responses:
         state.restore(stored_group(response), now_s=0.0)
     return state
+
+
+async def test_leader_keeps_its_lease_while_it_rebuilds_a_long_queue() -> None:
+    """Renewals have their turn between the groups, no collection stops them all, and runners have
+    their time after the last."""
+    shards = FakeShards()
+    shards.scanned = [scanned(f"t{index}", index) for index in range(5000)]
+    term = Term(SchedulerConfig(), None, None, shards)
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += not gc.isenabled()
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    began_s = time.monotonic()
+    state = await term._rebuild(frozenset({"s0"}), TermRecord(claims=True))
+    counting.cancel()
+    assert state.queue.books.status().queued == 5000
+    assert turns >= 5000 / RESTORED_AT_ONCE
+    assert gc.isenabled()
+    assert state.queue.rollouts.hold_until_s > began_s
+
+
+def test_group_that_is_found_twice_is_counted_once() -> None:
+    """A shard that joined is scanned again when the first attempt was cut short."""
+    once = scanned("a", 0, ("0:0", SEALED), ("1:0", SEALED))
+    assert rebuild(once, once).progress.completed("code") == 2
 
 
 def test_sealed_trajectories_make_a_group_complete() -> None:
