@@ -91,10 +91,21 @@ class PoolShards:
         return {one.trajectory_id: one for answer in answers for one in answer.summaries}
 
     async def scan(self, shard: str) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
-        """Every group of a shard, in queue order."""
+        """Every group of a shard, in queue order. Raises Unavailable, also when the shard stops
+        in the middle for longer than one call may take."""
         async with translated():
             _, stub = await self._remote.pick(where=lambda i: shard_of(i) == shard)
-            async for response in stub.ScanGroups(pool_pb2.ScanGroupsRequest()):
+            groups = aiter(stub.ScanGroups(pool_pb2.ScanGroupsRequest()))
+            while True:
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        response = await anext(groups, None)
+                except TimeoutError:
+                    raise Unavailable(
+                        f"pool shard {shard} sent none of its groups for {self._timeout_s:g} s"
+                    ) from None
+                if response is None:
+                    return
                 yield response
 
     async def _set_states(self, shard: str, changes: Sequence[Change]) -> None:
