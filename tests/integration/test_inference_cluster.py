@@ -116,14 +116,15 @@ async def test_a_killed_decode_worker_is_replaced_in_mid_answer(
     """kill -9 of the instance that samples: another goes on, and the caller sees no error."""
     await serving(inference, decodes=2)
     ids = prompt_ids(40)
-    sample = Sample()
     killed = ""
-    async for response in await inference.call(ids, stream=True, max_tokens=LONG):
-        sample.add(response)
-        if not killed and len(sample.ids) > 20:
-            (killed,) = await inference.sampling()
-            inference.kill(killed)
-    assert killed
+    # An answer may be over before this process has had its turn: then there is another.
+    while not killed:
+        sample = Sample()
+        async for response in await inference.call(ids, stream=True, max_tokens=LONG):
+            sample.add(response)
+            if not killed and len(sample.ids) > 20:
+                for killed in await inference.sampling():
+                    inference.kill(killed)
     assert len(sample.ids) == LONG
     assert is_greedy(reference("qwen3"), ids, sample.ids)
 
@@ -133,7 +134,7 @@ async def test_unstreamed_requests_outlive_every_worker(inference: InferenceClus
     await serving(inference)
     prompts = [prompt_ids(30 + n, seed=n) for n in range(4)]
     calls = [asyncio.create_task(inference.sample(ids, max_tokens=LONG)) for ids in prompts]
-    await inference.sampling()
+    await inference.sampling(*calls)
     await inference.workers("decode", 0)
     await inference.workers("prefill", 0)
     await serving(inference)
@@ -145,19 +146,24 @@ async def test_unstreamed_requests_outlive_every_worker(inference: InferenceClus
 
 async def test_weights_swap_in_mid_answer(inference: InferenceCluster) -> None:
     """A version published while a request samples shows in its later tokens, and in discovery."""
-    await serving(inference)
-    new = reference("qwen3", seed=1)
-    old_version = inference.publisher.version
+    old, new = reference("qwen3", seed=1), reference("qwen3")
     ids = prompt_ids(40)
-    sample = Sample()
-    async for response in await inference.call(ids, stream=True, max_tokens=LONG):
-        if sample.responses == 0:
-            await inference.publisher.publish(published(new))
-        sample.add(response)
-    assert sample.versions == sorted(sample.versions)
-    assert set(sample.versions) == {old_version, old_version + 1}
-    before = sample.versions.count(old_version)
-    assert is_greedy(reference("qwen3"), ids, sample.ids[:before])
+    swapped = False
+    # An answer may be over before the weights are there: then there is another.
+    while not swapped:
+        await serving(inference)
+        old, new = new, old
+        old_version = inference.publisher.version
+        sample = Sample()
+        async for response in await inference.call(ids, stream=True, max_tokens=LONG):
+            if sample.responses == 0:
+                await inference.publisher.publish(published(new))
+            sample.add(response)
+        assert sample.versions == sorted(sample.versions)
+        assert {old_version} <= set(sample.versions) <= {old_version, old_version + 1}
+        before = sample.versions.count(old_version)
+        swapped = before < LONG
+    assert is_greedy(old, ids, sample.ids[:before])
     await serving(inference)
     after = await inference.sample(ids)
     assert after.cached_tokens == 0
@@ -192,13 +198,17 @@ async def test_damaged_weights_are_never_served(inference: InferenceCluster) -> 
 async def test_cancelling_frees_the_slot(inference: InferenceCluster) -> None:
     """A caller that goes away is worked for no longer."""
     await serving(inference)
-    call = await inference.call(prompt_ids(10), stream=True, max_tokens=LONG)
-    async for _ in call:
-        break
-    sampled = (await inference.status()).sampled_tokens
-    call.cancel()
-    await inference.idle()
-    assert (await inference.status()).sampled_tokens < sampled + LONG - 50
+    sampled = LONG
+    # An answer may be over before this process has had its turn: then there is another.
+    while sampled == LONG:
+        before = (await inference.status()).sampled_tokens
+        call = await inference.call(prompt_ids(10), stream=True, max_tokens=LONG)
+        async for _ in call:
+            break
+        call.cancel()
+        await inference.idle()
+        sampled = (await inference.status()).sampled_tokens - before
+    assert 0 < sampled < LONG
 
 
 async def test_a_drained_worker_finishes_what_it_has(inference: InferenceCluster) -> None:
@@ -206,7 +216,8 @@ async def test_a_drained_worker_finishes_what_it_has(inference: InferenceCluster
     await serving(inference)
     ids = prompt_ids(10)
     running = asyncio.create_task(inference.sample(ids, max_tokens=LONG))
-    (draining,) = await inference.sampling()
+    await inference.sampling(running)
+    (draining,) = await inference.workers("decode", 1)
     inference.terminate(draining)
     assert is_greedy(reference("qwen3"), ids, (await running).ids)
     assert await asyncio.to_thread(inference.exit_code, draining) == 0

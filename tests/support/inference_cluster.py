@@ -26,9 +26,10 @@ from services.inference import wire
 from services.inference.engines.base import NamedTensor
 from tests.support.etcd import EtcdServer
 
-START_S = 60.0
-CALL_S = 60.0
-LEASE_TTL_S = 2
+# A process takes seconds to start, and minutes where others take the processor.
+START_S = 240.0
+CALL_S = 600.0
+LEASE_TTL_S = 10
 
 
 class Publisher(inference_pb2_grpc.WeightServiceServicer):
@@ -129,7 +130,8 @@ class InferenceCluster:
         self._base = [
             *(sys.executable, "-m", "services.inference", "--etcd", etcd.endpoint),
             *("--cluster", name, "--key-file", str(key_file), "--model-path", str(model_path)),
-            *("--lease-ttl-s", str(LEASE_TTL_S), "--block-tokens", "8", "--drain-s", "5"),
+            *("--lease-ttl-s", str(LEASE_TTL_S), "--block-tokens", "8", "--drain-s", str(START_S)),
+            *("--worker-wait-s", str(START_S)),
         ]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._numbers = itertools.count()
@@ -217,12 +219,14 @@ class InferenceCluster:
         await self.channels.close()
         await self._server.stop(grace_s=0)
 
-    async def sampling(self) -> list[str]:
-        """The decode workers that are sampling right now; waits until there is one."""
+    async def sampling(self, *calls: asyncio.Task[Any]) -> list[str]:
+        """The decode workers that are sampling right now; waits until there is one, or none of the
+        calls is left that could make it sample."""
         while True:
+            left = [call for call in calls if not call.done()]
             workers = (await self.status()).workers
             busy = [w.instance_id for w in workers if w.role == "decode" and w.running]
-            if busy:
+            if busy or not left:
                 return busy
             await asyncio.sleep(0.01)
 
