@@ -79,6 +79,10 @@ class Node:
         nodes.reverse()
         return nodes
 
+    def messages(self) -> list[Message]:
+        """Those from the first one to this one."""
+        return [_said(node) for node in self.path()]
+
     def ancestors(self) -> Iterator[Node]:
         """This node and those above it, upward, without the root."""
         node = self

@@ -252,7 +252,7 @@ class Conversation:
             return None
         return Recalled(
             held=held,
-            messages=[entry.message for entry in node.path() if entry.message is not None],
+            node=node,
             tools=json.loads(root_of(node).tools_json),
             prompt_tokens=self.prefixes.whole_prompt(held.turn_index).tokens,
             sampled_ids=self.prefixes.sampled(held.turn_index),
@@ -277,9 +277,8 @@ class Conversation:
 
     def _adopt(self, place: Place) -> Place:
         """The same place in this conversation's tree."""
-        path = [entry.message for entry in place.node.path() if entry.message is not None]
         root = self.tree.root(place.root.tools_json)
-        return Place(root=root, node=root, beyond=(*path, *place.beyond))
+        return Place(root=root, node=root, beyond=(*place.node.messages(), *place.beyond))
 
     def _remember(self, place: Place, behind: Node) -> None:
         if place.mark is None or any(known.mark == place.mark for known in self.marks):

@@ -7,11 +7,11 @@ the session does, in whichever gateway; one of another session is not known here
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from forge.core.messages import Message
+from forge.core.context_tree import Node
 from forge.v1 import common_pb2
 from services.gateway.model import Tools
 
@@ -41,8 +41,8 @@ class Recalled:
     """A turn found again."""
 
     held: Held
-    messages: Sequence[Message]
-    """Those of its request, then its answer."""
+    node: Node
+    """Its answer in the tree of contexts, behind the messages of its request."""
     tools: Tools
     prompt_tokens: int
     sampled_ids: bytes

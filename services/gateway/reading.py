@@ -1,16 +1,17 @@
 """One request, held against the tree of contexts.
 
 Owns which of its messages are looked at: those behind a mark (see `forge.core.history`) that the
-request is recognized by, and those before it only when a template asks for them. Knows nothing of
-tokens.
+request is recognized by, or behind the turn that it names, and those before only when a template
+asks for them. Knows nothing of tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
-from forge.core.context_tree import Node, Root
+from forge.core.context_tree import Node, Root, root_of
 from forge.core.history import History, Mark
 from forge.core.messages import Message
 from forge.core.trajectory import NO_PARENT
@@ -68,10 +69,34 @@ class Reading:
         return [*said, *asked[len(known) :]]
 
 
+class Following(Sequence[Message]):
+    """The messages of a request that goes on from a turn by its name."""
+
+    __slots__ = ("new", "node")
+
+    def __init__(self, node: Node, new: Sequence[Message]) -> None:
+        self.node = node
+        """The turn's answer."""
+        self.new = new
+
+    def __len__(self) -> int:
+        return self.node.depth + len(self.new)
+
+    @overload
+    def __getitem__(self, at: int) -> Message: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Message]: ...
+    def __getitem__(self, at: int | slice) -> Message | list[Message]:
+        return [*self.node.messages(), *self.new][at]
+
+
 def begin(
     messages: Sequence[Message], root: Root, marks: Sequence[Marked]
 ) -> tuple[Node, Sequence[Message]]:
     """The deepest boundary that a request is recognized by, and its messages behind that."""
+    # Where the session was read back in between, the turn is found again by what was said.
+    if isinstance(messages, Following) and root_of(messages.node) is root:
+        return messages.node, messages.new
     if isinstance(messages, History):
         here = {marked.mark: marked.node for marked in marks if marked.root is root}
         mark = messages.known(here)

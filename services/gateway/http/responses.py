@@ -40,6 +40,7 @@ from services.gateway.http.responses_items import (
 )
 from services.gateway.http.responses_schema import LOGPROBS, ResponsesRequest
 from services.gateway.model import ChatModel
+from services.gateway.reading import Following
 from services.gateway.sessions import Session
 from services.gateway.turns import ASK_TIMEOUT_S, Turns
 from services.gateway.types import Turn, TurnRequest
@@ -211,8 +212,10 @@ async def _history(
             raise UnknownPreviousResponse(
                 f"Previous response with id {asked.previous_response_id[:100]!r} not found."
             )
-        # Instructions hold for the response they came with, and are given anew with each.
-        before = recalled.messages[int(recalled.held.facts["instructed"]) :]
+        if _instructions(recalled) == (asked.instructions or None):
+            return Following(recalled.node, said)
+        # They hold for the response they came with, and are given anew with each.
+        before = recalled.node.messages()[int(recalled.held.facts["instructed"]) :]
     instructions = (
         [Message(role="system", content=asked.instructions)] if asked.instructions else []
     )
@@ -248,14 +251,20 @@ async def _recall(session: Session, key: str) -> Recalled | None:
     return recalled
 
 
+def _instructions(recalled: Recalled) -> str | None:
+    """Those that a response was made with."""
+    instructed = recalled.held.facts["instructed"]
+    return recalled.node.messages()[0].content if instructed else None
+
+
 def _kept(recalled: Recalled, key: str, model: ChatModel) -> dict[str, Any]:
     """The response object of a turn in the past."""
-    held, answer = recalled.held, recalled.messages[-1]
+    held, answer = recalled.held, recalled.node.messages()[-1]
     head = Head(
         key=key,
         created_at=held.facts["created_at"],
         model=model.name,
-        instructions=recalled.messages[0].content if held.facts["instructed"] else None,
+        instructions=_instructions(recalled),
         tools=responses_schema.spelled_back(recalled.tools),
         echoed=held.facts["echoed"],
     )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from forge.core.messages import Message
 from forge.core.trajectory import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
 from services.gateway.conversation import Conversation, Prompt, Sampled
 from services.gateway.handles import Handle, Recalled
+from services.gateway.reading import Following
 from tests.support.chat_templates import make_model
 
 MODEL = make_model("chatml")
@@ -23,7 +30,7 @@ class World:
     conversation: Conversation = field(default_factory=lambda: Conversation(model=MODEL))
     turns: list[common_pb2.Turn] = field(default_factory=list)
 
-    def turn(self, messages: list[Message], pieces: list[str], name: str | None) -> None:
+    def turn(self, messages: Sequence[Message], pieces: list[str], name: str | None) -> None:
         draft = self.conversation.draft(messages, TOOLS)
         prompt = Prompt(ids=draft.ids + MODEL.encode(draft.text), draft=draft)
         ids = b"".join(map(MODEL.encode, pieces)) + int32_bytes(sorted(MODEL.stop_ids)[:1])
@@ -57,7 +64,7 @@ def test_a_named_turn_is_recalled_as_it_was() -> None:
     world.turn([HI], ["yes"], "a")
     for place in (world, world.read_back()):
         recalled = place.recall("a")
-        assert [message.content for message in recalled.messages] == ["hi", "yes"]
+        assert [message.content for message in recalled.node.messages()] == ["hi", "yes"]
         assert recalled.tools == TOOLS
         assert (recalled.held.facts, recalled.held.cached_tokens) == ({"of": "a"}, 2)
         assert recalled.held.finish_reason == common_pb2.FINISH_REASON_STOP
@@ -82,6 +89,64 @@ def test_a_recalled_answer_is_told_from_another_that_said_the_same() -> None:
     assert world.turns[0].sampled.ids != world.turns[1].sampled.ids
     for place in (world, world.read_back()):
         for turn, name in enumerate(spellings):
-            history = [*place.recall(name).messages, Message(role="user", content="more")]
+            history = [*place.recall(name).node.messages(), Message(role="user", content="more")]
             draft = place.conversation.draft(history, TOOLS)
             assert draft.ids.endswith(world.turns[turn].sampled.ids)
+
+
+class Unread(Following):
+    """Whoever looks at what was there before fails."""
+
+    def __getitem__(self, at: Any) -> Any:
+        raise AssertionError("read whole")
+
+
+@given(
+    plan=st.lists(
+        st.tuples(
+            st.integers(0, 9),  # which turn to go on from
+            st.sampled_from(["a", "b", ""]),  # what is said
+            st.lists(st.sampled_from(["the", "t", "h", "e"]), max_size=3),  # what is answered
+            st.booleans(),  # whether the session is read back first
+        ),
+        max_size=8,
+    )
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_who_names_a_turn_goes_on_from_its_tokens(plan: list[Any]) -> None:
+    """From no other's, whatever was said and asked alike, and what was there is not looked at."""
+    world = World()
+    world.turn([HI], ["yes"], "0")
+    for number, (which, said, pieces, again) in enumerate(plan, 1):
+        if again:
+            world = world.read_back()
+        turn = which % number
+        request = Unread(world.recall(str(turn)).node, [Message(role="user", content=said)])
+        draft = world.conversation.draft(request, TOOLS)
+        assert draft.ids.startswith(world.conversation.prefixes.sequence(turn))
+        world.turn(request, pieces, str(number))
+        assert world.conversation.prefixes.prompt(number).startswith(draft.ids)
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "numbered"])
+def test_a_named_turn_and_its_messages_make_the_same_prompt(family: str) -> None:
+    """Also where a template rewrites history, for which all of it has to be read."""
+    conversation = Conversation(model=make_model(family))
+    World(conversation=conversation).turn([HI], ["<think>hm</think>", "yes"], "a")
+    recalled = conversation.recall("a")
+    assert recalled is not None
+    following = Following(recalled.node, [HI])
+    assert len(following) == 3
+    assert following[:] == [*recalled.node.messages(), HI]
+    named, whole = (conversation.draft(each, TOOLS) for each in (following, following[:]))
+    assert (named.how, named.ids, named.text) == (whole.how, whole.ids, whole.text)
+
+
+def test_a_session_that_was_read_back_in_between_knows_the_turn() -> None:
+    """The name led to the tree of before: in the new one the turn is found by what was said."""
+    world = World()
+    world.turn([HI], ["yes"], "a")
+    before = Following(world.recall("a").node, [HI])
+    draft = world.read_back().conversation.draft(before, TOOLS)
+    assert draft.how == "continued"
+    assert draft.ids.endswith(world.turns[0].sampled.ids)
