@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -235,6 +236,25 @@ async def test_a_router_keeps_the_deadline_itself() -> None:
     assert events[0].response == response(1)
     assert events[-1].end.status_code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
     assert router.left == ["hold"]
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan])
+async def test_a_call_without_a_deadline_is_refused(timeout_s: float) -> None:
+    """Nothing is sampled for it, and the others on its stream are."""
+    router = Router()
+
+    async def requests() -> AsyncIterator[inference_pb2.SampleStreamRequest]:
+        begun = [
+            inference_pb2.SampleBegin(call=1, request=request(1), timeout_s=timeout_s),
+            inference_pb2.SampleBegin(call=2, request=request(2), timeout_s=WAIT_S),
+        ]
+        yield inference_pb2.SampleStreamRequest(begin=begun)
+
+    events = [event async for said in router.kept.serve(requests()) for event in said.events]
+    ends = {event.call: event.end for event in events if event.HasField("end")}
+    assert ends[1].status_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert "timeout_s" in ends[1].details
+    assert ends[2].status_code == 0
 
 
 async def test_a_slow_reader_holds_nobody() -> None:

@@ -140,6 +140,10 @@ class _Stream:
         if not self._taking:
             self._end(begin.call, Unavailable("this router is draining", retry_after_s=0.0))
             return
+        if not begin.timeout_s > 0:
+            wrong = InvalidArgument(f"timeout_s = {begin.timeout_s}: must be above 0")
+            self._end(begin.call, wrong)
+            return
         self._calls[begin.call] = asyncio.create_task(self._run(begin))
 
     def _cancel(self, call: int) -> None:
