@@ -188,8 +188,10 @@ class RouterActor(Actor):
         self._refresh()
 
     async def stopped(self) -> None:
+        # An error, for a cancellation would pass for the caller's own.
         for admission in self._waiting:
-            admission.granted.cancel()
+            if not admission.granted.done():
+                admission.granted.set_exception(Unavailable("the router's line was given up"))
 
     async def receive(self, message: Any) -> Any:
         match message:

@@ -190,6 +190,18 @@ async def test_who_leaves_the_line_takes_no_place() -> None:
     assert waiting.granted.done()
 
 
+async def test_who_waits_when_the_line_is_given_up_is_told() -> None:
+    """An actor that crashes or stops leaves nobody waiting, nor taken for one who left."""
+    router = await harness(announced("d0", "decode", capacity="1"), queue_limit=3)
+    for _ in range(MIN_ADMITTED):
+        await router.actor.receive(Admit())
+    waiting, gave_up = [await router.actor.receive(Admit()) for _ in range(2)]
+    gave_up.granted.cancel()
+    await router.actor.stopped()
+    with pytest.raises(Unavailable):
+        await waiting.granted
+
+
 async def test_more_decode_capacity_lets_more_in() -> None:
     """A decode worker that joins serves those who wait."""
     small = announced("d0", "decode", capacity="1")
