@@ -68,6 +68,8 @@ class Router(inference_pb2_grpc.InferenceServiceServicer):
             raise ResourceExhausted("7 requests are waiting", retry_after_s=1.5)
         if asked.request_id == "bug":
             raise ZeroDivisionError("of the router")
+        if asked.request_id == "cancelled":
+            raise asyncio.CancelledError
         ids = int32_array(asked.prompt_ids)
         whole = False
         try:
@@ -195,7 +197,11 @@ async def test_nobody_at_the_address_is_unavailable() -> None:
 
 @pytest.mark.parametrize(
     ("name", "error", "message"),
-    [("busy", ResourceExhausted, "7 requests are waiting"), ("bug", ForgeError, "internal error")],
+    [
+        ("busy", ResourceExhausted, "7 requests are waiting"),
+        ("bug", ForgeError, "internal error"),
+        ("cancelled", Unavailable, "within the router"),
+    ],
 )
 async def test_an_error_is_its_calls_alone(
     name: str, error: type[ForgeError], message: str

@@ -162,6 +162,11 @@ class _Stream:
             self._end(begin.call, late if deadline.expired() else error)
         except grpc.aio.AioRpcError as error:
             self._end(begin.call, from_rpc_error(error))
+        except asyncio.CancelledError:
+            # What is cancelled here has left before; anything else has to have an end.
+            if begin.call in self._calls:
+                self._end(begin.call, Unavailable("the call was cancelled within the router"))
+            raise
         except Exception as error:
             self._end(begin.call, error)
         else:
