@@ -148,7 +148,8 @@ class PoolServiceServicer(object):
     def SealTrajectory(self, request, context):
         """Closes a trajectory with its rewards, for good. FAILED_PRECONDITION when fewer than `turns`
         turns have arrived (resend them first), when more have, or when it is closed otherwise
-        already. INVALID_ARGUMENT when the turns form no tree. ABANDONED takes whatever has arrived.
+        already. INVALID_ARGUMENT when the turns form no tree, or when a reward, be it stored already,
+        credits a turn that is not there: abandon it. ABANDONED takes whatever has arrived.
         Idempotent; safe to retry. A freed trajectory answers the same seal as before, with what is
         left of its summary, and FAILED_PRECONDITION when it was never sealed.
         """

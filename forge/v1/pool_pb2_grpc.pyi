@@ -69,7 +69,8 @@ class PoolServiceStub:
     SealTrajectory: _grpc.UnaryUnaryMultiCallable[_pool_pb2.SealTrajectoryRequest, _pool_pb2.SealTrajectoryResponse]
     """Closes a trajectory with its rewards, for good. FAILED_PRECONDITION when fewer than `turns`
     turns have arrived (resend them first), when more have, or when it is closed otherwise
-    already. INVALID_ARGUMENT when the turns form no tree. ABANDONED takes whatever has arrived.
+    already. INVALID_ARGUMENT when the turns form no tree, or when a reward, be it stored already,
+    credits a turn that is not there: abandon it. ABANDONED takes whatever has arrived.
     Idempotent; safe to retry. A freed trajectory answers the same seal as before, with what is
     left of its summary, and FAILED_PRECONDITION when it was never sealed.
     """
@@ -138,7 +139,8 @@ class PoolServiceAsyncStub(PoolServiceStub):
     SealTrajectory: _aio.UnaryUnaryMultiCallable[_pool_pb2.SealTrajectoryRequest, _pool_pb2.SealTrajectoryResponse]  # type: ignore[assignment]
     """Closes a trajectory with its rewards, for good. FAILED_PRECONDITION when fewer than `turns`
     turns have arrived (resend them first), when more have, or when it is closed otherwise
-    already. INVALID_ARGUMENT when the turns form no tree. ABANDONED takes whatever has arrived.
+    already. INVALID_ARGUMENT when the turns form no tree, or when a reward, be it stored already,
+    credits a turn that is not there: abandon it. ABANDONED takes whatever has arrived.
     Idempotent; safe to retry. A freed trajectory answers the same seal as before, with what is
     left of its summary, and FAILED_PRECONDITION when it was never sealed.
     """
@@ -240,7 +242,8 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_pool_pb2.SealTrajectoryResponse, _abc.Awaitable[_pool_pb2.SealTrajectoryResponse]]:
         """Closes a trajectory with its rewards, for good. FAILED_PRECONDITION when fewer than `turns`
         turns have arrived (resend them first), when more have, or when it is closed otherwise
-        already. INVALID_ARGUMENT when the turns form no tree. ABANDONED takes whatever has arrived.
+        already. INVALID_ARGUMENT when the turns form no tree, or when a reward, be it stored already,
+        credits a turn that is not there: abandon it. ABANDONED takes whatever has arrived.
         Idempotent; safe to retry. A freed trajectory answers the same seal as before, with what is
         left of its summary, and FAILED_PRECONDITION when it was never sealed.
         """

@@ -43,6 +43,12 @@ def rewards_of(records: Records, trajectory: bytes) -> Iterator[Payload]:
         yield payload
 
 
+def stored_rewards(records: Records, trajectory: bytes) -> list[common_pb2.RewardEvent]:
+    """The same, parsed."""
+    found = rewards_of(records, trajectory)
+    return [common_pb2.RewardEvent.FromString(bytes(reward)) for reward in found]
+
+
 def count_turns(header: TrajectoryHeader, heads: Sequence[TurnHead]) -> TrajectoryHeader:
     """`header` with what `heads` add up to."""
     sampled = [head for head in heads if head.sampled_tokens]
@@ -83,8 +89,7 @@ def _rewards(
     records: Records, trajectory: bytes, header: TrajectoryHeader
 ) -> list[common_pb2.RewardEvent]:
     if not header.freed:
-        found = rewards_of(records, trajectory)
-        return [common_pb2.RewardEvent.FromString(bytes(reward)) for reward in found]
+        return stored_rewards(records, trajectory)
     if header.outcome is None:
         return []
     return [

@@ -8,7 +8,7 @@ shares a transaction with others.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from forge.core.errors import (
@@ -47,7 +47,7 @@ from services.pool.records import (
     encode_turn_head,
     turn_of_payload,
 )
-from services.pool.summaries import count_turns, header_of, summarize, turns_of
+from services.pool.summaries import count_turns, header_of, stored_rewards, summarize, turns_of
 
 _FENCE_KEY = b"fence"
 _FENCE = struct.Struct(">Q")
@@ -147,7 +147,7 @@ def _put_rewards(
 
 
 def _check_credits(
-    name: TrajectoryName, rewards: Sequence[common_pb2.RewardEvent], *, turns: int
+    name: TrajectoryName, rewards: Iterable[common_pb2.RewardEvent], *, turns: int
 ) -> None:
     for reward in rewards:
         if reward.turn_index >= turns:
@@ -174,6 +174,10 @@ def _seal(records: Records, command: SealTrajectory) -> common_pb2.TrajectorySum
         heads = [head for head, _ in turns]
         if sealing:
             _check_complete(command, heads)
+            # What came before the seal could credit any turn.
+            _check_credits(
+                command.trajectory, stored_rewards(records, trajectory), turns=command.turns
+            )
         sealed = TrajectoryHeader(
             state=command.state,
             domain=command.domain,

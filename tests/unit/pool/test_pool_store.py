@@ -198,6 +198,18 @@ def test_a_reward_for_a_turn_that_does_not_exist_is_refused(store):
         reward(store, make_reward(turn_index=1))
 
 
+def test_a_seal_refuses_a_turn_that_was_credited_too_early(store):
+    """A reward that came before the seal is held against the turns there are, as a later one is;
+    the trajectory can still be given up."""
+    append(store, make_turn(index=0))
+    reward(store, make_reward("early", turn_index=1))
+    with pytest.raises(InvalidArgument, match="reward early credits turn_index 1, but task:0:0"):
+        seal(store, turns=1)
+    assert summary(store).state == common_pb2.TRAJECTORY_STATE_OPEN
+    append(store, make_turn(index=1, prefix=5))
+    assert seal(store, turns=2).turns == 2
+
+
 def test_groups_are_listed_in_queue_order_with_their_trajectories(store):
     """Order is by purpose and queue index; each group carries its own trajectories only."""
     append(
