@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from forge.core.errors import FailedPrecondition
+from forge.core.errors import DataLoss, FailedPrecondition
 from forge.core.trajectory import TaskId, TrajectoryName
+from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.pool.changes import delete_changes
 from services.pool.commands import FreeGroups
@@ -33,7 +34,7 @@ from services.pool.records import (
     decode_header,
     encode_header,
 )
-from services.pool.summaries import count_turns, rewards_of, turns_of
+from services.pool.summaries import count_turns, stored_rewards, turns_of
 
 _SETTLED_KEY = struct.Struct(">Q")
 _STEP = struct.Struct(">Q")
@@ -160,36 +161,72 @@ def check_not_freed(
 
 def free(records: Records, command: FreeGroups) -> Freed:
     """Frees the groups of `command` that may be, up to one of its limits."""
-    left, left_bytes = command.max_records, command.max_bytes
+    left = _Left(records=command.max_records, size_bytes=command.max_bytes)
     groups = payload_bytes = 0
     for task_id in command.task_ids:
-        state = state_of(records, task_id)
-        if state is None or not _may_be_freed(state, command.covered_step):
+        try:
+            if not _begin(records, task_id, command):
+                continue
+            payload_bytes += _delete(records, task_id, left)
+            if left.nothing:
+                break
+            payload_bytes += _finish(records, task_id)
+        except DataLoss as error:
+            # It keeps its room, but not that of the others.
+            log.error("group_not_freed", task_id=task_id, error=str(error))
             continue
-        settled = _settled_key(state.settled_unix_s, task_id)
-        if records.get(Table.SETTLED, settled) is None:
-            continue
-        if not state.freed_unix_s:
-            state.freed_unix_s = command.now_unix_s
-            records.put(Table.STATES, group_key(task_id), state.SerializeToString())
-            _mark_trajectories(records, task_id)
-        for table in (Table.TURNS, Table.REWARDS):
-            count, size_bytes = records.delete_prefix(
-                table, task_prefix(task_id), limit=left, limit_bytes=left_bytes
-            )
-            left, left_bytes = left - count, left_bytes - size_bytes
-            payload_bytes += size_bytes
-        if left <= 0 or left_bytes <= 0:
-            break
-        payload_bytes += _drop_payload(records, task_id)
-        records.delete(Table.SETTLED, settled)
         groups += 1
     return Freed(
         groups=groups,
-        records=command.max_records - left,
+        records=command.max_records - left.records,
         payload_bytes=payload_bytes,
-        unfinished=left <= 0 or left_bytes <= 0,
+        unfinished=left.nothing,
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Left:
+    """What one transaction may still delete."""
+
+    records: int
+    size_bytes: int
+
+    @property
+    def nothing(self) -> bool:
+        return self.records <= 0 or self.size_bytes <= 0
+
+
+def _begin(records: Records, task_id: str, command: FreeGroups) -> bool:
+    """Marks a group that may be freed, and its trajectories; whether it is one.
+
+    Raises `DataLoss` before anything is marked.
+    """
+    state = state_of(records, task_id)
+    if state is None or not _may_be_freed(state, command.covered_step):
+        return False
+    if records.get(Table.SETTLED, _settled_key(state.settled_unix_s, task_id)) is None:
+        return False
+    if not state.freed_unix_s:
+        for key, header in _marked_trajectories(records, task_id):
+            delete_changes(records, header)
+            freed = msgspec.structs.replace(header, closed_change=0, rewarded_change=0)
+            records.put(Table.TRAJECTORIES, key, encode_header(freed))
+        state.freed_unix_s = command.now_unix_s
+        records.put(Table.STATES, group_key(task_id), state.SerializeToString())
+    return True
+
+
+def _delete(records: Records, task_id: str, left: _Left) -> int:
+    """Deletes turns and rewards of a group; the bytes freed."""
+    freed_bytes = 0
+    for table in (Table.TURNS, Table.REWARDS):
+        count, size_bytes = records.delete_prefix(
+            table, task_prefix(task_id), limit=left.records, limit_bytes=left.size_bytes
+        )
+        left.records -= count
+        left.size_bytes -= size_bytes
+        freed_bytes += size_bytes
+    return freed_bytes
 
 
 def _may_be_freed(state: common_pb2.GroupRecord, covered_step: int) -> bool:
@@ -199,10 +236,14 @@ def _may_be_freed(state: common_pb2.GroupRecord, covered_step: int) -> bool:
     return state.state in _SETTLED_STATES
 
 
-def _mark_trajectories(records: Records, task_id: str) -> None:
-    for key, payload in list(records.scan(Table.TRAJECTORIES, prefix=task_prefix(task_id))):
+def _marked_trajectories(records: Records, task_id: str) -> list[tuple[bytes, TrajectoryHeader]]:
+    """Keys and headers of what is to be freed, as they will be but for the change log."""
+    marked = []
+    for key, payload in records.scan(Table.TRAJECTORIES, prefix=task_prefix(task_id)):
         header = decode_header(payload)
-        delete_changes(records, header)
+        if header.freed:
+            # It was, before its group came: what it came to is not to be counted again.
+            continue
         if header.is_open:
             # Its group is settled without it: nobody will ever close it.
             header = count_turns(header, [head for head, _ in turns_of(records, key)])
@@ -211,22 +252,27 @@ def _mark_trajectories(records: Records, task_id: str) -> None:
                 state=common_pb2.TRAJECTORY_STATE_ABANDONED,
                 reason="its group was settled without it",
             )
-        freed = msgspec.structs.replace(
-            header,
-            freed=True,
-            outcome=_outcome(records, key),
-            closed_change=0,
-            rewarded_change=0,
-        )
-        records.put(Table.TRAJECTORIES, key, encode_header(freed))
+        outcome = _outcome(records, key)
+        marked.append((key, msgspec.structs.replace(header, freed=True, outcome=outcome)))
+    return marked
 
 
 def _outcome(records: Records, trajectory: bytes) -> float | None:
-    events = [
-        common_pb2.RewardEvent.FromString(bytes(one)) for one in rewards_of(records, trajectory)
+    outcomes = [
+        event.value
+        for event in stored_rewards(records, trajectory)
+        if event.kind == common_pb2.REWARD_KIND_OUTCOME
     ]
-    outcomes = [one.value for one in events if one.kind == common_pb2.REWARD_KIND_OUTCOME]
     return sum(outcomes) if outcomes else None
+
+
+def _finish(records: Records, task_id: str) -> int:
+    """Drops the payload of a group and its place in the index; the bytes freed."""
+    state = state_of(records, task_id)
+    assert state is not None
+    freed_bytes = _drop_payload(records, task_id)
+    records.delete(Table.SETTLED, _settled_key(state.settled_unix_s, task_id))
+    return freed_bytes
 
 
 def _drop_payload(records: Records, task_id: str) -> int:

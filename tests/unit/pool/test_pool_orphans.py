@@ -17,7 +17,17 @@ from services.pool.records import Table
 from services.pool.store import PoolStore
 from services.pool.validation import new_turn
 from tests.support.pool_records import make_group, make_reward, make_turn
-from tests.support.pool_store import append, commit, fetch, put_groups, queued, seal, summary
+from tests.support.pool_store import (
+    append,
+    change,
+    commit,
+    fetch,
+    put_groups,
+    queued,
+    seal,
+    set_states,
+    summary,
+)
 from tests.support.pool_sweeper import MAX_AGE_S, SETTLED_S, Sweeper, records_of
 
 
@@ -69,6 +79,22 @@ async def test_group_that_comes_after_all_takes_its_trajectories(
     (listed,) = store.groups().groups
     assert listed.group.state == common_pb2.GROUP_STATE_PENDING
     assert len(listed.trajectories) == 2
+
+
+async def test_what_was_freed_before_its_group_came_keeps_its_outcome(
+    store: PoolStore, sweeper: Sweeper
+) -> None:
+    """Freed once more with its group, it is not counted from rewards that are gone."""
+    add_orphan(store)
+    await sweeper.sweep()
+    sweeper.now_unix_s = SETTLED_S + MAX_AGE_S
+    await sweeper.sweep()
+    put_groups(store, make_group("lost"))
+    append(store, make_turn("lost:0:1"))
+    set_states(store, change("lost", common_pb2.GROUP_STATE_TOMBSTONED))
+    assert (await sweeper.sweep()).groups == 1
+    assert [event.value for event in summary(store, "lost:0:0").rewards] == [0.5]
+    assert summary(store, "lost:0:1").freed
 
 
 async def test_search_goes_on_page_by_page(

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from forge.core.admission import QueueSettings
 from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from forge.core.generation import GenerationQueue
+from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, trainer_pb2
 from services.pool import retention
 from services.pool.commands import FreeGroups
 from services.pool.freeing import Freed, SettledGroup
+from services.pool.keys import group_key, trajectory_key
 from services.pool.records import Table
 from services.pool.retention import RetentionPolicy, TrainersCoverage
 from services.pool.store import PoolStore
@@ -189,6 +191,26 @@ async def test_a_large_group_is_freed_in_small_transactions(store, sweeper, monk
     assert max(freed.records for freed in sweeper.writer.freed) == 10
     assert records_of(store)[Table.TURNS] == 0
     assert sum(freed.groups for freed in sweeper.writer.freed) == 1
+
+
+@pytest.mark.parametrize("table", [Table.TRAJECTORIES, Table.GROUPS])
+def test_a_damaged_group_keeps_no_other_from_being_freed(store, table):
+    """What is marked as freed is gone and what is gone is marked, whichever record is damaged."""
+    for task_id in ("damaged", "whole"):
+        add_group(store, task_id)
+        set_states(store, change(task_id, TOMBSTONED))
+    last_key = {
+        Table.TRAJECTORIES: trajectory_key(parse_trajectory_id("damaged:1:0")),
+        Table.GROUPS: group_key("damaged"),
+    }[table]
+    store.change(lambda records: records.put_sealed(table, last_key, b"no checksum"))
+    for freed_groups in (1, 0):
+        assert free_now(store, "damaged", "whole").groups == freed_groups
+        assert summary(store, "whole:0:0").freed
+        freed = summary(store, "damaged:0:0").freed
+        assert freed == (table is Table.GROUPS)
+        if not freed:
+            assert len(fetch(store, "damaged:0:0").turns) == 2
 
 
 def test_who_comes_late_is_told_and_changes_nothing(store):
