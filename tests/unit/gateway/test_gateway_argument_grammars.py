@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from forge.core.errors import InvalidArgument
-from forge.core.formats import collect
+from forge.core.formats import CallDelta, collect
 from forge.core.formats.registry import BUILT_IN
 from forge.core.grammar import LIMITS, source
 from forge.v1 import common_pb2
@@ -203,6 +203,71 @@ def test_a_required_call_satisfies_its_schema(name: str, schema: str, added: boo
             for call in answer.calls:
                 assert required in ("", call.name)
                 jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+
+
+PIECES = [*TEXTS, "b", " ", "\\", "'", "<", "</", "<p", "&", "\t", "\r", "/", "parameter"]
+VALUES: dict[str, Any] = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "share": {"type": "number"},
+    "list": {"type": "array", "items": {}},
+    "point": {"type": "object", "additionalProperties": True},
+    "sure": {"type": "boolean"},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "any": {},
+}
+
+
+def some_arguments(name: str, random: Random) -> dict[str, Any]:
+    def text() -> str:
+        return "".join(random.choices(PIECES, k=random.randrange(6)))
+
+    def value(depth: int = 0) -> Any:
+        scalars = [text(), 10**12, -1.25]
+        # The words of Python are read, and those of JSON are what calls are held to.
+        scalars += [] if name == "pythonic" else [True, False, None]
+        below = [[], {}] if depth > 2 else [[value(depth + 1)], {text(): value(depth + 1)}]
+        return random.choice([*scalars, *below])
+
+    made = {
+        "text": text(),
+        "count": random.randrange(-99, 99),
+        "share": random.choice([1, 2.5]),
+        "list": [value() for _ in range(random.randrange(3))],
+        "point": {text(): value() for _ in range(random.randrange(3))},
+        "sure": random.random() < 0.5,
+        "maybe": random.choice([text(), None]),
+        "any": value(),
+    }
+    left_out = {"sure", "maybe"} if name == "pythonic" else set()
+    return {key: made[key] for key in made if key not in left_out and random.random() < 0.7}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", CALLING)
+def test_what_a_model_writes_and_is_read_is_allowed(name: str, strict: bool) -> None:
+    """A call as the format writes it, if it is read back as the same, is what the grammar lets be
+    sampled, token for token: a grammar takes nothing from a model that masters its format."""
+    model, output, random = model_of(name, added=strict), BUILT_IN[name](), Random(name)
+    tools = [tool("look", {**OBJECT, "properties": VALUES}, strict=strict)]
+    opening, allowed = output.opening("look"), 0
+    grammar = turn_grammar(model, request(tools, "look"), opening=opening, inside=False)
+    assert grammar is not None
+    for _ in range(40):
+        arguments = json.dumps(some_arguments(name, random), ensure_ascii=False)
+        written = output.write([CallDelta(name="look", arguments=arguments)])
+        parser = output.parser(tools)
+        answer = collect([*parser.feed(written), *parser.finish()], parser.error)
+        if answer.error or [call.arguments for call in answer.calls] != [arguments]:
+            continue  # Nothing is escaped: some texts cannot be written.
+        limited = source("lark", grammar.lark)
+        matcher = LLMatcher(tokens_of(name, added=strict), limited, limits=LIMITS, log_level=0)
+        for token in encoded(model, written.removeprefix(opening)):
+            matcher.compute_bitmask()
+            assert matcher.consume_token(token), written
+        assert matcher.is_accepting() or matcher.is_stopped(), written
+        allowed += 1
+    assert allowed > 10
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm", "minimax_m2"])
