@@ -61,15 +61,15 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
         if self._live:
             self._live.stop()
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, *, style: str = "") -> None:
         """One line that stays."""
-        line = f"[dim]{self._elapsed()}[/dim] {text}"
-        self._console.print(line, highlight=False, soft_wrap=True)
+        line = Text.assemble((self._elapsed(), "dim"), " ", (text, style))
+        self._console.print(line, soft_wrap=True)
 
     def process_event(self, event: ProcessEvent) -> None:
         """A child crashed, did not stop, or was given up; orderly starts and stops are silent."""
         if event.kind in ("crashed", "gave_up", "killed"):
-            self.say(f"[yellow]{event.line}[/yellow]")
+            self.say(event.line, style="yellow")
 
     def update(self, progress: Progress) -> None:
         if progress.phase != self._said_phase:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import resource
 import shutil
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import psutil
 from rich.console import Console
+from rich.markup import escape
 
 from forge.cli.stack import etcd_binary
 from forge.core.errors import ForgeError
@@ -43,9 +45,9 @@ def examine(root: Path, console: Console) -> int:
     findings = [check() for check in checks]
     for finding in findings:
         mark = "[green]ok [/green]" if finding.ok else "[red]BAD[/red]"
-        console.print(f"{mark} {finding.text}", highlight=False)
+        console.print(f"{mark} {escape(finding.text)}", highlight=False, soft_wrap=True)
         if finding.remedy and not finding.ok:
-            console.print(f"    {finding.remedy}", highlight=False)
+            console.print(f"    {escape(finding.remedy)}", highlight=False, soft_wrap=True)
     return 0 if all(finding.ok for finding in findings) else 1
 
 
@@ -84,6 +86,12 @@ def _loopback() -> Finding:
 
 def _disk(root: Path) -> Finding:
     existing = next(p for p in (root.resolve(), *root.resolve().parents) if p.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        return Finding(
+            ok=False,
+            text=f"{existing} is no directory that can be written to",
+            remedy="Name another place with --root.",
+        )
     free = shutil.disk_usage(existing).free
     return Finding(
         ok=free > 4 * GIB,

@@ -13,7 +13,7 @@ import typer
 from forge.cli.outcome import console, fail, finish
 from forge.cli.pool import pool_app
 from forge.cli.queue import queue_app
-from forge.core.errors import ForgeError
+from forge.core.errors import ForgeError, InvalidArgument
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -114,12 +114,20 @@ def up(
 
 @app.command()
 def status(
-    run_dir: Annotated[Path, typer.Argument(help="Directory of a run that is going on.")],
+    run_dir: Annotated[
+        Path | None,
+        typer.Argument(help="Directory of a run that is going on. Default: the newest one."),
+    ] = None,
+    root: Root = Path(".forge"),
 ) -> None:
     """Show where a running stack stands: processes, queue, weights."""
+    from forge.cli.connection import newest_run, of_run
     from forge.cli.status import show_status
 
-    finish(lambda: show_status(run_dir, console), "")
+    async def main() -> None:
+        await show_status(newest_run(root) if run_dir is None else of_run(run_dir), console)
+
+    finish(main, "")
 
 
 @app.command()
@@ -146,7 +154,7 @@ def plot(
 
 @app.command()
 def doctor(root: Root = Path(".forge")) -> None:
-    """Check this machine: Python, packages, etcd, ports, disk, memory, sandbox.
+    """Check this machine: Python, packages, etcd, loopback, disk, memory, open files.
 
     Each line says what was checked and, where something is wrong, what to do about it.
     """
@@ -157,7 +165,7 @@ def doctor(root: Root = Path(".forge")) -> None:
 
 @app.command()
 def key(
-    path: Annotated[Path, typer.Argument(help="Where to write it; must not exist.")],
+    path: Annotated[Path, typer.Argument(help="Where to write it; a key that is there is kept.")],
 ) -> None:
     """Make a cluster key: it signs every credential, so each host of a cluster needs the same."""
     from forge.runtime.security import Keyring
@@ -175,6 +183,8 @@ def model_init(
     root: Root = Path(".forge"),
 ) -> None:
     """Make the tiny model's starting weights by a short supervised warm start (about a minute)."""
+    if name != "tiny":
+        fail(InvalidArgument(f"only tiny is made here; `forge model fetch {name}` gets others"))
     _model(name, seed, root)
 
 

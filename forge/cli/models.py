@@ -29,7 +29,12 @@ def ensure_model(model: str, *, seed: int, root: Path) -> Path:
         path = models / model.replace("/", "_")
         command = ["services.trainer.model_fetch", model, "--out", str(path)]
     if not (path / "config.json").exists():
-        models.mkdir(parents=True, exist_ok=True)
+        try:
+            models.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FailedPrecondition(
+                f"{models}: {error.strerror}; name another place with --root"
+            ) from None
         # Threads that spin while they wait would starve each other on a busy machine.
         environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
         if subprocess.run([sys.executable, "-m", *command], env=environment).returncode != 0:

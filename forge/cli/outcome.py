@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from forge.core.errors import ForgeError
 
@@ -37,5 +38,6 @@ def finish(main: Callable[[], Awaitable[None]], interrupted: str) -> None:
 
 
 def fail(error: ForgeError) -> None:
-    Console(stderr=True).print(f"[red]forge: {error}[/red]", highlight=False, soft_wrap=True)
+    # Not as markup: what was typed wrong may look like it.
+    Console(stderr=True).print(Text(f"forge: {error}", style="red"), soft_wrap=True)
     raise typer.Exit(2 if not error.retryable else 1) from None

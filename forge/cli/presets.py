@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 from forge.core.errors import InvalidArgument
 
+PROCESSES = ("pool", "scheduler", "trainer", "prefill", "decode", "router", "gateway", "runner")
+"""The processes of a run, in the order they start."""
+
 Settings = Mapping[str, Mapping[str, str]]
 """Settings by process name, as its `--print-config` names them."""
 
@@ -97,6 +100,10 @@ def parse_overrides(assignments: list[str]) -> Settings:
         if not (equals and dot and service and key):
             raise InvalidArgument(
                 f"--set {word!r}: expected service.key=value, e.g. trainer.learning_rate=1e-4"
+            )
+        if service not in PROCESSES:
+            raise InvalidArgument(
+                f"--set {word!r}: there is no {service}; name one of {', '.join(PROCESSES)}"
             )
         settings.setdefault(service, {})[key.replace("-", "_")] = value
     return settings

@@ -52,9 +52,15 @@ class RunDirectory:
         return self.logs / f"{process}.log"
 
     def create(self) -> None:
-        """Make the directories and the cluster key; does nothing to what is there."""
-        for directory in (self.path, self.logs, self.etcd, self.checkpoints):
-            directory.mkdir(parents=True, exist_ok=True)
+        """Make the directories and the cluster key; does nothing to what is there.
+
+        Raises `InvalidArgument` where nothing can be written.
+        """
+        try:
+            for directory in (self.path, self.logs, self.etcd, self.checkpoints):
+                directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable(error) from None
         if not self.key_file.exists():
             Keyring.generate(self.key_file)
 
@@ -62,8 +68,10 @@ class RunDirectory:
         """The remembered state. Raises `InvalidArgument` when the file is not one of ours."""
         try:
             return RunState(**json.loads(self._state_file.read_text()))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise self._unusable(error) from None
         except (ValueError, TypeError) as error:
             raise InvalidArgument(
                 f"{self._state_file} is not a run's state ({error}); remove {self.path} or name "
@@ -94,9 +102,14 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory. Raises `FailedPrecondition` while another process holds it."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "lock").open("w") as lock:
+        """Hold the directory. Raises `FailedPrecondition` while another process holds it,
+        `InvalidArgument` where nothing can be written."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            opened = (self.path / "lock").open("w")
+        except OSError as error:
+            raise self._unusable(error) from None
+        with opened as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -105,6 +118,11 @@ class RunDirectory:
                     "another directory with --run-dir"
                 ) from None
             yield
+
+    def _unusable(self, error: OSError) -> InvalidArgument:
+        return InvalidArgument(
+            f"{error.filename}: {error.strerror}; name another place with --root or --run-dir"
+        )
 
 
 def choose_run_directory(root: Path, *, model: str, seed: int) -> RunDirectory:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forge.cli.presets import Settings
+from forge.cli.presets import PROCESSES, Settings
 from forge.cli.rundir import RunDirectory
 from forge.core.errors import NotFound, Unavailable
 from forge.runtime.coordination import Coordinator
@@ -26,7 +26,7 @@ from forge.runtime.processes import ProcessEvent, ProcessSpec, ProcessSupervisor
 
 T = TypeVar("T")
 
-READY_KINDS = ("pool", "scheduler", "trainer", "prefill", "decode", "router", "gateway")
+READY_KINDS = tuple(name for name in PROCESSES if name != "runner")
 """What must have registered before the stack can sample."""
 DRAIN_S = 10.0
 """Longest wait for work in flight when a service stops."""

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from forge.cli.connection import of_run
+from forge.cli.connection import Connection
 from forge.cli.stack import READY_KINDS
 from forge.client.operator import Operator
 from forge.core.errors import ForgeError
 from forge.runtime.coordination import Coordinator
 
 
-async def show_status(path: Path, console: Console) -> None:
-    """Print the instances and what each service says. Raises `NotFound` for no run."""
-    async with of_run(path).open() as (coordinator, channels):
+async def show_status(at: Connection, console: Console) -> None:
+    """Print the instances and what each service says. Raises `Unavailable` without etcd."""
+    async with at.open() as (coordinator, channels):
         console.print(await _instances(coordinator))
         operator = Operator(coordinator, channels)
         for name, ask in (
@@ -25,9 +24,11 @@ async def show_status(path: Path, console: Console) -> None:
             ("trainer", operator.trainer_status),
         ):
             try:
-                console.print(f"[bold]{name}[/bold]\n{await ask()}", highlight=False)
+                said = Text(str(await ask()))
             except ForgeError as error:
-                console.print(f"[bold]{name}[/bold]\n[yellow]{error}[/yellow]", highlight=False)
+                said = Text(str(error), style="yellow")
+            console.print(Text(name, style="bold"))
+            console.print(said, soft_wrap=True)
 
 
 async def _instances(coordinator: Coordinator) -> Table:

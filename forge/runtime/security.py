@@ -100,11 +100,16 @@ class Keyring:
 
     @classmethod
     def generate(cls, path: str | Path) -> Keyring:
-        """Write a fresh key to a file only its owner can read; an existing file is kept."""
+        """Write a fresh key to a file only its owner can read; an existing file is kept.
+
+        Raises ConfigError where it cannot be written.
+        """
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             return cls.from_file(path)
+        except OSError as error:
+            raise ConfigError(f"key_file = {str(path)!r}: {error.strerror}") from None
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(_MIN_KEY_BYTES) + "\n")
             file.flush()
@@ -196,7 +201,7 @@ class Security:
         if not config.key_file:
             raise ConfigError(
                 "key_file is not set: all processes of a cluster share one signing key "
-                "(make one: umask 077; openssl rand -hex 32 > FILE)"
+                "(make one: forge key FILE)"
             )
         return cls(
             Keyring.from_file(config.key_file),

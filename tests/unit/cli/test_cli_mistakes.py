@@ -1,0 +1,56 @@
+"""What a newcomer gets wrong, and the one line that says what to do."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from forge.cli.display import RunDisplay
+from forge.cli.main import app
+from forge.runtime.processes import ProcessEvent
+
+FILE = "{tmp}/file"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("run", "--set", "inference.x=1"), "there is no inference; name one of pool, scheduler"),
+        (("run", "--root", FILE), "Not a directory; name another place with --root"),
+        (("up", "--run-dir", f"{FILE}/run"), "Not a directory; name another place with --root"),
+        (("key", "{tmp}/none/key"), "/none/key': No such file or directory"),
+        (("model", "init", "smollm2"), "`forge model fetch smollm2` gets others"),
+        (("status", "[/red]"), "[/red] is not a run directory"),
+        (("status", "--root", "{tmp}"), "there is no run under {tmp}"),
+        (("queue", "status", "--root", "{tmp}"), "there is no run under {tmp}"),
+    ],
+)
+def test_mistake_is_one_line(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    """No traceback, and exit code 2: the same command again would end the same."""
+    (tmp_path / "file").touch()
+    ended = CliRunner().invoke(app, [word.format(tmp=tmp_path) for word in words])
+    assert ended.exit_code == 2, ended.exception
+    assert ended.stderr.startswith("forge: ")
+    assert ended.stderr.count("\n") == 1
+    assert said.format(tmp=tmp_path) in ended.stderr
+
+
+def test_doctor_names_a_root_that_cannot_be_used(tmp_path: Path) -> None:
+    """A file in the way is found before a run fails on it."""
+    (tmp_path / "file").touch()
+    ended = CliRunner().invoke(app, ["doctor", "--root", str(tmp_path / "file" / "root")])
+    assert ended.exit_code == 1
+    assert f"BAD {tmp_path}/file is no directory" in ended.stdout
+
+
+def test_last_words_of_a_process_are_shown_as_they_are() -> None:
+    """They are no markup, whatever brackets they hold."""
+    console = Console(file=StringIO(), width=200)
+    crashed = ProcessEvent(kind="crashed", name="pool", pid=1, last_line="[/tmp/x] [red]")
+    RunDisplay(console, total_steps=1).process_event(crashed)
+    assert isinstance(console.file, StringIO)
+    assert console.file.getvalue().endswith(": [/tmp/x] [red]\n")
