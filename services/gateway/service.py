@@ -6,7 +6,7 @@ Owns no state. The session token has been verified before a handler runs; it nam
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -100,11 +100,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         ):
             async for event in events:
                 if isinstance(event, Turn):
-                    for tokens in () if request.stream else split(event.tokens()):
-                        yield gateway_pb2.GenerateResponse(tokens=tokens)
-                    yield gateway_pb2.GenerateResponse(
-                        finish_reason=event.sampled.finish_reason, turn_index=event.turn_index
-                    )
+                    for response in _last_generate_responses(event, streamed=request.stream):
+                        yield response
                     continue
                 for tokens in split(event.tokens):
                     yield gateway_pb2.GenerateResponse(tokens=tokens)
@@ -165,6 +162,20 @@ def _last_chat_response(turn: Turn, *, streamed: bool) -> gateway_pb2.ChatRespon
         prompt_tokens=turn.prompt_tokens,
         sampled_tokens=turn.sampled.tokens,
         cached_tokens=turn.sampled.cached_tokens,
+        turn_index=turn.turn_index,
+    )
+
+
+def _last_generate_responses(
+    turn: Turn, *, streamed: bool
+) -> Iterator[gateway_pb2.GenerateResponse]:
+    """The end, and with it all tokens, unless they were streamed; one, if a message holds them."""
+    parts = [] if streamed else list(split(turn.tokens()))
+    for tokens in parts[:-1]:
+        yield gateway_pb2.GenerateResponse(tokens=tokens)
+    yield gateway_pb2.GenerateResponse(
+        tokens=parts[-1] if parts else None,
+        finish_reason=turn.sampled.finish_reason,
         turn_index=turn.turn_index,
     )
 

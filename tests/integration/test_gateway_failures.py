@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from openai import APIError, APIStatusError, RateLimitError
 
+from forge.core.trajectory import int32_bytes
 from forge.runtime.coordination import Coordinator
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc, pool_pb2
 from tests.support.etcd import EtcdServer
@@ -181,14 +182,17 @@ async def test_what_is_not_streamed_is_told_once(
             ],
             stop=["e"],
         )
-        call = gateway_pb2_grpc.GatewayServiceStub(channel).Chat(
-            asked, metadata=[("authorization", f"Bearer {token}")], timeout=30
-        )
-        reading = asyncio.create_task(_all_of(call))
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        credential = [("authorization", f"Bearer {token}")]
+        reading = asyncio.create_task(_all_of(stub.Chat(asked, metadata=credential, timeout=30)))
         await asyncio.to_thread(stack.processes["engine-0"].wait, 30)
         stack.start_engine("engine-1")
         (answer,) = await reading
+        ids = gateway_pb2.GenerateRequest(prompt_ids=int32_bytes([1, 2, 3]))
+        (sampled,) = await _all_of(stub.Generate(ids, metadata=credential, timeout=30))
     assert (answer.delta, answer.message.content) == ("abcd", "abcd")
+    assert len(sampled.tokens.ids) == len(sampled.tokens.logprobs) == 4 * len("ok.")
+    assert (sampled.finish_reason, sampled.turn_index) == (common_pb2.FINISH_REASON_STOP, 1)
 
 
 async def _all_of(call: Any) -> list[Any]:
