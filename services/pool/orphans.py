@@ -31,14 +31,17 @@ class OrphanPage:
 
 
 def orphans_after(records: Records, after: bytes, *, limit: int) -> OrphanPage:
-    """Tasks that have trajectories and no state, among `limit` trajectories behind a key."""
+    """Tasks that have trajectories and no state, among `limit` trajectories behind a key.
+
+    Keys tell: a damaged record does not end the search.
+    """
     found: list[TaskId] = []
     task_id = ""
-    for seen, (key, _) in enumerate(records.scan(Table.TRAJECTORIES, after=after), start=1):
+    for seen, (key, _) in enumerate(records.scan_sealed(Table.TRAJECTORIES, after=after), start=1):
         # The trajectories of a task lie together.
         if not key.startswith(task_prefix(task_id)):
             task_id = name_of_trajectory_key(key).task_id
-            if records.get(Table.STATES, group_key(task_id)) is None:
+            if records.get_sealed(Table.STATES, group_key(task_id)) is None:
                 found.append(TaskId(task_id))
         if seen == limit:
             return OrphanPage(task_ids=tuple(found), last_key=key)

@@ -8,11 +8,13 @@ import pytest
 from prometheus_client import REGISTRY
 
 from forge.core.errors import FailedPrecondition, NotFound
+from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool import retention
 from services.pool.actors import Writer
 from services.pool.commands import AppendTurns, MarkOrphans, SetGroupStates
 from services.pool.copies import check
+from services.pool.keys import trajectory_key
 from services.pool.records import Table
 from services.pool.store import PoolStore
 from services.pool.validation import new_turn
@@ -113,6 +115,17 @@ async def test_search_goes_on_page_by_page(
         if not (after := page.last_key):
             break
     assert sorted(set(found)) == [f"lost{number}" for number in range(5)]
+
+
+def test_search_goes_on_behind_damage(store: PoolStore) -> None:
+    """A damaged header or state keeps nobody else from being found."""
+    put_groups(store, make_group("kept"))
+    append(store, make_turn("kept:0:0"))
+    add_orphan(store)
+    key = trajectory_key(parse_trajectory_id("kept:0:0"))
+    store.change(lambda records: records.put_sealed(Table.TRAJECTORIES, key, b"no checksum"))
+    store.change(lambda records: records.put_sealed(Table.STATES, b"kept", b"no checksum"))
+    assert store.orphans(after=b"", limit=10).task_ids == ("lost",)
 
 
 def test_marked_task_is_no_damage(tmp_path: Path) -> None:
