@@ -58,6 +58,8 @@ class AppendStream:
     ) -> AsyncIterator[pool_pb2.AppendTurnsResponse]:
         """One answer per turn, in the order of arrival, until the sender is done."""
         self._intake = asyncio.create_task(self._take_in(requests))
+        if self._draining:
+            self._intake.cancel()
         try:
             while batch := await self._next_batch():
                 answers = await self._store(batch)
@@ -74,8 +76,9 @@ class AppendStream:
             await asyncio.wait({self._intake})
 
     def drain(self) -> None:
-        """Read no further; answer what has arrived, then end the call."""
+        """Read no further; answer what has arrived, then end the call; also before it begins."""
         self._draining = True
+        self._end()
         if self._intake is not None:
             self._intake.cancel()
 
@@ -93,8 +96,12 @@ class AppendStream:
                     self._room.clear()
                     await self._room.wait()
         finally:
-            self._ended = True
-            self._arrived.set()
+            self._end()
+
+    def _end(self) -> None:
+        """Nothing more will arrive."""
+        self._ended = True
+        self._arrived.set()
 
     async def _next_batch(self) -> list[_Arrival]:
         """What has arrived since the last one; empty when nothing more will."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
 
-from forge.core.errors import InvalidArgument
+from forge.core.errors import InvalidArgument, Unavailable
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.append_stream import AppendStream
 from services.pool.commands import AppendTurns
@@ -72,3 +73,17 @@ async def test_a_refused_turn_is_answered_counted_and_alone(bad: bytes) -> None:
     assert [answer.sequence for answer in answers] == [0, 1, 2]
     assert answers[1].error
     assert refused_turns() == before + 1
+
+
+async def test_a_stream_that_begins_during_a_drain_ends_at_once() -> None:
+    """It is not read: its sender, who may have nothing to send for long, goes elsewhere."""
+    stream = AppendStream(Storing(), max_turn_bytes=MAX_TURN_BYTES)
+    stream.drain()
+
+    async def silent() -> AsyncIterator[pool_pb2.AppendTurnsRequest]:
+        await asyncio.Event().wait()
+        yield pool_pb2.AppendTurnsRequest()
+
+    with pytest.raises(Unavailable, match="draining"):
+        async with asyncio.timeout(10):
+            assert [answer async for answer in stream.responses(silent())] == []
