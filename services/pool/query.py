@@ -27,7 +27,7 @@ from services.pool.changes import (
 )
 from services.pool.keys import name_of_trajectory_key
 from services.pool.records import Records, Table, TrajectoryHeader, decode_header
-from services.pool.summaries import count_turns, header_of, summarize, turns_of
+from services.pool.summaries import count_turns, header_of, summary_of, turns_of
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
 PAGE_COST = 4096
@@ -102,11 +102,8 @@ def query(
         position = candidate.position
         cost += 1
         header = candidate.header
-        if (
-            header.is_open
-            and _bounds_versions(wanted)
-            and fits_header(wanted, header, counted=False)
-        ):
+        if header.is_open and fits_header(wanted, header, counted=False):
+            # Its turns are read for its summary, if for nothing else.
             heads = [head for head, _ in turns_of(records, candidate.trajectory)]
             header = count_turns(header, heads)
             cost += len(heads)
@@ -146,10 +143,11 @@ def summary_if_fits(
     trajectory: bytes,
     header: TrajectoryHeader,
 ) -> common_pb2.TrajectorySummary | None:
+    """None when it does not fit; the turns of an open one are counted in `header`."""
     if not fits_header(wanted, header):
         return None
-    summary = summarize(records, name_of_trajectory_key(trajectory))
-    return summary if summary is not None and _fits_rewards(wanted, summary) else None
+    summary = summary_of(records, name_of_trajectory_key(trajectory), header)
+    return summary if _fits_rewards(wanted, summary) else None
 
 
 def fits_header(

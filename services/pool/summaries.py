@@ -69,13 +69,20 @@ def summarize(records: Records, name: TrajectoryName) -> common_pb2.TrajectorySu
         return None
     if header.is_open:
         header = count_turns(header, [head for head, _ in turns_of(records, key)])
+    return summary_of(records, name, header)
+
+
+def summary_of(
+    records: Records, name: TrajectoryName, header: TrajectoryHeader
+) -> common_pb2.TrajectorySummary:
+    """With the turns that `header` counts."""
     return common_pb2.TrajectorySummary(
         trajectory_id=name.trajectory_id,
         task_id=name.task_id,
         state=common_pb2.TrajectoryState.ValueType(header.state),
         turns=header.turns,
         sampled_tokens=header.sampled_tokens,
-        rewards=_rewards(records, key, header),
+        rewards=_rewards(records, trajectory_key(name), header),
         min_weight_version=header.min_weight_version,
         max_weight_version=header.max_weight_version,
         sealed_unix_s=header.sealed_unix_s,

@@ -102,6 +102,17 @@ def test_a_page_looks_at_a_bounded_number_of_records(filled, monkeypatch):
     assert found(filled, domain="math") == ["b:0:0"]
 
 
+@pytest.mark.parametrize("wanted", [{}, {"state": OPEN}, {"min_weight_version": 1}])
+def test_turns_of_open_trajectories_are_part_of_what_a_page_looks_at(store, monkeypatch, wanted):
+    """Whatever is asked for: they are counted for the summary."""
+    monkeypatch.setattr(query, "PAGE_COST", 20)
+    for number in range(6):
+        append(store, *(make_turn(f"t{number}:0:0", index) for index in range(9)))
+    first = page(store, **wanted)
+    assert [summary.turns for summary in first.trajectories] == [9, 9]
+    assert len(found(store, **wanted)) == 6
+
+
 @pytest.mark.parametrize("wanted", [{}, {"closed_from_unix_s": 5.0}])
 def test_pages_are_stable_under_writes_in_between(store, wanted):
     """What was there from the first page to the last comes once, whatever is closed, opened and
