@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forge.core.activity import Activity
-from forge.core.errors import StaleFence
+from forge.core.errors import StaleFence, Unavailable
 from forge.runtime.coordination import Coordinator
 
 TERM_KEY = "scheduler/term"
@@ -73,11 +73,11 @@ class OwnRecord:
         self._term = term
 
     async def amend(self, **changes: Any) -> TermRecord:
-        """Change fields; durable on return. Raises StaleFence once another term has begun."""
+        """Change fields; durable on return. Raises Unavailable once another term has begun."""
         while True:
             record = await TermRecord.read(self._coordinator)
             if record.term != self._term:
-                raise StaleFence(f"term {self._term} is over: term {record.term} has begun")
+                raise Unavailable(f"term {self._term} is over: term {record.term} has begun")
             try:
                 return await replace(record, **changes).write(self._coordinator)
             except StaleFence:
@@ -85,7 +85,7 @@ class OwnRecord:
                 continue
 
     async def add_shards(self, joined: frozenset[str]) -> None:
-        """Enter shards before the first group is put on them. Raises StaleFence."""
+        """Enter shards before the first group is put on them. Raises Unavailable."""
         # Only the keeper of shards changes this field, so nothing is lost between the two reads.
         record = await TermRecord.read(self._coordinator)
         await self.amend(shards=record.shards | joined)

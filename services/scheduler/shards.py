@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from forge.core.errors import DeadlineExceeded, Unavailable
+from forge.core.errors import DeadlineExceeded, StaleFence, Unavailable
 from forge.runtime.coordination import Discovery, Instance, Leadership
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import translated
@@ -60,7 +60,7 @@ class PoolShards:
         await self._set_states(shard, ())
 
     async def put(self, shard: str, groups: Iterable[common_pb2.GroupRecord]) -> None:
-        """Store new groups, in order. Raises Unavailable, StaleFence."""
+        """Store new groups, in order. Raises Unavailable."""
         for part in _parts(groups):
             self._check_leadership()
             request = pool_pb2.PutGroupsRequest(groups=part, fence=self._leadership.fence)
@@ -122,12 +122,18 @@ class PoolShards:
                 retry_for_s=self._timeout_s,
                 where=lambda instance: shard_of(instance) == shard,
             )
+        except StaleFence as error:
+            # For who asked, it is as if this one had known: the call is for another leader.
+            raise self._deposed() from error
         except (Unavailable, DeadlineExceeded) as error:
             raise Unavailable(f"pool shard {shard} does not answer: {error}") from error
 
     def _check_leadership(self) -> None:
         if not self._leadership.alive:
-            raise Unavailable("this scheduler does not lead any more")
+            raise self._deposed()
+
+    def _deposed(self) -> Unavailable:
+        return Unavailable("this scheduler does not lead any more")
 
 
 def _parts(

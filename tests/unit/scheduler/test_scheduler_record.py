@@ -7,7 +7,7 @@ import json
 import pytest
 
 from forge.core.activity import Activity
-from forge.core.errors import StaleFence
+from forge.core.errors import StaleFence, Unavailable
 from forge.runtime.coordination import Versioned
 from services.scheduler.record import TERM_KEY, OwnRecord, TermRecord
 
@@ -75,6 +75,6 @@ async def test_deposed_leader_changes_nothing() -> None:
     etcd = OneKey()
     await TermRecord(term=1).write(etcd)
     etcd.between = json.dumps({"term": 2, "shards": [], "claims": True}).encode()
-    with pytest.raises(StaleFence, match="term 1 is over: term 2 has begun"):
+    with pytest.raises(Unavailable, match="term 1 is over: term 2 has begun"):
         await OwnRecord(etcd, 1).amend(activity=Activity.PAUSED)
     assert (await TermRecord.read(etcd)).activity is Activity.RUNNING
