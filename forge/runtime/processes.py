@@ -199,6 +199,9 @@ class _Child:
             except ConfigError as error:
                 self._tell("gave_up", last_line=str(error))
                 return
+            if self._stopping.is_set():
+                # Asked while there was none: this one has not heard of it.
+                self._process.terminate()
 
     def _tell(
         self,

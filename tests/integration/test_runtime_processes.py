@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -73,6 +74,28 @@ async def until_logged(path: Path, text: str) -> None:
     async with asyncio.timeout(30):
         while not path.exists() or text not in path.read_text():
             await asyncio.sleep(0.02)
+
+
+async def test_child_that_restarts_as_all_are_stopped_is_stopped_too(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not waited for until its time to stop is over."""
+    stopping: list[asyncio.Task[None]] = []
+    spawn = asyncio.create_subprocess_exec
+
+    async def spawn_as_all_are_stopped(*argv: str, **options: Any) -> asyncio.subprocess.Process:
+        stopping.append(asyncio.create_task(watched.supervisor.stop()))
+        await asyncio.sleep(0)
+        return await spawn(*argv, **options)
+
+    await watched.start("pool", SLEEP)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn_as_all_are_stopped)
+    pid = watched.supervisor.pid("pool")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await watched.until("stopped")
+    await asyncio.gather(*stopping)
+    assert not [event for event in watched.events if event.kind == "killed"]
 
 
 async def test_crash_is_one_line_and_a_restart(watched: Watched) -> None:
