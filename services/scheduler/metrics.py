@@ -64,6 +64,13 @@ def show_leading(leading: bool) -> None:
         TERMS.inc()
 
 
+def clear() -> None:
+    """The queue is another instance's now: two of them would be one too many in every sum."""
+    show(scheduler_pb2.GetSchedulerStatusResponse())
+    _COMPLETED.clear()
+    _REWARD.clear()
+
+
 def show(status: scheduler_pb2.GetSchedulerStatusResponse) -> None:
     """What GetSchedulerStatus answers, as gauges."""
     _HEAD.set(status.head)

@@ -19,6 +19,7 @@ from forge.runtime.actor import ActorRef, ActorSystem, Restart
 from forge.runtime.coordination import Coordinator, Leadership
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
+from services.scheduler import metrics
 from services.scheduler.actors.archivist import Archivist
 from services.scheduler.actors.inspector import Inspector
 from services.scheduler.actors.ledger import Ledger
@@ -118,6 +119,7 @@ class Term:
             await asyncio.wait({self._keeper})
         await self._note_that_no_claims_are_out()
         await self._actors.stop()
+        metrics.clear()
         await self._leadership.resign()
         gc.unfreeze()
         log.info("term_ended", term=self._number, fence=self._leadership.fence)
