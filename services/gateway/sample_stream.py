@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
@@ -26,12 +28,15 @@ from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
 
 if TYPE_CHECKING:
+    from forge.runtime.coordination import Instance
     from forge.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 
 MESSAGE_BYTES = 1 << 20
 """Most that several requests take in one message."""
 ROOM_BYTES = 1 << 10
 """Of a message, for what is around a request that fills it."""
+SHUNNED_S = 2.0
+"""A router whose stream was lost is left alone for this long while there is another."""
 MOST_WAITING = 64
 """Responses of one call that are kept apart until it is read."""
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
@@ -56,14 +61,28 @@ class SampleStreams:
 
     async def pick(self, *, timeout_s: float) -> RouterStream:
         """The stream to some router; waits for one to appear. Raises `Unavailable`."""
-        instance, stub = await self._remote.pick(timeout_s=timeout_s)
+        instance, stub = await self._remote.pick(where=self._sound(), timeout_s=timeout_s)
         stream = self._streams.get(instance.address)
         if stream is None or stream.lost:
-            self._streams = {at: one for at, one in self._streams.items() if not one.lost}
+            shunned = self._shunned()
+            self._streams = {
+                at: one for at, one in self._streams.items() if not one.lost or at in shunned
+            }
             stream = self._streams[instance.address] = RouterStream(
                 stub.SampleStream(), router=instance.instance_id
             )
         return stream
+
+    def _sound(self) -> Callable[[Instance], bool] | None:
+        """Who may be picked: a router that is gone is in discovery until its lease has run out."""
+        shunned = self._shunned()
+        if not shunned or all(one.address in shunned for one in self._remote.instances()):
+            return None
+        return lambda instance: instance.address not in shunned
+
+    def _shunned(self) -> set[str]:
+        now_s = asyncio.get_running_loop().time()
+        return {at for at, one in self._streams.items() if one.lost_s > now_s - SHUNNED_S}
 
     async def close(self) -> None:
         """Ends every stream, and the calls on them with `Unavailable`."""
@@ -85,10 +104,15 @@ class RouterStream:
         """Calls that were sent and are not wanted any more."""
         self._more = asyncio.Event()
         self._last_call = 0
-        self.lost = False
+        self.lost_s = -math.inf
+        """When it was lost, in the loop's time."""
         # Not in the context of the call that came first: it would log as that session.
         loop = asyncio.get_running_loop()
         self._task = loop.create_task(self._run(), context=contextvars.Context())
+
+    @property
+    def lost(self) -> bool:
+        return self.lost_s > -math.inf
 
     def begin(self, request: pb.SampleRequest, *, timeout_s: float) -> Answer:
         """Asks for an answer. Raises `InvalidArgument` for a request that no message can hold,
@@ -129,7 +153,7 @@ class RouterStream:
         except* Exception as group:
             why = f"was lost: {self._told(group)}"
         finally:
-            self.lost = True
+            self.lost_s = asyncio.get_running_loop().time()
             self._call.cancel()
             self._begins.clear()
             answers, self._answers = self._answers, {}

@@ -96,7 +96,10 @@ class Remote:
         self.routers = list(routers)
         self.channels: list[grpc.aio.Channel] = []
 
-    async def pick(self, *, timeout_s: float) -> tuple[Any, Any]:
+    def instances(self) -> list[Any]:
+        return [SimpleNamespace(address=router.address) for router in self.routers]
+
+    async def pick(self, *, where: Any, timeout_s: float) -> tuple[Any, Any]:
         router = self.routers[-1]
         self.channels.append(grpc.aio.insecure_channel(router.address))
         stub = inference_pb2_grpc.InferenceServiceStub(self.channels[-1])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -12,7 +13,8 @@ import pytest
 
 from forge.core.errors import Unavailable
 from forge.v1 import inference_pb2 as pb
-from services.gateway.sample_stream import MESSAGE_BYTES, Answer, RouterStream
+from services.gateway import sample_stream
+from services.gateway.sample_stream import MESSAGE_BYTES, Answer, RouterStream, SampleStreams
 
 WAIT_S = 30.0
 
@@ -134,3 +136,49 @@ async def test_each_call_of_a_lost_stream_has_an_error_of_its_own() -> None:
     frames = [len(list(traceback.walk_tb(error.__traceback__))) for error in raised]
     assert len(frames) == 100
     assert max(frames) < 10
+
+
+class Routers:
+    """Discovery that shows two routers, and is asked for the first that may be picked."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[Call]] = {"a": [], "b": []}
+
+    def instances(self) -> list[Any]:
+        return [SimpleNamespace(address=name, instance_id=name) for name in self.calls]
+
+    async def pick(self, *, where: Any, timeout_s: float) -> tuple[Any, Any]:
+        instance = next(one for one in self.instances() if where is None or where(one))
+
+        def made() -> Call:
+            self.calls[instance.address].append(Call())
+            return self.calls[instance.address][-1]
+
+        return instance, SimpleNamespace(SampleStream=made)
+
+
+async def test_a_router_that_was_lost_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a while, and while there is another: discovery shows it until its lease has run out."""
+    routers = Routers()
+    streams = SampleStreams(cast(Any, routers))
+
+    async def picked() -> list[int]:
+        await streams.pick(timeout_s=WAIT_S)
+        return [len(calls) for calls in routers.calls.values()]
+
+    async def lose(name: str) -> None:
+        await settled()
+        routers.calls[name][-1].ends.set_exception(Unavailable("gone"))
+        await settled()
+
+    assert await picked() == [1, 0]
+    await lose("a")
+    assert await picked() == [1, 1]
+    assert await picked() == [1, 1]
+    await lose("b")
+    assert await picked() == [2, 1]
+    await lose("a")
+    monkeypatch.setattr(sample_stream, "SHUNNED_S", 0.0)
+    assert await picked() == [3, 1]
+    assert set(streams._streams) == {"a"}
+    await streams.close()
