@@ -22,6 +22,7 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import from_rpc_error
+from forge.runtime.rpc.streams import flowing
 from forge.runtime.security import Security
 from forge.v1 import common_pb2, inference_pb2, scheduler_pb2, trainer_pb2
 from forge.v1.inference_pb2_grpc import InferenceServiceStub
@@ -31,6 +32,8 @@ BATCH_TASKS = 256
 BATCH_BYTES = 2 << 20
 """Of one SubmitTasks call; a task by itself may be up to 1 MiB."""
 RECONNECT_S = 0.5
+LIST_SILENCE_S = 30.0
+"""A list of groups may be long: as long as it comes, it is waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,11 +145,9 @@ class Operator:
 
     async def _list_groups(self, tag: str) -> list[scheduler_pb2.BatchGroup]:
         _, stub = await self._scheduler.pick(where=leads)
-        call = stub.ListGroups(scheduler_pb2.ListGroupsRequest(tag=tag), timeout=60.0)
-        try:
-            return [response.group async for response in call]
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        call = stub.ListGroups(scheduler_pb2.ListGroupsRequest(tag=tag))
+        listed = flowing(call, silence_s=LIST_SILENCE_S, source="the scheduler")
+        return [response.group async for response in listed]
 
 
 def batches(tasks: Iterable[common_pb2.Task]) -> Iterator[list[common_pb2.Task]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from forge.core.errors import DeadlineExceeded, StaleFence, Unavailable
 from forge.runtime.coordination import Discovery, Instance, Leadership
 from forge.runtime.rpc.remote import Remote
-from forge.runtime.rpc.status import translated
+from forge.runtime.rpc.streams import flowing
 from forge.v1 import common_pb2, pool_pb2
 
 if TYPE_CHECKING:
@@ -91,22 +91,14 @@ class PoolShards:
         return {one.trajectory_id: one for answer in answers for one in answer.summaries}
 
     async def scan(self, shard: str) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
-        """Every group of a shard, in queue order. Raises Unavailable, also when the shard stops
-        in the middle for longer than one call may take."""
-        async with translated():
-            _, stub = await self._remote.pick(where=lambda i: shard_of(i) == shard)
-            groups = aiter(stub.ScanGroups(pool_pb2.ScanGroupsRequest()))
-            while True:
-                try:
-                    async with asyncio.timeout(self._timeout_s):
-                        response = await anext(groups, None)
-                except TimeoutError:
-                    raise Unavailable(
-                        f"pool shard {shard} sent none of its groups for {self._timeout_s:g} s"
-                    ) from None
-                if response is None:
-                    return
-                yield response
+        """Every group of a shard, in queue order. Raises Unavailable, and DeadlineExceeded when the
+        shard stops in the middle for longer than one call may take."""
+        _, stub = await self._remote.pick(where=lambda i: shard_of(i) == shard)
+        groups = stub.ScanGroups(pool_pb2.ScanGroupsRequest())
+        async for response in flowing(
+            groups, silence_s=self._timeout_s, source=f"pool shard {shard}"
+        ):
+            yield response
 
     async def _set_states(self, shard: str, changes: Sequence[Change]) -> None:
         self._check_leadership()

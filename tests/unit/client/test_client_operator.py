@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,7 +14,7 @@ import pytest_asyncio
 
 from forge.client import operator as operator_module
 from forge.client.operator import BATCH_BYTES, BATCH_TASKS, Operator, batches
-from forge.core.errors import PermissionDenied
+from forge.core.errors import DeadlineExceeded, PermissionDenied
 from forge.runtime.coordination import Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.security import Keyring, Security
@@ -27,6 +28,8 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     def __init__(self) -> None:
         self.submitted: list[list[str]] = []
         self.groups: list[scheduler_pb2.BatchGroup] = []
+        self.stuck = False
+        """Whether a list of groups never ends."""
 
     async def SubmitTasks(self, request: Any, context: Any) -> Any:
         self.submitted.append([task.task_id for task in request.tasks])
@@ -36,6 +39,8 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         for group in self.groups:
             if group.group.task.tag == request.tag:
                 yield scheduler_pb2.ListGroupsResponse(group=group)
+        if self.stuck:
+            await asyncio.Event().wait()
 
 
 class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -130,6 +135,18 @@ async def test_tasks_are_submitted_in_bounded_calls(operator: Operator, system: 
     assert sizes == [BATCH_TASKS, BATCH_TASKS, 1]
     submitted = itertools.chain.from_iterable(system.scheduler.submitted)
     assert list(submitted) == [f"t{number}" for number in range(2 * BATCH_TASKS + 1)]
+
+
+async def test_a_list_may_be_long_but_not_stand_still(
+    operator: Operator, system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no deadline on the whole, which grows with the queue."""
+    monkeypatch.setattr(operator_module, "LIST_SILENCE_S", 0.1)
+    operator._retry_for_s = 0.0
+    system.scheduler.groups = [group("a", "code", common_pb2.GROUP_STATE_TRAINED, 1.0)]
+    system.scheduler.stuck = True
+    with pytest.raises(DeadlineExceeded, match=r"the scheduler sent nothing for 0\.1 s"):
+        await operator.results("test")
 
 
 def test_a_call_is_bounded_in_bytes_too() -> None:

@@ -1,0 +1,33 @@
+"""Streams that may be long but must not stand still."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator
+from typing import TypeVar
+
+from forge.core.errors import DeadlineExceeded
+from forge.runtime.rpc.status import translated
+
+Response = TypeVar("Response")
+
+
+async def flowing(
+    responses: AsyncIterable[Response], *, silence_s: float, source: str
+) -> AsyncIterator[Response]:
+    """The responses of a call without a deadline of its own.
+
+    Raises DeadlineExceeded, naming `source`, when none comes for `silence_s`, and what the call's
+    status says.
+    """
+    left = aiter(responses)
+    async with translated():
+        while True:
+            try:
+                async with asyncio.timeout(silence_s):
+                    response = await anext(left)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise DeadlineExceeded(f"{source} sent nothing for {silence_s:g} s") from None
+            yield response
