@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks.support.report import arguments, keep
-from benchmarks.support.training_ways import Bench, has_prefix_grouper
+from benchmarks.support.training_ways import Bench, has_prefix_grouper, packs_of
 from benchmarks.support.tree_workloads import Workload, make_workloads
 from forge.core.packing import Sample
 from forge.rl.batch_plan import BatchPlan
@@ -74,14 +74,16 @@ def measure(
     if "per_request" not in ways:
         expected = bench.per_request(samples)
     reference = bench.gradients()
+    # As many tokens as the tree, about: the weights' gradients are shared by as many.
+    pack = max(packs_of(samples, budget, padded=False), key=tokens_of)
     bound = bound_of(bench, samples, plan)
     found = {
         "tree_tokens": plan.tree_tokens,
         "sample_tokens": plan.sample_tokens,
         "plan_share": statistics.median(planning) / time_s["tree"],
-        "tree_bytes_per_token": bench.held_bytes(ways["tree"]) / plan.tree_tokens,
-        "varlen_bytes_per_token": bench.held_bytes(lambda: bench.varlen(samples[-2:], budget))
-        / sum(one.tokens for one in samples[-2:]),
+        "tree_bytes_per_token": bench.peak_bytes(ways["tree"]) / plan.tree_tokens,
+        "varlen_bytes_per_token": bench.peak_bytes(lambda: bench.varlen(pack, budget))
+        / tokens_of(pack),
         "flop_bound": bound,
         "loss_err": abs(loss - expected) / abs(expected),
         "grad_err": float((merged - reference).norm() / reference.norm()),
@@ -95,6 +97,11 @@ def measure(
     return found
 
 
+def tokens_of(pack: Sequence[Sample]) -> int:
+    """All of them."""
+    return sum(one.tokens for one in pack)
+
+
 def bound_of(bench: Bench, samples: Sequence[Sample], plan: BatchPlan) -> float:
     """Operations of per-request training over those of the tree."""
 
@@ -102,7 +109,7 @@ def bound_of(bench: Bench, samples: Sequence[Sample], plan: BatchPlan) -> float:
         return count * (count + 1) // 2
 
     apart = bench.flops(
-        sum(one.tokens for one in samples),
+        tokens_of(samples),
         sum(causal(one.tokens) for one in samples),
         plan.trained_tokens,
     )

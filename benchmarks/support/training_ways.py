@@ -10,6 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -150,30 +151,22 @@ class Bench:
             [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
         ).clone()
 
-    def held_bytes(self, run: Callable[[], object]) -> int:
-        """What autograd holds at the most between a forward and its backward.
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """Most that the allocator has handed out at once in `run`, beside what there was before.
 
-        Without weights, and without logits: the head holds a bounded chunk of them.
+        Activations, logits, gradients of the weights and all that is passing; not the weights.
         """
-        weights = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
-        sizes: dict[int, int] = {}
-        largest = 0
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights and tensor.shape[-1:] != (VOCABULARY,):
-                sizes[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        def unpack(tensor: Tensor) -> Tensor:
-            nonlocal largest
-            largest = max(largest, sum(sizes.values()))
-            sizes.clear()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        self.model.zero_grad()
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=cpu, profile_memory=True) as watched:
             run()
-        return largest
+        assert watched.profiler is not None and watched.profiler.kineto_results is not None
+        events = watched.profiler.kineto_results.events()
+        changes = sorted(
+            ((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]"),
+            key=lambda change: change[0],
+        )
+        return max(accumulate(size for _, size in changes))
 
     def flops(self, tokens: int, pairs: int, rows: int) -> float:
         """Forward and backward: 6 per weight and token, 12 per pair and channel, the head's."""

@@ -147,13 +147,14 @@ class TreePlan:
 
 
 def plan_trees(
-    samples: Sequence[Sample], *, token_budget: int, pair_cost: float = 0.0
+    samples: Sequence[Sample], *, token_budget: int, pair_cost: float = 0.0, relay: bool = True
 ) -> list[TreePlan]:
     """Merge samples into trees at the least cost, in passes of at most `token_budget` tokens.
 
     Every sample is in exactly one tree, so losses and gradients add up over trees without any
     correction; a prefix shared across two trees is computed in both. `pair_cost` is what one
-    query-key pair costs in a model, relative to all that a token costs without attention.
+    query-key pair costs in a model, relative to all that a token costs without attention. Without
+    `relay` each tree is one pass, and a sample longer than the budget a tree that exceeds it.
     """
     order = sorted(range(len(samples)), key=lambda index: samples[index].ids)
     shared = [0] * len(order)
@@ -161,8 +162,8 @@ def plan_trees(
         shared[rank] = common_prefix_tokens(samples[order[rank - 1]].ids, samples[order[rank]].ids)
     lengths = [samples[index].tokens for index in order]
     return [
-        _merge(samples, order[start:end], shared[start:end], token_budget)
-        for start, end in _partition(lengths, shared, token_budget, pair_cost)
+        _merge(samples, order[start:end], shared[start:end], token_budget if relay else None)
+        for start, end in _partition(lengths, shared, token_budget, pair_cost, relay=relay)
     ]
 
 
@@ -183,7 +184,7 @@ def common_prefix_tokens(left: bytes, right: bytes) -> int:
 
 
 def _partition(
-    lengths: Sequence[int], shared: Sequence[int], budget: int, pair_cost: float
+    lengths: Sequence[int], shared: Sequence[int], budget: int, pair_cost: float, *, relay: bool
 ) -> list[Span]:
     """Cut sorted samples into consecutive runs, each one tree, at the least total cost.
 
@@ -208,19 +209,22 @@ def _partition(
     window: deque[tuple[_Cost, int]] = deque()  # starts within the budget, by rising cost
     beyond: tuple[_Cost, int] = ((inf, 0), 0)  # the cheapest start of a relayed run
     first = 0
-    relay = STEP_COST + RELAY_COST
+    twice = STEP_COST + RELAY_COST
     for end in range(1, len(new)):
         newest = entered(end - 1, STEP_COST)
         while window and window[-1] >= newest:
             window.pop()
         window.append(newest)
         while first < end and new[end] - new[first] + shared[first] > budget:
-            beyond = min(beyond, entered(first, relay))
+            beyond = min(beyond, entered(first, twice))
             first += 1
         while window and window[0][1] < first:
             window.popleft()
         (cost, trees), cut = beyond
-        choice = (cost + relay * spent[end] - RELAY_COST * budget, trees), cut
+        choice = (cost + twice * spent[end] - RELAY_COST * budget, trees), cut
+        if not relay:  # only what cannot be cut at all
+            (cost, trees), cut = newest
+            choice = (cost + STEP_COST * spent[end], trees), cut
         if window:
             (cost, trees), cut = window[0]
             choice = min(choice, ((cost + STEP_COST * spent[end], trees), cut))
@@ -235,7 +239,7 @@ def _partition(
 
 
 def _merge(
-    samples: Sequence[Sample], order: Sequence[int], shared: Sequence[int], budget: int
+    samples: Sequence[Sample], order: Sequence[int], shared: Sequence[int], budget: int | None
 ) -> TreePlan:
     trie = _Trie()
     trained: list[tuple[Span, ...]] = []
@@ -245,13 +249,14 @@ def _merge(
         trie.insert(one.ids, shared[rank] if rank else 0)
         trained.append(tuple(trie.locate(one.trained)))
         lasts.extend(start for start, _ in trie.locate([(one.tokens - 1, one.tokens)]))
+    tokens = sum(map(len, trie.pieces)) // TOKEN_BYTES
     return TreePlan(
         ids=b"".join(trie.pieces),
         nodes=trie.nodes(),
         samples=tuple(order),
         trained=tuple(trained),
         lasts=tuple(lasts),
-        parts=tuple(_parts(sum(map(len, trie.pieces)) // TOKEN_BYTES, budget)),
+        parts=tuple(_parts(tokens, budget or tokens)),
     )
 
 

@@ -70,9 +70,10 @@ class RouterBalance:
             self._counts_X = counts_X if self._counts_X is None else self._counts_X + counts_X
             self._rows += float(weights_L.sum())
 
-    def totals(self) -> Tensor:
-        """Counts and rows in one vector, to be added up over ranks."""
-        assert self._counts_X is not None
+    def totals(self) -> Tensor | float:
+        """Counts and rows in one vector, to be added up over ranks; 0 before the first pass."""
+        if self._counts_X is None:
+            return 0.0
         rows = self._counts_X.new_tensor([self._rows])
         return torch.cat([self._counts_X, rows])
 

@@ -54,17 +54,21 @@ class BatchPlan:
         return sum(tree.sample_tokens for tree in self.trees)
 
 
-def plan_batch(samples: Sequence[Sample], *, token_budget: int, channels: int) -> BatchPlan:
+def plan_batch(
+    samples: Sequence[Sample], *, token_budget: int, channels: int, relay: bool = True
+) -> BatchPlan:
     """Merge a batch's samples into trees, on any thread: no weights are involved.
 
-    `channels` is `attention_channels` of the model. Raises `InvalidArgument` for a malformed
-    sample.
+    `channels` is `attention_channels` of the model; ranks that share trees do not `relay`. Raises
+    `InvalidArgument` for a malformed sample.
     """
     began = time.perf_counter()
     for sample in samples:
         sample.validate()
     trainable = [sample for sample in samples if sample.trained]
-    plans = plan_trees(trainable, token_budget=token_budget, pair_cost=pair_cost(channels))
+    plans = plan_trees(
+        trainable, token_budget=token_budget, pair_cost=pair_cost(channels), relay=relay
+    )
     trees = tuple(build_tree_batch(plan, trainable, channels=channels) for plan in plans)
     return BatchPlan(
         trees=trees,

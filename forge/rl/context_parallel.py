@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forge.rl.exchange import all_reduce
 from forge.rl.relay import Slots, shared_slots, shared_tokens
 from forge.rl.tree_parts import TreeLayout, TreePart, balanced_spans, cut_part, path_to
 
@@ -98,7 +99,7 @@ class _Exchanged(torch.autograd.Function):
         own = torch.cat([key, value])
         shared = own.new_zeros((*own.shape[:2], prefix.size, own.shape[3]))
         shared[:, :, slots.own_slots] = own[:, :, slots.own]
-        dist.all_reduce(shared, group=prefix.group)
+        all_reduce(shared, prefix.group)
         whole = torch.cat([shared[:, :, slots.prefix_slots], own], dim=2)
         return whole[:1], whole[1:]
 
@@ -111,7 +112,7 @@ class _Exchanged(torch.autograd.Function):
         wide = torch.promote_types(whole.dtype, torch.float32)
         owed = whole.new_zeros((*whole.shape[:2], prefix.size, whole.shape[3]), dtype=wide)
         owed[:, :, slots.prefix_slots] = whole[:, :, :count].to(wide)
-        dist.all_reduce(owed, group=prefix.group)
+        all_reduce(owed, prefix.group)
         own = whole[:, :, count:].clone()
         own[:, :, slots.own] += owed[:, :, slots.own_slots].to(own.dtype)
         return own[:1], own[1:], None
@@ -132,7 +133,7 @@ class _Edges(torch.autograd.Function):
         ctx.edges = part.part.edges_E.to(values_e.device)
         all_E = values_e.new_zeros((part.edges, *values_e.shape[1:]))
         all_E[ctx.edges] = values_e
-        dist.all_reduce(all_E, group=group)
+        all_reduce(all_E, group)
         return all_E
 
     @staticmethod
@@ -148,9 +149,9 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessG
         return
     present = torch.tensor([one.grad is not None for one in trained], dtype=torch.int32)
     present = present.to(trained[0].device)
-    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
+    all_reduce(present, group, op=dist.ReduceOp.MAX)
     for parameter, somewhere in zip(trained, present.tolist(), strict=True):
         if somewhere:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
+            all_reduce(parameter.grad, group)

@@ -21,6 +21,7 @@ from forge.core.errors import InvalidArgument
 from forge.core.packing import Sample
 from forge.rl.batch_plan import BatchPlan, plan_batch
 from forge.rl.critic import Credit, Critic, critic_stats
+from forge.rl.exchange import RankShortage, meet
 from forge.rl.losses import (
     Objective,
     TokenStats,
@@ -106,9 +107,14 @@ class Learner:
             extra_rate_scale=config.critic.rate_scale,
         )
 
-    def plan(self, samples: Sequence[Sample]) -> BatchPlan:
-        """`plan_batch` for this policy."""
-        return plan_batch(samples, token_budget=self.token_budget, channels=self.policy.channels)
+    def plan(self, samples: Sequence[Sample], *, token_budget: int = 0) -> BatchPlan:
+        """`plan_batch` for this policy; 0 is the budget in force."""
+        return plan_batch(
+            samples,
+            token_budget=token_budget or self.token_budget,
+            channels=self.policy.channels,
+            relay=self.policy.group is None,
+        )
 
     def step(self, plan: BatchPlan, *, weight_version: int) -> StepResult:
         """Update on a batch, unless its loss or gradient is not finite.
@@ -152,16 +158,9 @@ class Learner:
         tried = _Gradient(plan=plan)
         while True:
             tried.frozen.clear()
-            shortage = ""
-            try:
-                tried.loss, tried.stats = self.accumulate(
-                    tried.plan, weight_version=weight_version, frozen=tried.frozen
-                )
-            except (RuntimeError, MemoryError) as error:
-                shortage = self._shortage(error)
-                if not shortage:
-                    raise
-            # From here on nothing holds the traceback, and with it the activations.
+            tried.loss, tried.stats, shortage = self._attempt(
+                tried.plan, weight_version, tried.frozen
+            )
             if not shortage:
                 balance = self.policy.balance
                 tried.balance_loss = balance.value if balance is not None else 0.0
@@ -181,9 +180,24 @@ class Learner:
             tried.retries += 1
             torch.set_rng_state(rng)
 
-    def _shortage(self, error: BaseException) -> str:
-        """`memory_shortage`, unless other ranks wait in an exchange that this one has left."""
-        return "" if self.policy.group is not None else memory_shortage(error)
+    def _attempt(
+        self, plan: BatchPlan, weight_version: int, frozen: list[_Frozen]
+    ) -> tuple[float, list[TokenStats], str]:
+        """`accumulate`, and what was said where memory did not suffice, on whatever rank."""
+        group, device = self.policy.group, self.policy.device
+        try:
+            loss, stats = self.accumulate(plan, weight_version=weight_version, frozen=frozen)
+            if group is not None:
+                meet(group, device)
+            return loss, stats, ""
+        except (RuntimeError, MemoryError) as error:
+            shortage, told = memory_shortage(error), isinstance(error, RankShortage)
+            if not shortage:
+                raise
+        # From here on nothing holds the traceback, and with it the activations.
+        if group is not None and not told:
+            meet(group, device, shortage=True)
+        return 0.0, [], shortage
 
     def _smaller(self, plan: BatchPlan) -> BatchPlan | None:
         """The batch within the largest lower budget that changes anything; None: there is none."""
@@ -202,13 +216,7 @@ class Learner:
     def _later_passes(self, plan: BatchPlan, frozen: list[_Frozen], weight_version: int) -> str:
         """More updates on a batch; why they were cut short, or ""."""
         for _ in range(1, self.config.passes):
-            shortage = ""
-            try:
-                loss, _ = self.accumulate(plan, weight_version=weight_version, frozen=frozen)
-            except (RuntimeError, MemoryError) as error:
-                shortage = self._shortage(error)
-                if not shortage:
-                    raise
+            loss, _, shortage = self._attempt(plan, weight_version, frozen)
             if shortage:
                 # The next batch is cut smaller; this one has had its first update.
                 self._smaller(plan)

@@ -1,90 +1,147 @@
-"""Log-probabilities from hidden states, without ever holding all logits.
+"""Log-probabilities from the trunk's states, without ever holding all logits.
 
-Owns the language-model head of training: fp32 (or wider) logits for the rows asked, a chunk at a
-time, with a backward that recomputes them. Which rows are asked is `forge.rl.tree_batch`.
+Owns the end of a model in training: the last norm and the language-model head in fp32 (or wider),
+for the rows asked, a chunk at a time. Of a row the backward is held no more than the state before
+the norm, and computes the rest again. Which rows are asked is `forge.rl.tree_batch`.
 
-Shapes: R rows, E edges, C hidden channels, V vocabulary.
+Shapes: L tokens of a pass, R rows, r those of a chunk, E edges, C hidden channels, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from forge.rl.tree_parts import HeadRows
 
 CHUNK_ELEMENTS = 1 << 26
-"""Most logits held at once: 256 MiB in fp32."""
+"""Most logits in one table: 256 MiB in fp32."""
+CHUNK_ROWS = 256
+"""Fewer in a table would cost time."""
+KEPT_STATES = 3
+"""Probabilities kept for the backward rather than computed again, over the elements of the pass's
+states: the backward of the trunk's layers needs as much on top of what it finds, so keeping them
+does not raise the peak of memory."""
+KEPT_ELEMENTS = 1 << 22
+"""Kept in any case: 16 MiB in fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """What a head is to compute beside its tensors."""
+
+    head: HeadRows
+    norm: Callable[[Tensor], Tensor] | None
+    wide: torch.dtype
+    chunks: Sequence[tuple[slice, slice]]
+    """Ranges of rows, each with the range of edges that leave from it."""
+    kept_elements: int
+
+    def normed(self, states_rC: Tensor) -> Tensor:
+        """What the head's weight meets, but for the temperature."""
+        return (states_rC if self.norm is None else self.norm(states_rC)).to(self.wide)
 
 
 class _EdgeLogprobs(torch.autograd.Function):
-    """log softmax(h W^T / temperature)[target] per edge, and the entropy of each row."""
+    """log softmax(norm(s) W^T / temperature)[target] per edge, and the entropy of each row."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_RC: Tensor, weight_VC: Tensor, head: HeadRows, chunk_rows: int
+        ctx: Any, states_RC: Tensor, weight_VC: Tensor, rows: _Rows, *norm: Tensor
     ) -> tuple[Tensor, Tensor]:
-        chunks = list(_chunks(head, hidden_RC.shape[0], chunk_rows))
-        logprobs_E = hidden_RC.new_empty(head.rows_E.shape)
-        entropy_R = hidden_RC.new_empty(hidden_RC.shape[:1])
-        probs_RV = hidden_RC.new_empty(0)
-        for rows, edges in chunks:
-            logits_RV = _logits(hidden_RC, weight_VC, head, rows)
-            probs_RV = logits_RV.softmax(-1)
+        head = rows.head
+        logprobs_E = weight_VC.new_empty(head.rows_E.shape)
+        entropy_R = weight_VC.new_empty(states_RC.shape[:1])
+        kept: list[Tensor] = []
+        left = rows.kept_elements if any(ctx.needs_input_grad) else 0
+        for chunk, edges in rows.chunks:
+            scaled_rC = rows.normed(states_RC[chunk]) / head.temperatures_R[chunk, None]
+            logits_rV = scaled_rC @ weight_VC.T
+            probs_rV = logits_rV.softmax(-1)
             # log sum exp by the likeliest token, which costs two reads and no table of its own.
-            lse_R = logits_RV.amax(-1) - probs_RV.amax(-1).log()
-            rows_E = head.rows_E[edges] - rows.start
-            logprobs_E[edges] = logits_RV[rows_E, head.targets_E[edges]] - lse_R[rows_E]
-            entropy_R[rows] = lse_R - torch.linalg.vecdot(probs_RV, logits_RV)
-        # A single chunk fits in memory by definition: keep it rather than compute it again.
-        kept = probs_RV if len(chunks) == 1 else None
-        ctx.save_for_backward(hidden_RC, weight_VC, kept)
-        ctx.head, ctx.chunks = head, chunks
+            lse_r = logits_rV.amax(-1) - probs_rV.amax(-1).log()
+            rows_E = head.rows_E[edges] - chunk.start
+            logprobs_E[edges] = logits_rV[rows_E, head.targets_E[edges]] - lse_r[rows_E]
+            entropy_R[chunk] = lse_r - (logits_rV.mul_(probs_rV)).sum(-1)
+            left -= probs_rV.numel()
+            if left >= 0:
+                kept.append(probs_rV)
+        ctx.save_for_backward(states_RC, weight_VC, *norm, *kept)
+        ctx.rows, ctx.parameters = rows, len(norm)
         ctx.mark_non_differentiable(entropy_R)
         return logprobs_E, entropy_R
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_E: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_RC, weight_VC, kept_RV = ctx.saved_tensors
-        head: HeadRows = ctx.head
-        grad_hidden_RC = torch.empty_like(hidden_RC)
-        grad_weight_VC = torch.zeros_like(weight_VC)
-        for rows, edges in ctx.chunks:
-            if kept_RV is None:
-                grad_RV = _logits(hidden_RC, weight_VC, head, rows).softmax(-1)
-            else:
-                grad_RV = kept_RV
-            rows_E = head.rows_E[edges] - rows.start
-            pulls_E = grad_E[edges] / head.temperatures_R[rows][rows_E]
-            total_R = grad_RV.new_zeros(grad_RV.shape[0]).index_add_(0, rows_E, pulls_E)
+        states_RC, weight_VC, *others = ctx.saved_tensors
+        norm, kept = others[: ctx.parameters], others[ctx.parameters :][::-1]
+        rows: _Rows = ctx.rows
+        head = rows.head
+        grad_states_RC = torch.empty_like(states_RC)
+        grad_weight_VC = torch.zeros_like(weight_VC) if ctx.needs_input_grad[1] else None
+        trained = [one for one in norm if one.requires_grad]
+        grad_norm = [torch.zeros_like(one) for one in trained]
+        for chunk, edges in rows.chunks:
+            states_rC = states_RC[chunk].detach().requires_grad_()
+            with torch.enable_grad():
+                normed_rC = rows.normed(states_rC) / head.temperatures_R[chunk, None]
+            scaled_rC = normed_rC.detach()
+            grad_rV = kept.pop() if kept else (scaled_rC @ weight_VC.T).softmax(-1)
+            rows_E = head.rows_E[edges] - chunk.start
+            total_r = grad_rV.new_zeros(grad_rV.shape[0]).index_add_(0, rows_E, grad_E[edges])
             # d logprob = onehot - softmax, summed over the edges that leave the row; in place, for
-            # a table of all logits is the largest thing there is.
-            grad_RV.mul_(-total_R[:, None])
-            grad_RV.index_put_((rows_E, head.targets_E[edges]), pulls_E, accumulate=True)
-            grad_hidden_RC[rows] = grad_RV @ weight_VC
-            grad_weight_VC.addmm_(grad_RV.T, hidden_RC[rows])
-        return grad_hidden_RC, grad_weight_VC, None, None
+            # a table of logits is the largest thing there is.
+            grad_rV.mul_(-total_r[:, None])
+            grad_rV.index_put_((rows_E, head.targets_E[edges]), grad_E[edges], accumulate=True)
+            if grad_weight_VC is not None:
+                grad_weight_VC.addmm_(grad_rV.T, scaled_rC)
+            grad_states_RC[chunk], *shares = torch.autograd.grad(
+                normed_rC, [states_rC, *trained], grad_rV @ weight_VC
+            )
+            for total, share in zip(grad_norm, shares, strict=True):
+                total += share
+        given = iter(grad_norm)
+        grads = (next(given) if one.requires_grad else None for one in norm)
+        return grad_states_RC, grad_weight_VC, None, *grads
 
 
 def edge_logprobs(
-    hidden_LC: Tensor, weight_VC: Tensor, head: HeadRows, *, chunk_elements: int = CHUNK_ELEMENTS
+    states_LC: Tensor,
+    weight_VC: Tensor,
+    head: HeadRows,
+    *,
+    norm: nn.Module | None = None,
+    chunk_rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs [E] of a tree's edges, differentiable, and entropies [R] of its rows, not.
 
-    Computed in fp32, or in fp64 if the hidden states are, whatever autocast says: log-prob
-    differences between trainer and sampler are dominated by the precision of the head.
+    `norm` comes between the states and the head, None: nothing does. `chunk_rows` 0 chooses.
+    Computed in fp32, or in fp64 if the states are, whatever autocast says: log-prob differences
+    between trainer and sampler are dominated by the precision of the head.
     """
-    with torch.autocast(hidden_LC.device.type, enabled=False):
-        wide = torch.promote_types(hidden_LC.dtype, torch.float32)
-        hidden_RC = hidden_LC.index_select(0, head.places_R).to(wide)
-        chunk_rows = max(1, chunk_elements // weight_VC.shape[0])
+    with torch.autocast(states_LC.device.type, enabled=False):
+        wide = torch.promote_types(states_LC.dtype, torch.float32)
+        states_RC = states_LC.index_select(0, head.places_R)
+        vocabulary, channels = weight_VC.shape
+        # In tables no smaller than the weight, adding to its gradient is the least of the work.
+        most = max(1, CHUNK_ELEMENTS // vocabulary)
+        size = chunk_rows or min(max(channels, CHUNK_ROWS), most)
+        rows = _Rows(
+            head=head,
+            norm=norm,
+            wide=wide,
+            chunks=list(_chunks(head, len(states_RC), size)),
+            kept_elements=max(KEPT_ELEMENTS, min(KEPT_STATES * states_LC.numel(), CHUNK_ELEMENTS)),
+        )
+        parameters = () if norm is None else tuple(norm.parameters())
         logprobs_E, entropy_R = _EdgeLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden_RC, weight_VC.to(wide), head, chunk_rows
+            states_RC, weight_VC.to(wide), rows, *parameters
         )
     return logprobs_E, entropy_R
 
@@ -105,8 +162,3 @@ def _chunks(head: HeadRows, rows: int, chunk_rows: int) -> Iterator[tuple[slice,
     for index in range(len(bounds) - 1):
         start = index * chunk_rows
         yield slice(start, min(start + chunk_rows, rows)), slice(bounds[index], bounds[index + 1])
-
-
-def _logits(hidden_RC: Tensor, weight_VC: Tensor, head: HeadRows, rows: slice) -> Tensor:
-    logits_RV: Tensor = (hidden_RC[rows] / head.temperatures_R[rows, None]) @ weight_VC.T
-    return logits_RV

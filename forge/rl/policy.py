@@ -13,6 +13,7 @@ import logging
 from array import array
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +25,7 @@ from forge.core.errors import InvalidArgument
 from forge.core.packing import Sample, plan_trees
 from forge.rl.balance import RouterBalance
 from forge.rl.context_parallel import GatheredPrefix, gather_edges, rank_part, sum_gradients
+from forge.rl.exchange import all_reduce
 from forge.rl.logprobs import edge_logprobs, logits_logprobs
 from forge.rl.model_support import attention_channels as attention_channels
 from forge.rl.model_support import logit_scale, pair_cost, unmergeable
@@ -33,6 +35,7 @@ from forge.rl.tree_attention import TREE_ATTENTION, Prefix, TreeInput, register
 from forge.rl.tree_batch import TreeBatch, build_tree_batch
 from forge.rl.tree_parts import HeadRows, TreePart, single_sequences
 from forge.rl.tree_states import TreeStates
+from forge.rl.trunk import Trunk, TrunkOutput
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +73,7 @@ class TreePolicy:
         self._group = group
         self._own_attention: str = model.config._attn_implementation
         self._pair_cost = pair_cost(self.channels)
+        self._trunk = Trunk(model)
         self._head: Tensor = model.get_output_embeddings().weight
         self._logit_scale = logit_scale(config)
         self._softcap: float = getattr(config, "final_logit_softcapping", None) or 0.0
@@ -117,8 +121,7 @@ class TreePolicy:
         """[R, V] log-probs over the next token, from states as `states` holds them, differentiable
         by these alone; fp32 or wider."""
         wide = torch.promote_types(states_RC.dtype, torch.float32)
-        scale = self._logit_scale if self.unmerged else 1.0  # merged, the states have it
-        logits_RV = states_RC.to(wide) @ (self._head.detach().to(wide).T * scale)
+        logits_RV = states_RC.to(wide) @ (self._head.detach().to(wide).T * self._logit_scale)
         if self._softcap:
             logits_RV = torch.tanh(logits_RV / self._softcap) * self._softcap
         return (logits_RV / temperatures_R[:, None]).log_softmax(-1)
@@ -146,7 +149,7 @@ class TreePolicy:
             if self.balance is not None:
                 shares = torch.tensor(self.balance.value, dtype=torch.float64)
                 shares = shares.to(self.device)
-                dist.all_reduce(shares, group=self._group)
+                all_reduce(shares, self._group)
                 self.balance.value = float(shares)
             if self.value_head is not None:
                 sum_gradients(self.value_head.parameters(), self._group)
@@ -213,11 +216,13 @@ class TreePolicy:
             pair_cost=self._pair_cost,
         )
         prefix = GatheredPrefix(group=group, slots=mine.slots, size=mine.size)
+        earlier = self.balance.totals() if self.balance is not None else 0.0
         output = self._forward(mine.part, prefix)
         if self.balance is not None and not self.balance.sealed:
-            totals = self.balance.totals()
-            dist.all_reduce(totals, group=group)
-            self.balance.replace_totals(totals)
+            own = self.balance.totals() - earlier  # what trees before have is all ranks' already
+            assert isinstance(own, Tensor), "a pass has been made"
+            all_reduce(own, group)
+            self.balance.replace_totals(own + earlier)
         if self.states is not None:
             self.states.gather(group)
         logprobs_E = gather_edges(self._with_balance(output), mine, group)
@@ -240,43 +245,40 @@ class TreePolicy:
             self.device.type, dtype=self.autocast, enabled=self.autocast is not None
         ):
             if self.unmerged:
-                inputs["output_hidden_states"] = (
-                    self.value_head is not None or self.states is not None
-                )
-                output = self.model(**inputs, logits_to_keep=head.places_R)
-                logits_RV = output.logits[0]
+                wanted = self.value_head is not None or self.states is not None
+                trunk, logits_RV = self._trunk.with_head(inputs, head.places_R, states=wanted)
             else:
-                output = self.model.base_model(
-                    **inputs,
-                    position_ids=part.positions_L.to(self.device)[None],
-                    tree=TreeInput(schedule=part.schedule, prefix=prefix),
-                )
+                inputs["position_ids"] = part.positions_L.to(self.device)[None]
+                inputs["tree"] = TreeInput(schedule=part.schedule, prefix=prefix)
+                trunk = self._trunk(inputs, normed=self.states is not None)
         if self.unmerged:
             logprobs_E, entropy_R = logits_logprobs(logits_RV, head)
         else:
-            hidden_LC = output.last_hidden_state[0]
+            scaled = head
             if self._logit_scale != 1.0:
-                hidden_LC = hidden_LC * self._logit_scale
-            logprobs_E, entropy_R = edge_logprobs(hidden_LC, self._head, head)
-        if self.value_head is not None or self.states is not None:
-            states_LC = output.hidden_states[-1][0] if self.unmerged else hidden_LC
-            if self.value_head is not None:
-                logprobs_E = torch.stack([logprobs_E, self._values(states_LC, head)], dim=1)
-            if self.states is not None and count:
-                self.states.keep(part, states_LC)
+                scaled = replace(head, temperatures_R=head.temperatures_R / self._logit_scale)
+            logprobs_E, entropy_R = edge_logprobs(
+                trunk.states_LC, self._head, scaled, norm=trunk.norm
+            )
+        if self.value_head is not None:
+            logprobs_E = torch.stack([logprobs_E, self._values(trunk, head)], dim=1)
+        if self.states is not None and trunk.normed_LC is not None and count:
+            self.states.keep(part, trunk.normed_LC)
         mass_X = None
         if self.balance is not None:
             weights_L = part.weights_L.to(self.device)
-            mass_X = self.balance.mass(output.router_logits, weights_L)
+            mass_X = self.balance.mass(trunk.router_logits, weights_L)
             if count:
-                self.balance.count(output.router_logits, weights_L)
+                self.balance.count(trunk.router_logits, weights_L)
         return PassOutput(logprobs_E=logprobs_E, entropy_E=entropy_R[head.rows_E], mass_X=mass_X)
 
-    def _values(self, states_LC: Tensor, head: HeadRows) -> Tensor:
+    def _values(self, trunk: TrunkOutput, head: HeadRows) -> Tensor:
         """[E]: of the state that each edge leaves from, in fp32 or wider like the log-probs."""
         assert self.value_head is not None
         with torch.autocast(self.device.type, enabled=False):
-            states_RC = states_LC.index_select(0, head.places_R)
+            states_RC = trunk.states_LC.index_select(0, head.places_R)
+            if trunk.norm is not None:
+                states_RC = trunk.norm(states_RC)
             wide = torch.promote_types(states_RC.dtype, torch.float32)
             weight, bias = self.value_head.weight.to(wide), self.value_head.bias.to(wide)
             values_R: Tensor = states_RC.to(wide) @ weight[0] + bias

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from forge.rl.exchange import all_reduce
 from forge.rl.tree_parts import TreePart
 
 
@@ -35,7 +36,7 @@ class TreeStates:
 
     def gather(self, group: dist.ProcessGroup) -> None:
         """From all ranks: each state has one owner, so a sum is a gather."""
-        dist.all_reduce(self.whole, group=group)
+        all_reduce(self.whole, group)
 
     @property
     def whole(self) -> Tensor:

@@ -145,7 +145,12 @@ class TrainerApp:
         self._batches = BatchSource(
             self._context.remote("scheduler", scheduler_pb2_grpc.SchedulerServiceStub),
             self._context.remote("pool", pool_pb2_grpc.PoolServiceStub),
-            plan=partial(plan_batch, token_budget=config.token_budget, channels=channels),
+            plan=partial(
+                plan_batch,
+                token_budget=config.token_budget,
+                channels=channels,
+                relay=config.ranks == 1,
+            ),
             rules=config.credit_rules(),
             settings=SourceSettings(
                 trainer_id=config.instance_id,

@@ -131,7 +131,9 @@ class Replica:
         return self._policy(load_model(path).requires_grad_(False).eval())
 
     def _take(self, order: Take) -> StepResult:
-        plan = order.plan if order.plan.trees else self._learner.plan(order.plan.samples)
+        plan = order.plan
+        if not plan.trees:  # by the budget it was planned with: the same trees on all ranks
+            plan = self._learner.plan(plan.samples, token_budget=plan.token_budget)
         return self._learner.step(plan, weight_version=order.weight_version)
 
     def published(self) -> Iterator[tuple[str, Tensor]]:

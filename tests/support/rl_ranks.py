@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import tempfile
 from pathlib import Path
+from random import Random
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,13 @@ from tests.support.rl_models import (
     CAP,
     Gradient,
     gradients,
+    make_sample,
     reference_gradient,
     relative_errors,
     tiny_model,
     wide_norms,
 )
+from tests.support.short_memory import memory_for
 
 RANKS = 4
 BALANCE = 0.1
@@ -84,6 +87,33 @@ def heads_error(kind: str, group: dist.ProcessGroup | None) -> float:
     return max(float((shared[name] - alone[name]).norm()) for name in alone) / scale
 
 
+def shortage_error(group: dist.ProcessGroup, *, short: int, backward: bool) -> float:
+    """Of a step that one rank had no memory for, against that of the budget it was then cut to."""
+
+    def learner(budget: int) -> Learner:
+        policy = TreePolicy(tiny_model("qwen3", torch.float32), group=group)
+        torch.manual_seed(0)
+        floor, heads = min(budget, 4), MtpConfig(heads=1)
+        return Learner(
+            policy, LearnerConfig(token_budget=budget, token_budget_floor=floor, mtp=heads)
+        )
+
+    rng = Random(3)
+    samples = [make_sample([1, n, n + 1, 5, 6, 7], (2, 6), rng=rng) for n in range(2, 10)]
+    one = learner(1 << 30)
+    memory = 3 if dist.get_rank(group) == short else 1 << 30
+    with memory_for(one, memory, backward=backward):
+        result = one.step(one.plan(samples), weight_version=1)
+    assert result.memory_retries > 0 and not result.skipped, (result.skipped, result.shortage)
+    assert (f"rank {short}" in result.shortage) == (dist.get_rank(group) != short)
+    other = learner(one.token_budget)
+    expected = other.step(other.plan(samples), weight_version=1)
+    assert expected.memory_retries == 0 and len(expected.plan.trees) > 1
+    pairs = zip(one.policy.model.parameters(), other.policy.model.parameters(), strict=True)
+    weights = max(float((mine - its).detach().abs().max()) for mine, its in pairs)
+    return max(weights, abs(result.loss - expected.loss))
+
+
 def run_rank(rank: int, meeting: str, results: str) -> None:
     """All cases; every rank takes part in each, the first one tells."""
     torch.set_num_threads(1)
@@ -99,6 +129,10 @@ def run_rank(rank: int, meeting: str, results: str) -> None:
                 )
         for kind in ("forked", "compacted", "single_token", "temperatures"):
             found[f"4 qwen3 fp64 heads {kind}"] = heads_error(kind, dist.group.WORLD)
+        for short, backward in ((0, False), (1, True), (3, True), (2, False)):
+            found[f"4 fp64 short of memory: rank {short}, backward {backward}"] = shortage_error(
+                dist.group.WORLD, short=short, backward=backward
+            )
         if rank < 2:
             for kind in ("forked", "compacted", "roots"):
                 found[f"2 qwen3 fp64 {kind}"] = error_of("qwen3", kind, torch.float64, pair)

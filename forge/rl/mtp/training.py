@@ -27,6 +27,7 @@ from torch import Tensor
 
 from forge.core.errors import InvalidArgument
 from forge.rl.context_parallel import sum_gradients
+from forge.rl.exchange import all_reduce
 from forge.rl.logprobs import CHUNK_ELEMENTS
 from forge.rl.mtp.heads import MtpHeads
 from forge.rl.mtp.losses import MtpLoss, acceptance, topk_kl, total_variation
@@ -202,7 +203,7 @@ class MtpTraining:
         if group is not None:
             sum_gradients(self.heads.parameters(), group)
             totals = self._totals_KN.to(self._policy.device)
-            dist.all_reduce(totals, group=group)
+            all_reduce(totals, group)
             self._totals_KN = totals.cpu()
 
     def step(self, rate_share: float) -> None:

@@ -154,6 +154,16 @@ def test_parts_tile_a_tree_within_the_budget(samples: list[Sample], budget: int)
         assert sizes[1:] == [budget] * (len(sizes) - 1)
 
 
+@given(samples_lists(), st.integers(1, 40))
+def test_without_relays_a_tree_is_one_pass(samples: list[Sample], budget: int) -> None:
+    """Every sample is in one tree; only one longer than the budget exceeds it, by itself."""
+    plans = plan_trees(samples, token_budget=budget, relay=False)
+    assert sorted(index for plan in plans for index in plan.samples) == [*range(len(samples))]
+    for plan in plans:
+        assert plan.parts == ((0, plan.tokens),)
+        assert plan.tokens <= budget or len(plan.samples) == 1
+
+
 @given(samples_lists())
 def test_every_sample_ends_at_its_last_token(samples: list[Sample]) -> None:
     """The path to a sample's last place is the whole sample."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -16,8 +14,7 @@ from forge.rl.learner import Learner
 from forge.rl.policy import TreePolicy
 from forge.rl.step import LearnerConfig
 from tests.support.rl_models import make_sample, tiny_model
-
-NO_MACHINE_HAS = 1 << 60
+from tests.support.short_memory import NO_MACHINE_HAS, memory_for
 
 
 def learner(budget: int, **settings: Any) -> Learner:
@@ -29,22 +26,6 @@ def samples() -> list[Sample]:
     """Eight sequences of six tokens that share only the first one."""
     rng = Random(3)
     return [make_sample([1, n, n + 1, 5, 6, 7], (2, 6), rng=rng) for n in range(2, 10)]
-
-
-@contextmanager
-def memory_for(one: Learner, tokens: int, *, backward: bool = False) -> Iterator[list[int]]:
-    """The allocator truly fails for trees above that size; yields the sizes that were tried."""
-    sizes: list[int] = []
-
-    def forward(_: Any, inputs: Any, given: dict[str, Any], output: Any) -> None:
-        sizes.append(given["input_ids"].shape[1])
-        if sizes[-1] > tokens:
-            exhaust: Callable[[Any], Any] = lambda _: torch.empty(NO_MACHINE_HAS)  # noqa: E731
-            output.last_hidden_state.register_hook(exhaust) if backward else exhaust(None)
-
-    hook = one.policy.model.base_model.register_forward_hook(forward, with_kwargs=True)
-    yield sizes
-    hook.remove()
 
 
 def weights(one: Learner) -> dict[str, torch.Tensor]:

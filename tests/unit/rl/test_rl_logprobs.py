@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from forge.rl import logprobs
 from forge.rl.logprobs import edge_logprobs
 from forge.rl.tree_batch import HeadRows
 
@@ -21,28 +23,71 @@ def head_rows() -> HeadRows:
     )
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 2, 3, 100])
-def test_chunks_change_neither_values_nor_gradients(chunk_rows: int) -> None:
-    """However the rows are cut, fp64 values and gradients are those of the plain formula."""
-    torch.manual_seed(0)
+def expected(hidden: Tensor, weight: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
+    """The plain formula, over all logits."""
     head = head_rows()
+    rows = hidden[head.places_R] if norm is None else norm(hidden[head.places_R])
+    everything = ((rows @ weight.T) / head.temperatures_R[:, None]).log_softmax(-1)
+    entropy = -(everything.exp() * everything).sum(-1)
+    return everything[head.rows_E, head.targets_E], entropy
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 2, 3, 100])
+@pytest.mark.parametrize("kept_rows", [0, 2, 100])
+@pytest.mark.parametrize("normed", [False, True])
+def test_chunks_change_neither_values_nor_gradients(
+    chunk_rows: int, kept_rows: int, normed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the rows are cut, and whatever of them is kept or computed again, fp64 values and
+    gradients are those of the plain formula, the norm's own among them."""
+    monkeypatch.setattr(logprobs, "KEPT_ELEMENTS", kept_rows * VOCABULARY)
+    monkeypatch.setattr(logprobs, "KEPT_STATES", 0)
+    torch.manual_seed(0)
     hidden = torch.randn(TOKENS, CHANNELS, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(VOCABULARY, CHANNELS, dtype=torch.float64, requires_grad=True)
-    upstream = torch.randn(len(head.rows_E), dtype=torch.float64)
+    norm = nn.LayerNorm(CHANNELS, dtype=torch.float64) if normed else None
+    upstream = torch.randn(len(head_rows().rows_E), dtype=torch.float64)
+    roots = [hidden, weight, *(norm.parameters() if norm else ())]
 
-    logits = (hidden[head.places_R] @ weight.T) / head.temperatures_R[:, None]
-    everything = logits.log_softmax(-1)
-    expected = everything[head.rows_E, head.targets_E]
-    expected_entropy = -(everything.exp() * everything).sum(-1)
-    gradients = torch.autograd.grad(expected, (hidden, weight), upstream)
+    values, entropies = expected(hidden, weight, norm)
+    gradients = torch.autograd.grad(values, roots, upstream)
+    actual, entropy = edge_logprobs(hidden, weight, head_rows(), norm=norm, chunk_rows=chunk_rows)
+    torch.testing.assert_close(actual, values, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(entropy, entropies, rtol=1e-13, atol=1e-13)
+    for mine, theirs in zip(torch.autograd.grad(actual, roots, upstream), gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
-    actual, entropy = edge_logprobs(hidden, weight, head, chunk_elements=chunk_rows * VOCABULARY)
-    torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-13, atol=1e-13)
-    for mine, theirs in zip(
-        torch.autograd.grad(actual, (hidden, weight), upstream), gradients, strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+def test_frozen_weights_get_no_gradient_and_the_states_the_same() -> None:
+    """As with adapters, where head and norm stay as they are."""
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, CHANNELS, requires_grad=True)
+    weight, norm = torch.randn(VOCABULARY, CHANNELS), nn.LayerNorm(CHANNELS).requires_grad_(False)
+    values, _ = expected(hidden, weight, norm)
+    (gradient,) = torch.autograd.grad(values.sum(), [hidden])
+    edge_logprobs(hidden, weight, head_rows(), norm=norm)[0].sum().backward()
+    assert hidden.grad is not None and weight.grad is None and norm.weight.grad is None
+    torch.testing.assert_close(hidden.grad, gradient)
+
+
+def test_of_a_row_only_the_state_before_the_norm_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what the norm makes of it nor logits, once these are too many to be kept."""
+    monkeypatch.setattr(logprobs, "KEPT_ELEMENTS", 0)
+    monkeypatch.setattr(logprobs, "KEPT_STATES", 0)
+    norm, weight = nn.LayerNorm(CHANNELS), torch.randn(VOCABULARY, CHANNELS, requires_grad=True)
+    hidden = torch.randn(TOKENS, CHANNELS, requires_grad=True)
+    held: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        held.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        edge_logprobs(hidden, weight, head_rows(), norm=norm)
+    rows, parameters = len(head_rows().places_R), [tuple(one.shape) for one in norm.parameters()]
+    assert sorted(held) == sorted(
+        [(rows,), (rows, CHANNELS), (VOCABULARY, CHANNELS), *parameters]
+    ), held
 
 
 def test_the_head_is_fp32_under_autocast() -> None:

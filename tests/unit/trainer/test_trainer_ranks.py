@@ -20,10 +20,11 @@ from services.trainer.checkpoints import CheckpointStore
 from services.trainer.config import TrainerConfig
 from tests.support.learners import started_learner
 from tests.support.rl_models import make_sample, tiny_model
+from tests.support.short_memory import memory_for
 
 
 def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActor:
-    settings = {"learning_rate": 1e-3, "mtp_heads": 1, **settings}
+    settings = {"learning_rate": 1e-3, "mtp_heads": 1, "token_budget_floor": 16, **settings}
     return started_learner(model_path, checkpoints, **settings)
 
 
@@ -64,6 +65,23 @@ def test_a_model_that_ranks_cannot_share_is_told(tmp_path: Path) -> None:
         actor.started()
     assert actor._ranks is not None
     assert not any(process.is_alive() for process in actor._ranks._processes)
+
+
+def test_memory_that_ends_on_one_rank_cuts_the_batch_on_both(
+    pair: LearnerActor, model_path: Path, tmp_path: Path
+) -> None:
+    """The step is taken in smaller trees, and so is the next one; nobody waits for anybody."""
+    alone = learner(model_path, tmp_path)
+    with memory_for(pair._replica._learner, 11, backward=True):
+        one, two = step(alone, 5), step(pair, 5)
+    assert two.memory_retries > 0 and len(two.plan.trees) > len(one.plan.trees)
+    assert two.loss == pytest.approx(one.loss, rel=1e-5)
+    one, two = step(alone, 6), step(pair, 6)
+    assert two.memory_retries == 0 and len(two.plan.trees) > len(one.plan.trees)
+    assert two.loss == pytest.approx(one.loss, rel=1e-5)
+    expected, found = weights(alone), weights(pair)
+    assert all(torch.allclose(found[n], expected[n], atol=1e-5) for n in expected)
+    pair.receive(Restore())
 
 
 def test_two_ranks_train_what_one_trains(
