@@ -255,7 +255,6 @@ class Sessions:
             return
         del self._sessions[trajectory_id]
         self._bytes -= session.size_bytes
-        session.backlog.forget(trajectory_id)
         await session.actor.stop()
 
     async def _busy(self, session: Session) -> bool:
@@ -281,8 +280,12 @@ class Sessions:
                 async with self.use(session.claims) as session:
                     await session.actor.ask(Reread(), timeout_s=REREAD_TIMEOUT_S)
                 return
-            except ForgeError as error:
-                log.warning("reread_failed", trajectory_id=trajectory_id, error=str(error))
+            except Exception as error:
+                # Whatever it was: nothing of the trajectory becomes durable before.
+                bug = None if isinstance(error, ForgeError) else error
+                log.warning(
+                    "reread_failed", trajectory_id=trajectory_id, error=str(error), exc_info=bug
+                )
             await asyncio.sleep(REREAD_RETRY_S)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:

@@ -35,6 +35,7 @@ from services.gateway.metrics import BACKLOG, CONTESTED_TURNS, REFUSED_TURNS
 _RETRY_S = 0.5
 GATHER_TURNS = 64
 """So many turns are sent at once, whatever the pool still has to answer."""
+KEPT_REFUSALS = 10_000
 _PASSING = frozenset(
     code.value[0]
     for code in (
@@ -113,7 +114,7 @@ class Backlog:
     contested: set[str] = field(default_factory=set)
     """Trajectories of which nothing is sent before it has been replaced."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Why a turn of a trajectory was refused for good."""
+    """Why a turn of a trajectory was refused for good; of so many trajectories, the last ones."""
     flushes: dict[str, list[asyncio.Future[None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -188,9 +189,12 @@ class Backlog:
             else:
                 flush.set_exception(FailedPrecondition(why))
 
-    def forget(self, trajectory_id: str) -> None:
-        """Its session has left memory, with nothing of it waiting."""
-        self.refused.pop(trajectory_id, None)
+    def refuse(self, trajectory_id: str, why: str) -> None:
+        """Remembers the first refusal, also when the session leaves memory: read back, it would
+        have all that the pool has, and could be sealed."""
+        self.refused.setdefault(trajectory_id, why)
+        if len(self.refused) > KEPT_REFUSALS:
+            del self.refused[next(iter(self.refused))]
 
 
 class ShardWriter(Actor):
@@ -332,7 +336,7 @@ class ShardWriter(Actor):
             return
         if response.status_code:
             why = f"the pool refused turn {turn.turn_index}: {response.error}"
-            backlog.refused.setdefault(turn.trajectory_id, why)
+            backlog.refuse(turn.trajectory_id, why)
             REFUSED_TURNS.inc()
             log.error("turn_refused", trajectory_id=turn.trajectory_id, error=why)
         backlog.settle(turn.trajectory_id)

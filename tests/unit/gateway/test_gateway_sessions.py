@@ -11,12 +11,13 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from forge.core.errors import FailedPrecondition, ResourceExhausted
+from forge.core.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from forge.core.messages import Message
 from forge.core.trajectory import float32_bytes, int32_bytes
 from forge.runtime.actor import ActorRef, ActorSystem
 from forge.runtime.security import Claims
 from forge.v1 import common_pb2, pool_pb2
+from services.gateway import sessions as gateway_sessions
 from services.gateway.actors.session import BeginChat, Describe, EndCall, SessionSettings
 from services.gateway.conversation import Sampled
 from services.gateway.sessions import Limits, Session, Sessions
@@ -41,6 +42,8 @@ class Shard:
     refuses: str = ""
     """The trajectory whose turns it takes for damaged; it takes others once it is open twice."""
     again: asyncio.Event = field(default_factory=asyncio.Event)
+    bugs: list[Exception] = field(default_factory=list)
+    """What reading meets next."""
 
     async def stream(self) -> Shard:
         return self
@@ -50,7 +53,9 @@ class Shard:
         for each in request.turns:
             turn = common_pb2.Turn.FromString(each.turn)
             answer = pool_pb2.AppendTurnsResponse(sequence=each.sequence)
-            if turn.trajectory_id == self.refuses:
+            if turn.turn_index < len(self.turns.get(turn.trajectory_id, ())):
+                answer.status_code = grpc.StatusCode.ABORTED.value[0]
+            elif turn.trajectory_id == self.refuses:
                 answer.status_code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
             else:
                 if self.refuses:
@@ -66,6 +71,8 @@ class Shard:
 
     async def fetch(self, claims: Claims) -> common_pb2.Trajectory | None:
         self.fetched.append(claims.trajectory_id)
+        if self.bugs:
+            raise self.bugs.pop()
         turns = self.turns.get(claims.trajectory_id)
         if turns is None:
             return None
@@ -232,3 +239,37 @@ async def test_drained_are_all_that_can_be(make: Make, shard: Shard) -> None:
     with pytest.raises(FailedPrecondition, match="refused turn 0"):
         await draining
     assert sorted(shard.turns) == ["t1:0:0", "t2:0:0"]
+
+
+async def test_a_bug_in_reading_again_is_not_the_last_word(
+    make: Make, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn whose number was taken is numbered anew, once the session can be read: until then
+    nothing of its trajectory could become durable."""
+    monkeypatch.setattr(gateway_sessions, "REREAD_RETRY_S", 0.0)
+    sessions = make()
+    async with sessions.use(claims(0)) as session:
+        prompt = await begin(session)
+        taken = common_pb2.Turn(trajectory_id="t0:0:0", parent_turn=-1, prompt_ids=int32_bytes([9]))
+        shard.turns["t0:0:0"] = [taken]
+        shard.bugs = [KeyError("a bug"), Unavailable("away")]
+        await session.actor.ask(ending(prompt), timeout_s=TIMEOUT_S)
+        await sessions.flush(session)
+    assert [turn.turn_index for turn in shard.turns["t0:0:0"]] == [0, 1]
+
+
+async def test_a_session_with_a_refused_turn_cannot_be_sealed_later(
+    make: Make, shard: Shard
+) -> None:
+    """Nor after it has left memory: the pool would seal what it has, without the turn."""
+    sessions = make(sessions=1)
+    shard.refuses = "t0:0:0"
+    async with sessions.use(claims(0)) as session:
+        await session.actor.ask(ending(await begin(session)), timeout_s=TIMEOUT_S)
+        with pytest.raises(FailedPrecondition):
+            await sessions.flush(session)
+    assert await turns_of(sessions, 1) == 0
+    async with sessions.use(claims(0)) as again:
+        assert again is not session
+        with pytest.raises(FailedPrecondition, match="refused turn 0"):
+            await sessions.flush(again)
