@@ -19,6 +19,7 @@ from prometheus_client import REGISTRY
 from forge.core.errors import ConfigError, NotFound, ResourceExhausted, StaleFence, Unavailable
 from forge.runtime.rpc import Channels, RpcServer, from_rpc_error, translated
 from forge.runtime.security import Claims, Keyring, Security
+from forge.v1 import pool_pb2, pool_pb2_grpc
 from tests.support.echo import FULL_NAME, SCOPES, EchoServicer, EchoStub, add_to_server
 from tests.support.etcd import Certificates
 
@@ -155,6 +156,41 @@ async def test_open_method_needs_no_token_but_knows_one(served: Served) -> None:
     async with grpc.aio.insecure_channel(served.address) as channel:
         assert await EchoStub(channel).Open(b"who", timeout=10) == b"nobody"
     assert await served.stub.Open(b"who", timeout=10) == b"tester"
+
+
+class Pool(pool_pb2_grpc.PoolServiceServicer):
+    """Takes whatever is a message."""
+
+    async def PutGroups(self, request: Any, context: Any) -> Any:
+        return pool_pb2.PutGroupsResponse()
+
+    async def AppendTurns(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        async for _ in requests:
+            yield pool_pb2.AppendTurnsResponse()
+
+
+async def test_corrupt_message_is_the_callers_mistake_and_counted() -> None:
+    """On a stream and before it; who has no token learns nothing about it."""
+    security = Security(KEYRING, subject="tester")
+    server = RpcServer(service="pool", host="127.0.0.1", port=0, security=security)
+    name = "forge.v1.PoolService"
+    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, Pool(), full_name=name)
+    metadata = (("authorization", f"Bearer {security.service_token()}"),)
+    async with grpc.aio.insecure_channel(await server.start()) as channel:
+        put, append = f"/{name}/PutGroups", f"/{name}/AppendTurns"
+        for call in (
+            channel.unary_unary(put)(b"\xff\xff", timeout=10, metadata=metadata),
+            gather(channel.stream_stream(append)([b"\xff"], timeout=10, metadata=metadata)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match="the request cannot be read") as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+            await channel.unary_unary(put)(b"\xff\xff", timeout=10)
+    for method in (put, append):
+        labels = {"method": method, "code": "INVALID_ARGUMENT"}
+        assert REGISTRY.get_sample_value("forge_rpc_calls_total", labels)
+    await server.stop(grace_s=0)
 
 
 async def test_unknown_method_is_unimplemented(served: Served) -> None:

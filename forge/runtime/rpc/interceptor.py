@@ -16,8 +16,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
+from forge.core.errors import ForgeError, InvalidArgument, PermissionDenied, Unauthenticated
 from forge.runtime.rpc.status import from_rpc_error, to_status, trailing_metadata
 from forge.runtime.security import ANONYMOUS, Claims, Security
 from forge.runtime.telemetry import bind_context, counter, gauge, histogram, log
@@ -107,11 +108,13 @@ def _wrap(handler: Any, method: _Method) -> Any:
     async def answer(request: Any, context: Any) -> Any:
         async with _Call(method, context) as call:
             call.authorize()
+            _check_intact(request)
             return await inner(request, context)
 
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
         async with _Call(method, context) as call:
             call.authorize()
+            _check_intact(request)
             async for response in inner(request, context):
                 yield response
 
@@ -119,9 +122,36 @@ def _wrap(handler: Any, method: _Method) -> Any:
     behavior = stream if inspect.isasyncgenfunction(inner) else answer
     return make(
         behavior,
-        request_deserializer=handler.request_deserializer,
+        request_deserializer=_decoder(
+            handler.request_deserializer, streaming=handler.request_streaming
+        ),
         response_serializer=handler.response_serializer,
     )
+
+
+def _decoder(
+    decode: Callable[[bytes], Any] | None, *, streaming: bool
+) -> Callable[[bytes], Any] | None:
+    """`decode`, whose complaint reaches the handler of a stream, or `_check_intact`: what is
+    raised before there is a handler ends as UNKNOWN, and is not counted."""
+    if decode is None:
+        return None
+
+    def decoded(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except DecodeError as error:
+            refusal = InvalidArgument(f"the request cannot be read: {error}")
+        if streaming:
+            raise refusal
+        return refusal
+
+    return decoded
+
+
+def _check_intact(request: Any) -> None:
+    if isinstance(request, InvalidArgument):
+        raise request
 
 
 class _Call:
