@@ -41,6 +41,7 @@ class Contents:
 
     weights: Mapping[str, Tensor]
     learner: Mapping[str, Any]
+    """Without the heads that draft."""
     weights_file: str
     sidecars: Mapping[str, str]
     """Text files, by name."""
@@ -58,12 +59,13 @@ class Contents:
         weights_file: str,
         sidecars: Mapping[str, str],
         model_path: Path,
-        heads: Mapping[str, Tensor],
     ) -> Contents:
         """Copies: training may go on the moment this returns."""
+        mtp = dict(learner.get("mtp", {}))
+        heads = mtp.pop("heads", {})
         return cls(
             weights=host_copy(dict(weights)),
-            learner=host_copy(dict(learner)),
+            learner=host_copy({**learner, "mtp": mtp}),
             weights_file=weights_file,
             sidecars=sidecars,
             model_path=model_path,
@@ -118,9 +120,16 @@ def read_heads(directory: Path) -> dict[str, Tensor]:
 
 def read(directory: Path, weights_file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights and the learner's state. Raises one of `UNREADABLE` when they are damaged."""
-    return load_file(directory / weights_file), torch.load(
-        directory / LEARNER_FILE, weights_only=True
-    )
+    state = torch.load(directory / LEARNER_FILE, weights_only=True)
+    return load_file(directory / weights_file), _with_heads(state, directory)
+
+
+def _with_heads(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The learner's state, whole. Older checkpoints have the heads in the learner's file, too."""
+    mtp = state.get("mtp")
+    if not mtp or "heads" in mtp:
+        return state
+    return {**state, "mtp": {**mtp, "heads": load_file(directory / HEADS_FILE)}}
 
 
 def host_copy(value: Any) -> Any:
@@ -150,4 +159,4 @@ def outline(directory: Path, weights_file: str) -> tuple[dict[str, list[int]], d
     with safe_open(directory / weights_file, framework="pt") as weights:
         shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
     state = torch.load(directory / LEARNER_FILE, weights_only=True, mmap=True, map_location="cpu")
-    return shapes, state
+    return shapes, _with_heads(state, directory)

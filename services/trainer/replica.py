@@ -149,7 +149,6 @@ class Replica:
             weights_file=trainee.weights_file,
             sidecars=trainee.sidecars(),
             model_path=self._model_path,
-            heads=self._heads(),
         )
 
     def fits(self, directory: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from forge.core.errors import ConfigError, InvalidArgument, NotFound
+from forge.rl.shapes import difference
 
 OWN_DIRECTORY = "Give the run a checkpoint_dir of its own, or the settings it began with."
 """What to do about a checkpoint of something else."""
@@ -45,15 +46,9 @@ class Trainee:
 
     def check(self, shapes: Mapping[str, Sequence[int]], *, base: str, source: Path) -> None:
         """Raises `ConfigError` when what was saved in the file `source` is of another model."""
-        own = {name: tuple(tensor.shape) for name, tensor in self.saved().items()}
-        found = {name: tuple(shape) for name, shape in shapes.items()}
-        odd = [name for name in {**own, **found} if own.get(name) != found.get(name)]
+        odd = difference(self.saved(), shapes)
         if odd:
-            raise ConfigError(
-                f"{source} is of another model than this run: {odd[0]} is "
-                f"{found.get(odd[0], 'missing')}, {own.get(odd[0], 'not there')} in this run "
-                f"({len(odd)} of {len(own)} tensors differ). {OWN_DIRECTORY}"
-            )
+            raise ConfigError(f"{source} is of another model than this run: {odd}. {OWN_DIRECTORY}")
         if base != self.base:
             raise ConfigError(
                 f"{source} has adapters of another base model than this run's. {OWN_DIRECTORY}"

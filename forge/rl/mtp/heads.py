@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.core.errors import InvalidArgument
+from forge.rl.shapes import difference
 
 PREFIX = "mtp."
 """Of the heads' tensors, where they travel beside a model's own."""
@@ -70,14 +71,11 @@ class MtpHeads(nn.ModuleList):
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises `InvalidArgument` when what `named_tensors` gave is of other heads."""
-        own = {name: tuple(tensor.shape) for name, tensor in self.named_tensors().items()}
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if own != found:
-            odd = sorted(name for name in own.keys() | found if own.get(name) != found.get(name))
-            raise InvalidArgument(
-                f"MTP heads do not fit: {odd[0]} is {found.get(odd[0], 'missing')}, "
-                f"{own.get(odd[0], 'nothing of that name')} is expected ({len(odd)} differ)"
-            )
+        odd = difference(
+            self.named_tensors(), {name: tensor.shape for name, tensor in tensors.items()}
+        )
+        if odd:
+            raise InvalidArgument(f"MTP heads do not fit: {odd}")
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Take what `named_tensors` gave. Raises like `check`."""

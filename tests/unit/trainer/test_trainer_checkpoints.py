@@ -155,11 +155,10 @@ def test_what_was_captured_is_what_is_read_again(tmp_path: Path) -> None:
     weight, state = torch.ones(3), torch.arange(3)
     contents = Contents.captured(
         {"w": weight},
-        {"state": [{"m": state}], "steps": 4},
+        {"state": [{"m": state}], "steps": 4, "mtp": {"heads": {"mtp.0.w": weight}, "rate": 1}},
         weights_file="w.safetensors",
         sidecars={"about.json": "{}"},
         model_path=tmp_path,
-        heads={"mtp.0.w": weight},
     )
     weight.zero_()
     state.zero_()
@@ -168,7 +167,9 @@ def test_what_was_captured_is_what_is_read_again(tmp_path: Path) -> None:
     assert (tmp_path / "about.json").read_text() == "{}"
     assert torch.equal(weights["w"], torch.ones(3)) and learner["steps"] == 4
     assert torch.equal(learner["state"][0]["m"], torch.arange(3))
-    assert torch.equal(read_heads(tmp_path)["mtp.0.w"], torch.ones(3))
+    assert learner["mtp"]["rate"] == 1
+    for heads in (learner["mtp"]["heads"], read_heads(tmp_path)):
+        assert torch.equal(heads["mtp.0.w"], torch.ones(3))
 
 
 @pytest.mark.parametrize("damage", ["short", "missing", "state"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -79,11 +80,21 @@ def test_the_embedded_engine_leaves_heads_aside(model_path: Path, tmp_path: Path
     assert all(torch.equal(a, b) for a, b in zip(staged, without, strict=True))
 
 
-def test_a_run_goes_on_with_its_heads(model_path: Path, tmp_path: Path) -> None:
-    """After a restore the next step is the one that would have come, heads and all."""
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_run_goes_on_with_its_heads(model_path: Path, tmp_path: Path, twice: bool) -> None:
+    """After a restore the next step is the one that would have come, heads and all; also from a
+    checkpoint of before, which has them in the learner's file, too."""
     first = learner(model_path, tmp_path)
     step(first)
-    save(first, tmp_path)
+    path = save(first, tmp_path)
+    state = torch.load(path / "learner.pt", weights_only=True)
+    assert "heads" not in state["mtp"] and state["mtp"]["optimizer"]["state"]
+    if twice:
+        heads = load_file(path / "mtp.safetensors")
+        torch.save({**state, "mtp": {**state["mtp"], "heads": heads}}, path / "learner.pt")
+        about = json.loads((path / "state.json").read_text())
+        about["files"]["learner.pt"] = (path / "learner.pt").stat().st_size
+        (path / "state.json").write_text(json.dumps(about))
     second = learner(model_path, tmp_path)
     assert second.receive(Restore()) is not None
     results = [step(one) for one in (first, second)]
