@@ -60,6 +60,7 @@ class FollowerState(_message.Message):
     TOUCHED_FIELD_NUMBER: _builtins.int
     SCHEMA_VERSION_FIELD_NUMBER: _builtins.int
     COPIED_FIELD_NUMBER: _builtins.int
+    AGREED_TERM_FIELD_NUMBER: _builtins.int
     pool_shard: _builtins.str
     replica_id: _builtins.str
     """Of the data directory, for as long as it lives."""
@@ -69,6 +70,8 @@ class FollowerState(_message.Message):
     """The last commit that it and a leader are known to have had in common; 0 asks for everything."""
     schema_version: _builtins.int
     """Of its store: the leader's must be the same."""
+    agreed_term: _builtins.int
+    """The leadership that made the commit at `agreed_position`: one of another is another commit."""
     @_builtins.property
     def touched(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordKey]:
         """Records that it has changed since then."""
@@ -87,14 +90,40 @@ class FollowerState(_message.Message):
         touched: _abc.Iterable[Global___RecordKey] | None = ...,
         schema_version: _builtins.int = ...,
         copied: Global___CopyProgress | None = ...,
+        agreed_term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreed_position", b"agreed_position", "copied", b"copied", "lineage", b"lineage", "pool_shard", b"pool_shard", "replica_id", b"replica_id", "schema_version", b"schema_version", "touched", b"touched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreed_position", b"agreed_position", "agreed_term", b"agreed_term", "copied", b"copied", "lineage", b"lineage", "pool_shard", b"pool_shard", "replica_id", b"replica_id", "schema_version", b"schema_version", "touched", b"touched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FollowerState: _TypeAlias = FollowerState  # noqa: Y015
+
+@_typing.final
+class Term(_message.Message):
+    """One leadership in the history of a replica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    AFTER_POSITION_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    after_position: _builtins.int
+    """It made the commits behind this one, up to where the next begins."""
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+        after_position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_position", b"after_position", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Term: _TypeAlias = Term  # noqa: Y015
 
 @_typing.final
 class CopyProgress(_message.Message):
@@ -158,6 +187,7 @@ class FollowStep(_message.Message):
     COPY_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
     CAUGHT_UP_POSITION_FIELD_NUMBER: _builtins.int
+    TERMS_FIELD_NUMBER: _builtins.int
     caught_up_position: _builtins.int
     """From here on the follower's records are the leader's at this position."""
     @_builtins.property
@@ -170,6 +200,10 @@ class FollowStep(_message.Message):
     def commit(self) -> Global___RecordChanges:
         """One commit of the leader."""
 
+    @_builtins.property
+    def terms(self) -> _containers.RepeatedCompositeFieldContainer[Global___Term]:
+        """With `caught_up_position`: who made the commits up to there, oldest first."""
+
     def __init__(
         self,
         *,
@@ -177,10 +211,11 @@ class FollowStep(_message.Message):
         copy: Global___RecordChanges | None = ...,
         commit: Global___RecordChanges | None = ...,
         caught_up_position: _builtins.int = ...,
+        terms: _abc.Iterable[Global___Term] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "caught_up_position", b"caught_up_position", "commit", b"commit", "copy", b"copy", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "caught_up_position", b"caught_up_position", "commit", b"commit", "copy", b"copy", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "caught_up_position", b"caught_up_position", "commit", b"commit", "copy", b"copy", "step", b"step", "terms", b"terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_step: _TypeAlias = _typing.Literal["begin", "copy", "commit", "caught_up_position"]  # noqa: Y015
     _WhichOneofArgType_step: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015

@@ -5,9 +5,11 @@ values) that each of the last commits changed. With them a replica that was away
 date by the present values of whatever either side changed since both were last equal: no log of
 values is kept, and what a deposed leader wrote and nobody acknowledged is overwritten on the way.
 
-A commit has a position, one above the one before. `follow` is how a follower takes what a leader
-sends; until it has caught up its records are of no single moment, which `copying` says. A catch-up
-by journal that is cut short goes on from the same commit, a whole copy behind its last page.
+A commit has a position, one above the one before, and is known by that and the leadership that
+made it, as two leaders may each have made one at the same position. `follow` is how a follower
+takes what a leader sends; until it has caught up its records are of no single moment, which
+`copying` says. A catch-up by journal that is cut short goes on from the same commit, a whole copy
+behind its last page.
 """
 
 from __future__ import annotations
@@ -62,6 +64,13 @@ class ReplicaState(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     that is cut short is made again from where it began, and not from nothing."""
     copied: bytes = b""
     """While a whole copy is made: the CopyProgress of its last page."""
+    terms: tuple[tuple[int, int], ...] = ()
+    """Leaderships that made its commits, oldest first, as far back as the journal: the term, and
+    the position behind which it began. Term 0 is nobody's."""
+
+    def term_at(self, position: int) -> int:
+        """The leadership that made the commit at `position`."""
+        return next((term for term, after in reversed(self.terms) if after < position), 0)
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -99,13 +108,24 @@ def _cut_off(records: Records, state: ReplicaState) -> ReplicaState:
     records.clear(Table.JOURNAL)
     position = state.position + 1
     return msgspec.structs.replace(
-        state, position=position, agreed_position=0, journal_from=position, journal_bytes=0
+        state,
+        position=position,
+        agreed_position=0,
+        journal_from=position,
+        journal_bytes=0,
+        terms=((0, state.position),),
     )
 
 
-def adopt(records: Records, lineage: str) -> ReplicaState:
-    """Become part of a lineage, as its first leader."""
-    return _keep(records, msgspec.structs.replace(state_of(records), lineage=lineage))
+def adopt(records: Records, lineage: str, *, term: int) -> ReplicaState:
+    """Lead a lineage from here on, or be its first leader."""
+    state = state_of(records)
+    made = [each for each in state.terms if each[1] < state.position]
+    begun = (*made, (term, state.position))
+    # Nobody is asked for commits from before the journal.
+    told = [index for index, (_, after) in enumerate(begun) if after < state.journal_from]
+    terms = begun[told[-1] if told else 0 :]
+    return _keep(records, msgspec.structs.replace(state, lineage=lineage, terms=terms))
 
 
 def is_empty(records: Records) -> bool:
@@ -148,6 +168,7 @@ def can_catch_up(state: ReplicaState, follower: pb.FollowerState) -> bool:
         follower.lineage == state.lineage
         and state.journal_from <= follower.agreed_position <= state.position
         and follower.agreed_position > 0
+        and follower.agreed_term == state.term_at(follower.agreed_position)
     )
 
 
@@ -218,6 +239,12 @@ def commit_message(position: int, changes: Changes) -> bytes:
     return step.SerializeToString()
 
 
+def caught_up_message(position: int, terms: Iterable[tuple[int, int]]) -> bytes:
+    """A serialized FollowStep that ends a catch-up."""
+    made = [pb.Term(term=term, after_position=after) for term, after in terms]
+    return pb.FollowStep(caught_up_position=position, terms=made).SerializeToString()
+
+
 def _record_key(table: Table, key: bytes) -> pb.RecordKey:
     return pb.RecordKey(table=table.value, key=key)
 
@@ -248,6 +275,7 @@ def follower_state(records: Records, *, shard: str) -> pb.FollowerState:
                 del found.touched[:]
                 return found
         found.agreed_position = state.agreed_position
+        found.agreed_term = state.term_at(state.agreed_position)
     return found
 
 
@@ -307,6 +335,7 @@ def _follow_step(records: Records, state: ReplicaState, step: pb.FollowStep) -> 
                 copying=False,
                 resumable=False,
                 copied=b"",
+                terms=tuple((each.term, each.after_position) for each in step.terms),
             )
         case "copy":
             return _copy(records, state, step.copy)

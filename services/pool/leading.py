@@ -25,6 +25,7 @@ from services.pool.journal import (
     all_records,
     can_catch_up,
     can_continue_copy,
+    caught_up_message,
     commit_message,
     keys_changed,
     present_values,
@@ -306,7 +307,7 @@ class Link:
         while self._sent < catch_up.reached:
             yield await self._next_commit()
         self._unconfirmed.append((self._sent, time.monotonic()))
-        yield pb.FollowStep(caught_up_position=self._sent).SerializeToString()
+        yield caught_up_message(self._sent, state.terms)
         while True:
             step = await self._next_commit()
             self._unconfirmed.append((self._sent, time.monotonic()))

@@ -1,4 +1,4 @@
-"""A store in a fresh directory, and the commands its tests give it."""
+"""A store in a fresh directory, and replicas of one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest_asyncio
 
 from services.pool.readers import Readers
 from services.pool.store import PoolStore
+from tests.support.pool_replicas import Node
 from tests.support.pool_sweeper import Sweeper
 
 
@@ -39,3 +40,17 @@ async def sweeper(store: PoolStore) -> AsyncIterator[Sweeper]:
     readers = Readers(1)
     yield Sweeper(store, readers)
     await readers.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Callable[[str], Node]]:
+    """Makes replicas by name."""
+    made: list[Node] = []
+
+    def make(name: str) -> Node:
+        made.append(Node(tmp_path / name))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.store.close()

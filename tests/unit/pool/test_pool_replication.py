@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -21,22 +19,6 @@ from services.pool.records import Table
 from tests.support.pool_records import make_group, make_turn
 from tests.support.pool_replicas import LINEAGE, Node, Writes, catching_up, linked, settle
 from tests.support.pool_store import append, change, fetch, put_groups, set_states
-
-NodeMaker = Callable[[str], Node]
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeMaker]:
-    """Makes replicas by name."""
-    made: list[Node] = []
-
-    def make(name: str) -> Node:
-        made.append(Node(tmp_path / name))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.store.close()
 
 
 @pytest.fixture
@@ -222,7 +204,7 @@ async def test_a_copy_begins_anew_when_the_journal_may_lack_something(
     if why == "another term":
         a.lead(term=a.term + 1)
     if why == "another lineage":
-        a.store.change(partial(journal.adopt, lineage="other"))
+        a.store.change(partial(journal.adopt, lineage="other", term=2))
     assert catching_up(a, b).way == "copy"
 
 
