@@ -131,6 +131,11 @@ class SchedulerConfig(ServiceConfig):
             for domain, limit in limits.items():
                 if limit != int(limit):
                     raise ConfigError(f"{name}: {domain} = {limit!r} must be a whole number")
+        if self.session_ttl_s < self.rollout_timeout_s:
+            raise ConfigError(
+                f"session_ttl_s = {self.session_ttl_s:g} must be at least rollout_timeout_s = "
+                f"{self.rollout_timeout_s:g}: the gateway would refuse a rollout before its end"
+            )
         return QueueSettings(
             concurrency=self.concurrency,
             mode=Mode(self.mode),

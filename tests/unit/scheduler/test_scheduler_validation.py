@@ -123,3 +123,12 @@ def test_share_of_zero_is_refused_by_name() -> None:
     config = load(SchedulerConfig, service="scheduler", argv=argv, environ={})
     with pytest.raises(ConfigError, match=r"qa = 0\.0 must be above 0"):
         config.queue_settings()
+
+
+def test_rollout_cannot_outlive_its_token() -> None:
+    """It would fail at its end, again and again, and its group with it."""
+    config = load(
+        SchedulerConfig, service="scheduler", argv=["--rollout-timeout-s", "20000"], environ={}
+    )
+    with pytest.raises(ConfigError, match="session_ttl_s = 10800 must be at least"):
+        config.queue_settings()
