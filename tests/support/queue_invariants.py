@@ -82,6 +82,19 @@ class QueueInvariants(RuleBasedStateMachine):
             if group.phase is not Phase.QUEUED and left:
                 assert group.spec.index - min(left) < reach
 
+    def check_ahead(self, queued: set[Group]) -> None:
+        """The adaptive mode starts no more than can be trained on in time, but for those near the
+        head, which others may have overtaken."""
+        books, adaptive = self.queue.books, self.queue.books.adaptive
+        started = [g for g in queued if g.phase is not Phase.QUEUED and not g.spec.evaluation]
+        if adaptive is None or not started:
+            return
+        assert books.running_training() <= adaptive.running_limit
+        edge = books.window.head + adaptive.running_limit
+        near = sum(group.spec.index < edge for group in started)
+        if near < len(started):
+            assert books.untrained() - near <= adaptive.open_limit, "it ran ahead"
+
     def check_order(self, claims: tuple[RolloutClaim, ...]) -> None:
         """Evaluation first, then by index; nothing that could go out was passed over."""
         keys = [self._key(claim) for claim in claims]

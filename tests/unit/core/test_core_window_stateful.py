@@ -138,22 +138,12 @@ class GenerationQueueMachine(QueueInvariants):
         claims = self.queue.rollouts.lease(runner_id="r", max_rollouts=count, now_s=self.now_s)
         assert not claims or books.activity is not Activity.PAUSED
         assert books.running_training() <= running or books.activity is Activity.RUNNING
-        if books.adaptive and books.running_training() > running:
-            limit = books.adaptive.running_limit
-            assert books.running_training() <= limit
-            started = [
-                group.spec.index >= books.window.head + limit
-                for group in queued
-                if group.phase is not Phase.QUEUED and not group.spec.evaluation
-            ]
-            near = started.count(False)
-            if any(started):
-                assert books.untrained() - near <= books.adaptive.open_limit, "it ran ahead"
         for claim in claims:
             assert claim.trajectory_id not in self.held, "an attempt was handed out twice"
             self.held[claim.trajectory_id] = claim
         self.check_order(claims)
         self.check_reach(queued)
+        self.check_ahead(queued)
 
     @precondition(lambda self: self.failed)
     @rule(data=st.data())
