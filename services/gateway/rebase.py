@@ -8,7 +8,8 @@ same sample, a new number and a new parent. Pure: what is stored comes in, what 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from forge.core.context_tree import root_of
 from forge.core.errors import DataLoss
@@ -75,7 +76,13 @@ def _recorded(turn: common_pb2.Turn, source: Conversation, target: Conversation)
         cached_tokens=turn.cached_tokens,
     )
     draft = Draft(how="rebased", ids=ids, place=place, opening=opening)
-    anew = target.record(Prompt(ids=ids, draft=draft), sampled, _handle(turn))
+    said = json.loads(turn.messages_json or "{}")
+    anew = target.record(
+        Prompt(ids=ids, draft=draft),
+        sampled,
+        _handle(said),
+        forgotten=said.get("forgotten", ()),
+    )
     result = common_pb2.Turn()
     result.CopyFrom(turn)
     result.turn_index, result.parent_turn = anew.turn_index, anew.parent_turn
@@ -84,8 +91,7 @@ def _recorded(turn: common_pb2.Turn, source: Conversation, target: Conversation)
     return result
 
 
-def _handle(turn: common_pb2.Turn) -> Handle | None:
-    said = json.loads(turn.messages_json or "{}")
+def _handle(said: Mapping[str, Any]) -> Handle | None:
     for name, facts in said.get("handle", {}).items():
         return Handle(name=name, facts=facts)
     return None

@@ -111,8 +111,8 @@ class Recall:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
     """Takes the name from a turn; answered with whether it had one. The turn stays, as it is part
-    of what is trained on, and so does the name in the pool: a session that has left memory in
-    between knows it again."""
+    of what is trained on. The pool is told with the next turn: a session that leaves memory before
+    knows the name again."""
 
     name: str
 
@@ -186,7 +186,7 @@ class SessionActor(Actor):
         self._answered_s: float | None = None
         """When the last call ended."""
         self._forgotten: set[str] = set()
-        """Names taken from turns; the pool still has them."""
+        """Names taken from turns, which the pool has not been told yet."""
         self._just_read = False
         """Whether the pool was asked since the last call began."""
 
@@ -330,7 +330,9 @@ class SessionActor(Actor):
     def _record(
         self, conversation: Conversation, call: EndCall, prompt: Prompt, sampled: Sampled
     ) -> int:
-        turn = conversation.record(prompt, sampled, call.handle)
+        turn = conversation.record(prompt, sampled, call.handle, forgotten=self._forgotten)
+        if turn.messages_json:
+            self._forgotten.clear()
         turn.trajectory_id = self._claims.trajectory_id
         turn.temperature = call.temperature
         turn.context_action = call.context_action

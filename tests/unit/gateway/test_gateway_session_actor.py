@@ -320,6 +320,28 @@ async def test_a_name_that_was_taken_back_stays_unknown(session: ActorRef, world
     assert not await session.ask(Forget(name="resp_1"), timeout_s=TIMEOUT_S)
 
 
+async def test_a_name_that_was_taken_back_is_told_to_the_pool(
+    session: ActorRef, world: World
+) -> None:
+    """With the next turn that has messages: whoever reads the session then does not know it."""
+    for call_id, name in (("a", "resp_1"), ("b", "resp_2")):
+        await end(
+            session, call_id, await begin(session, call_id), handle=Handle(name=name, facts={})
+        )
+    assert await session.ask(Forget(name="resp_1"), timeout_s=TIMEOUT_S)
+    ids = BeginGenerate(call_id="c", abort=lambda: None, prompt_ids=int32_bytes([1]))
+    await end(session, "c", await session.ask(ids, timeout_s=TIMEOUT_S))
+    await end(session, "d", await begin(session, "d", "Two?"))
+    await end(session, "e", await begin(session, "e", "Three?"))
+    assert ["forgotten" in turn.messages_json for turn in world.kept] == [False] * 3 + [True, False]
+    world.store(*world.kept)
+    system = ActorSystem("other")
+    other = await system.spawn(lambda: SessionActor(CLAIMS, world.settings()), name="other")
+    assert await other.ask(Recall(name="resp_1"), timeout_s=TIMEOUT_S) is None
+    assert await other.ask(Recall(name="resp_2"), timeout_s=TIMEOUT_S) is not None
+    await system.stop()
+
+
 async def test_size_grows_with_what_a_session_remembers(session: ActorRef, world: World) -> None:
     """Who bounds the memory of all sessions learns what each of them takes."""
     await end(session, "a", await begin(session, "a"))
