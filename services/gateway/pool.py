@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from forge.runtime.coordination import Instance
     from forge.v1.pool_pb2_grpc import PoolServiceAsyncStub
 
+GLANCE_TIMEOUT_S = 5.0
+"""For what a call can do without, while its agent waits."""
+
 
 class Pool:
     """The pool shards, found by name."""
@@ -30,13 +33,17 @@ class Pool:
         self._timeout_s = timeout_s
 
     async def stored(self, claims: Claims) -> int:
-        """How many turns of the session's trajectory are stored."""
-        return sum(summary.turns for summary in await self._summaries(claims))
+        """How many turns of the session's trajectory are stored. Asked in passing, and once."""
+        timeout_s = min(self._timeout_s, GLANCE_TIMEOUT_S)
+        summaries = await self._summaries(claims, timeout_s=timeout_s, retry_for_s=0.0)
+        return sum(summary.turns for summary in summaries)
 
     async def fetch(self, claims: Claims) -> common_pb2.Trajectory | None:
         """All that is stored of the session's trajectory; None if nothing is."""
         ids = [claims.trajectory_id]
-        if not await self._summaries(claims):
+        if not await self._summaries(
+            claims, timeout_s=self._timeout_s, retry_for_s=self._timeout_s
+        ):
             return None
         joiner = Joiner()
         async with translated():
@@ -50,13 +57,15 @@ class Pool:
                     return common_pb2.Trajectory.FromString(whole)
         raise NotFound(f"pool shard {claims.pool_shard} sent nothing of {claims.trajectory_id}")
 
-    async def _summaries(self, claims: Claims) -> Sequence[common_pb2.TrajectorySummary]:
+    async def _summaries(
+        self, claims: Claims, *, timeout_s: float, retry_for_s: float
+    ) -> Sequence[common_pb2.TrajectorySummary]:
         """One, or none if nothing is stored."""
         found: pool_pb2.GetSummariesResponse = await self._remote.call(
             "GetSummaries",
             pool_pb2.GetSummariesRequest(trajectory_ids=[claims.trajectory_id]),
-            timeout_s=self._timeout_s,
-            retry_for_s=self._timeout_s,
+            timeout_s=timeout_s,
+            retry_for_s=retry_for_s,
             where=_shard(claims.pool_shard),
         )
         return found.summaries

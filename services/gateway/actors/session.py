@@ -16,10 +16,11 @@ from typing import Any, ClassVar
 
 from prometheus_client import Counter
 
-from forge.core.errors import ResourceExhausted
+from forge.core.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from forge.core.messages import Message
 from forge.runtime.actor import Actor, ActorRef
 from forge.runtime.security import Claims
+from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.gateway.actors.shard_writer import Append, Replace, Waiting
 from services.gateway.conversation import Conversation, Draft, Prompt, Sampled, given
@@ -266,9 +267,13 @@ class SessionActor(Actor):
         if just_read or draft.place is None or not draft.place.unknown_answers:
             return draft
         # The agent may have had these answers from another gateway; then their ids are known.
-        if not await self._is_behind(conversation):
-            return draft
-        self._conversation = conversation = await self._rebuild()
+        try:
+            if not await self._is_behind(conversation):
+                return draft
+            self._conversation = conversation = await self._rebuild()
+        except (Unavailable, DeadlineExceeded) as error:
+            log.info("session_not_reread", error=str(error))
+            return draft  # Answers go on while the pool is away.
         return conversation.draft(chat.messages, chat.tools, opening=chat.opening)
 
     async def _recall(self, conversation: Conversation, name: str) -> Recalled | None:

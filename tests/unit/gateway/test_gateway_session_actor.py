@@ -61,6 +61,8 @@ class World:
         return self.stored
 
     async def count(self, _: Claims) -> int:
+        if self.away:
+            raise Unavailable("the pool is away")
         return len(self.stored.turns) if self.stored is not None else 0
 
     def store(self, *turns: common_pb2.Turn, state: Any = common_pb2.TRAJECTORY_STATE_OPEN) -> None:
@@ -305,6 +307,18 @@ async def test_unknown_answer_is_looked_for_in_the_pool(session: ActorRef, world
     assert (await begin(session, "c", "One?", invented, "Two?")).draft.how == "branched"
     assert world.fetches == 2
     await system.stop()
+
+
+async def test_answers_that_nobody_knows_go_on_without_the_pool(
+    session: ActorRef, world: World
+) -> None:
+    """Another gateway might have given them; while the pool cannot say so, they are the agent's."""
+    await end(session, "a", await begin(session, "a"))
+    world.away = True
+    invented = Message(role="assistant", content="Invented.")
+    prompt = await begin(session, "b", "One?", invented, "Two?")
+    assert prompt.draft.how == "branched"
+    assert await end(session, "b", prompt) == 1
 
 
 async def test_a_name_that_was_taken_back_stays_unknown(session: ActorRef, world: World) -> None:
