@@ -128,12 +128,10 @@ class Replica:
 
     async def _live(self) -> None:
         try:
-            following = asyncio.create_task(self._following().run(), name="following")
-            try:
+            async with asyncio.TaskGroup() as tasks:
+                following = tasks.create_task(self._following().run(), name="following")
                 leadership, members = await self._until_elected()
-            finally:
                 following.cancel()
-                await asyncio.wait({following})
             await self._lead(leadership, members)
         except ForgeError as error:
             log.error("replica_failed", pool_shard=self._store.shard, error=str(error))
