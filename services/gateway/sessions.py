@@ -184,8 +184,9 @@ class Sessions:
                 raise error
 
     async def _settle(self, session: Session) -> None:
-        # Behind all that was told: the end of a call that nobody waits for, and its turn.
-        await session.actor.ask(IsBusy(), timeout_s=FLUSH_TIMEOUT_S)
+        if session.actor.alive:
+            # Behind all that was told: the end of a call that nobody waits for, and its turn.
+            await session.actor.ask(IsBusy(), timeout_s=FLUSH_TIMEOUT_S)
         await self.flush(session)
 
     async def _make(self, claims: Claims) -> Session:

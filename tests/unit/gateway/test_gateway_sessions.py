@@ -222,6 +222,20 @@ async def test_drained_is_what_ends_while_draining(make: Make, shard: Shard) -> 
     assert [len(turns) for turns in shard.turns.values()] == [1]
 
 
+async def test_drained_is_what_a_dead_session_left(make: Make, shard: Shard) -> None:
+    """Its actor was given up; its turns are the writer's."""
+    sessions = make()
+    shard.open.clear()
+    async with sessions.use(claims(0)) as session:
+        await session.actor.ask(ending(await begin(session)), timeout_s=TIMEOUT_S)
+    await session.actor.stop()
+    draining = asyncio.create_task(sessions.drain())
+    await asyncio.wait({draining}, timeout=0.05)
+    shard.open.set()
+    await draining
+    assert [len(turns) for turns in shard.turns.values()] == [1]
+
+
 async def test_drained_are_all_that_can_be(make: Make, shard: Shard) -> None:
     """A session whose turn the pool has refused keeps no other from the disk."""
     sessions = make()
