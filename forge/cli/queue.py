@@ -125,7 +125,7 @@ async def _set(
         while wait and found.running_groups:
             await asyncio.sleep(_POLL_S)
             found = await operator.scheduler_status()
-        console.print(line_of(found), highlight=False)
+        console.print(line_of(found), highlight=False, soft_wrap=True)
 
 
 def line_of(status: scheduler_pb2.GetSchedulerStatusResponse) -> str:

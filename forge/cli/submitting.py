@@ -13,6 +13,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ def read_tasks(file: Path, defaults: common_pb2.Task) -> list[common_pb2.Task]:
             tasks.append(_task(json.loads(line), defaults))
         except (ValueError, TypeError, InvalidArgument) as error:
             raise InvalidArgument(f"{file}, line {number}: {error}") from None
+    if not tasks:
+        raise InvalidArgument(f"{file} holds no task")
     return tasks
 
 
@@ -135,8 +138,14 @@ class Submitter:
             return cursor.waiting(room)
         waiting = cursor.waiting(CANDIDATES)
         rewards = {each.domain: each.recent_reward for each in status.domains}
-        choice = self._curriculum([self._candidate(place) for place in waiting], rewards)
-        chosen = chosen_of(waiting, list(choice), room)
+        answer = self._curriculum([self._candidate(place) for place in waiting], rewards)
+        try:
+            choice = [index(position) for position in answer]
+        except TypeError:
+            raise InvalidArgument(
+                f"{self._submission.curriculum} returned {answer!r:.80}; positions are expected"
+            ) from None
+        chosen = chosen_of(waiting, choice, room)
         # A queue with nothing in it brings no reward that could change its mind.
         return chosen or (waiting[:1] if not status.queued and not status.running_groups else [])
 

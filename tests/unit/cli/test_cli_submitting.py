@@ -90,6 +90,14 @@ def test_wrong_line_is_named(tmp_path: Path, line: str) -> None:
         read_tasks(file, DEFAULTS)
 
 
+def test_file_without_a_task_is_named(tmp_path: Path) -> None:
+    """Blank lines are none."""
+    file = tmp_path / "empty.jsonl"
+    file.write_text("\n\n")
+    with pytest.raises(InvalidArgument, match=r"empty\.jsonl holds no task"):
+        read_tasks(file, common_pb2.Task())
+
+
 async def test_interrupted_submission_goes_on(tmp_path: Path) -> None:
     """Each line once an epoch, in the order of the file, whoever begins where."""
     file = write(tmp_path / "t.jsonl", *({"payload": {"n": n}} for n in range(5)))
@@ -116,6 +124,19 @@ async def test_curriculum_chooses_the_order(tmp_path: Path) -> None:
     hook = f"{__name__}:nothing"
     await Submitter(queue, make_submission(file, curriculum=hook)).run(lambda *_: None)
     assert len(queue.tasks) == 3
+
+
+def silent(candidates: Any, rewards: Any) -> None:
+    """A hook whose author forgot to return anything."""
+
+
+async def test_curriculum_that_returns_no_positions_is_said(tmp_path: Path) -> None:
+    """The line names the hook and what it returned."""
+    submission = make_submission(
+        write(tmp_path / "t.jsonl", {"payload": {}}), curriculum=f"{__name__}:silent"
+    )
+    with pytest.raises(InvalidArgument, match="silent returned None; positions are expected"):
+        await Submitter(Queue(), submission).run(lambda *_: None)
 
 
 def test_curriculum_that_is_none_is_said() -> None:
