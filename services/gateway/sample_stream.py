@@ -143,6 +143,8 @@ class RouterStream:
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.wait({self._task})
+        # A task that is cancelled before its first step never takes it.
+        self._end("was closed")
 
     async def _run(self) -> None:
         why = "was closed"
@@ -153,14 +155,17 @@ class RouterStream:
         except* Exception as group:
             why = f"was lost: {self._told(group)}"
         finally:
-            self.lost_s = asyncio.get_running_loop().time()
-            self._call.cancel()
-            self._begins.clear()
-            answers, self._answers = self._answers, {}
-            for answer in answers.values():
-                # Each its own: an error keeps the frames of everybody who raises it. And none of
-                # the stream's: what it was refused for, no call has done.
-                answer.end(Unavailable(f"the stream to {self._router} {why}"))
+            self._end(why)
+
+    def _end(self, why: str) -> None:
+        self.lost_s = asyncio.get_running_loop().time()
+        self._call.cancel()
+        self._begins.clear()
+        answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            # Each its own: an error keeps the frames of everybody who raises it. And none of the
+            # stream's: what it was refused for, no call has done.
+            answer.end(Unavailable(f"the stream to {self._router} {why}"))
 
     def _told(self, group: ExceptionGroup) -> str:
         """Logs why the stream ended; what of that its calls may tell."""

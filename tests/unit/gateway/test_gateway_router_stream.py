@@ -138,6 +138,17 @@ async def test_each_call_of_a_lost_stream_has_an_error_of_its_own() -> None:
     assert max(frames) < 10
 
 
+async def test_a_stream_that_is_closed_at_once_ends_its_calls() -> None:
+    """Before it has sent or read anything."""
+    stream = RouterStream(Call(), router="r")
+    answer = begin(stream)
+    await stream.close()
+    with pytest.raises(Unavailable, match="the stream to r was closed"):
+        await answer.read()
+    with pytest.raises(Unavailable):
+        begin(stream)
+
+
 class Routers:
     """Discovery that shows two routers, and is asked for the first that may be picked."""
 
