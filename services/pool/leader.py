@@ -114,6 +114,9 @@ class Leader:
                         await self._record(replace(self.members, fence=self.leadership.fence))
                         log.info("lease_regained", fence=self.leadership.fence)
                         return
+                if campaign.done():
+                    # Elected, and etcd is away again: there is nothing else to wait for.
+                    await asyncio.sleep(RETRY_S)
             if campaign.done():
                 await campaign.result().resign()
         finally:

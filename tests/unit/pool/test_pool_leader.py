@@ -42,6 +42,7 @@ class Etcd:
     stored: Versioned | None = None
     leader: Versioned | None = None
     down: bool = False
+    asked_in_vain: int = 0
     before_write: Callable[[], None] = lambda: None
 
     async def get(self, key: str) -> Versioned | None:
@@ -59,19 +60,27 @@ class Etcd:
         self.stored = Versioned(value=value, mod_revision=revision + 1)
         return revision + 1
 
+    async def campaign(self, name: str, instance_id: str, *, ttl_s: float) -> Lease:
+        return Lease()
+
     def _check(self) -> None:
         if self.down:
+            self.asked_in_vain += 1
             raise Unavailable("etcd does not answer")
 
 
 class Lease:
-    """Stands in for a leadership that holds."""
+    """Stands in for a leadership that holds, or is over."""
 
     fence = FENCE
     alive = True
 
+    def __init__(self, *, expired: bool = False) -> None:
+        self._expired = expired
+
     async def lost(self) -> None:
-        await asyncio.Event().wait()
+        if not self._expired:
+            await asyncio.Event().wait()
 
 
 @dataclass
@@ -157,6 +166,21 @@ async def test_nobody_goes_alone_before_the_record_says_so(make_office):
     await office.leader.begin()
     assert await office.in_sync() == {office.ids[0]}
     office.leader.gate.admit()
+
+
+async def test_who_is_elected_anew_while_etcd_is_away_asks_now_and_then(make_office, monkeypatch):
+    """Not as fast as it is refused."""
+    office = make_office(1)
+    await office.leader.begin()
+    office.leader.leadership = Lease(expired=True)
+    office.etcd.down = True
+    monkeypatch.setattr("services.pool.leader.RETRY_S", 60.0)
+    holding = asyncio.create_task(office.leader.hold())
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert office.etcd.asked_in_vain == 1
+    holding.cancel()
+    await asyncio.wait({holding})
 
 
 async def test_two_copies_wanted_means_that_a_lone_leader_takes_nothing(make_office):
