@@ -29,10 +29,13 @@ class EncodedTexts:
                 self._ids.move_to_end(text)
                 return ids
         ids = self._encode(text)
+        size = _size(text, ids)
+        if size > self._max_bytes:
+            return ids  # It would take the place of all others, and not stay either.
         with self._lock:
             if text not in self._ids:
                 self._ids[text] = ids
-                self._bytes += _size(text, ids)
+                self._bytes += size
             while self._bytes > self._max_bytes:
                 self._bytes -= _size(*self._ids.popitem(last=False))
         return ids

@@ -30,3 +30,17 @@ def test_a_text_beyond_all_room_is_not_remembered() -> None:
     encoded = EncodedTexts(encode, max_bytes=10)
     assert encoded("long") == encoded("long") == b""
     assert asked == ["long", "long"]
+
+
+def test_a_text_beyond_the_bound_takes_nobodys_place() -> None:
+    """It is encoded each time it comes, and the others are still remembered."""
+    asked: list[str] = []
+
+    def encode(text: str) -> bytes:
+        asked.append(text)
+        return b""
+
+    texts = EncodedTexts(encode, max_bytes=100)
+    for text in ("small", "x" * 26, "small", "x" * 26):
+        texts(text)
+    assert asked == ["small", "x" * 26, "x" * 26]
