@@ -19,19 +19,6 @@ def test_a_text_is_encoded_once_while_it_is_remembered() -> None:
     assert [text[0] for text in asked] == ["a", "b", "c", "b"]
 
 
-def test_a_text_beyond_all_room_is_not_remembered() -> None:
-    """It is encoded each time, and nothing is held of it."""
-    asked: list[str] = []
-
-    def encode(text: str) -> bytes:
-        asked.append(text)
-        return b""
-
-    encoded = EncodedTexts(encode, max_bytes=10)
-    assert encoded("long") == encoded("long") == b""
-    assert asked == ["long", "long"]
-
-
 def test_a_text_beyond_the_bound_takes_nobodys_place() -> None:
     """It is encoded each time it comes, and the others are still remembered."""
     asked: list[str] = []
