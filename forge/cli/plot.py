@@ -6,6 +6,7 @@ Reads `metrics.jsonl` and draws; knows nothing of a running system.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,16 +61,38 @@ def read_steps(path: Path) -> list[Step]:
         lines = file.read_text().splitlines()
     except FileNotFoundError:
         raise NotFound(f"{file}: there is no such file; name a run's directory") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{file} cannot be read: {error}") from None
     steps: dict[int, Step] = {}
     for number, line in enumerate(lines, 1):
         try:
             step = json.loads(line)
+            _check(step)
             steps[step["step"]] = step
         except (ValueError, KeyError, TypeError):
             raise InvalidArgument(f"{file}:{number} is not the metrics of a step") from None
     if not steps:
         raise InvalidArgument(f"{file} holds no step yet")
     return [steps[number] for number in sorted(steps)]
+
+
+def _check(step: Step) -> None:
+    """Raises KeyError or TypeError for one that cannot be drawn."""
+    for panel in PANELS:
+        panel.value(step)
+        for domain in step["domains"].values() if panel.of_domain else ():
+            float(domain[panel.of_domain])
+
+
+def labels(paths: Sequence[Path]) -> list[str]:
+    """What to call each run: its directory's name, with as much before it as tells runs apart."""
+    metrics = RunDirectory(Path()).metrics_file.name
+    places = [path.resolve() for path in paths]
+    places = [place.parent if place.name == metrics else place for place in places]
+    if len({place.name for place in places}) == len(places):
+        return [place.name for place in places]
+    common = os.path.commonpath([place.parent for place in places])
+    return [str(place.relative_to(common)) for place in places]
 
 
 def curves(panel: Panel, runs: Mapping[str, Sequence[Step]]) -> list[Curve]:
@@ -105,7 +128,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 def draw(paths: Sequence[Path], out: Path) -> None:
     """Write the picture, in the format of `out`'s suffix. Raises `FailedPrecondition` without
     matplotlib, `NotFound` or `InvalidArgument` for what cannot be read or written."""
-    runs = {path.resolve().name: read_steps(path) for path in paths}
+    runs = dict(zip(labels(paths), map(read_steps, paths), strict=True))
     try:
         import matplotlib
     except ImportError:

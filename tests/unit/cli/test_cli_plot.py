@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from forge.cli.main import app
-from forge.cli.plot import PANELS, Curve, curves, draw, read_steps, smoothed
+from forge.cli.plot import PANELS, Curve, curves, draw, labels, read_steps, smoothed
 from forge.core.errors import InvalidArgument, NotFound
 
 REWARD, STALENESS = PANELS[0], PANELS[2]
@@ -82,7 +82,8 @@ def test_a_picture_names_the_domains(tmp_path: Path) -> None:
         (None, "there is no such file"),
         ("", "holds no step yet"),
         ("{}\n", ":1 is not the metrics of a step"),
-        ('{"step": 1}\nnonsense\n', ":2 is not the metrics of a step"),
+        ('{"step": 1}\n', ":1 is not the metrics of a step"),
+        (json.dumps(step(1, qa=0.5)) + "\nnonsense\n", ":2 is not the metrics of a step"),
     ],
 )
 def test_files_without_steps_are_named(tmp_path: Path, content: str | None, said: str) -> None:
@@ -92,6 +93,28 @@ def test_files_without_steps_are_named(tmp_path: Path, content: str | None, said
         file.write_text(content)
     with pytest.raises((NotFound, InvalidArgument), match=said):
         read_steps(file)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    """A picture of a run is not its metrics."""
+    file = tmp_path / "curves.png"
+    file.write_bytes(b"\x89PNG\xff")
+    with pytest.raises(InvalidArgument, match=r"curves\.png cannot be read"):
+        read_steps(file)
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """Seeds of two roots have directories of one name, and all metrics files have."""
+    runs = [tmp_path / root / "tiny-seed0-1" for root in ("a", "b")]
+    for run in runs:
+        run.parent.mkdir()
+        write(run, step(1, qa=0.5))
+    assert labels(runs) == ["a/tiny-seed0-1", "b/tiny-seed0-1"]
+    assert labels(runs[:1]) == ["tiny-seed0-1"]
+    assert labels([runs[0] / "metrics.jsonl"]) == ["tiny-seed0-1"]
+    out = tmp_path / "both.svg"
+    draw([run / "metrics.jsonl" for run in runs], out)
+    assert out.exists()
 
 
 def test_a_format_nobody_draws_is_refused(tmp_path: Path) -> None:
