@@ -29,13 +29,17 @@ from services.trainer.replica import Order, Replica, Take
 _FOREVER = timedelta(days=3650)
 """A rank waits for orders as long as there are none."""
 _END_S = 5.0
+_LOOK_S = 0.05
 
 
 class Ranks:
     """The ranks after the first, and the group they are in with it."""
 
     def __init__(self, config: TrainerConfig) -> None:
-        """Returns once all have met; each then builds its replica."""
+        """Returns once all have met; each then builds its replica.
+
+        Raises `RuntimeError` when one ends before.
+        """
         self._folder = Path(tempfile.mkdtemp(prefix="forge-ranks-"))
         meeting = str(self._folder / "meeting")
         # Not forked: torch's threads and autograd do not survive that.
@@ -46,8 +50,21 @@ class Ranks:
         ]
         for process in self._processes:
             process.start()
-        self.group = _join(meeting, rank=0, ranks=config.ranks)
+        try:
+            self._await(meeting)
+            self.group = _join(meeting, rank=0, ranks=config.ranks)
+        except BaseException:
+            self.close()
+            raise
         log.info("ranks_started", ranks=config.ranks, pids=[one.pid for one in self._processes])
+
+    def _await(self, meeting: str) -> None:
+        """Until all are about to join: once in `_join`, nobody looks after the others any more."""
+        for rank, process in enumerate(self._processes, start=1):
+            while not _here(meeting, rank).exists():
+                process.join(_LOOK_S)
+                if process.exitcode is not None:
+                    raise RuntimeError(f"rank {rank} ended with {process.exitcode} as it began")
 
     def tell(self, order: Order) -> None:
         """To all others. Raises `RuntimeError` when one of them is gone."""
@@ -62,11 +79,18 @@ class Ranks:
         for process in self._processes:
             process.join(_END_S)
         with suppress(RuntimeError):
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def _here(meeting: str, rank: int) -> Path:
+    """What a rank leaves to say that it has begun."""
+    return Path(f"{meeting}-{rank}")
+
+
 def _join(meeting: str, *, rank: int, ranks: int) -> dist.ProcessGroup:
+    _here(meeting, rank).touch()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{meeting}",

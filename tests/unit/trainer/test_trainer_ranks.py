@@ -15,6 +15,7 @@ import torch
 from forge.core.errors import ConfigError
 from forge.rl.batch_plan import plan_batch
 from forge.rl.step import StepResult
+from services.trainer import ranks
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.config import TrainerConfig
@@ -65,6 +66,23 @@ def test_a_model_that_ranks_cannot_share_is_told(tmp_path: Path) -> None:
         actor.started()
     assert actor._ranks is not None
     assert not any(process.is_alive() for process in actor._ranks._processes)
+
+
+def ends(*_: object) -> None:
+    """A rank's life, short."""
+    os._exit(3)
+
+
+def test_a_rank_that_ends_as_it_begins_is_not_waited_for(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start fails with the rank and its exit code, and can be tried again."""
+    config = TrainerConfig(model_path=str(model_path), torch_threads=1, ranks=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "_follow", ends)
+        with pytest.raises(RuntimeError, match="rank 1 ended with 3"):
+            ranks.Ranks(config)
+    ranks.Ranks(config).close()
 
 
 def test_memory_that_ends_on_one_rank_cuts_the_batch_on_both(
