@@ -1,0 +1,147 @@
+"""Memory of one tree of 200,000 tokens: `python -m benchmarks.long_tree [--quick] [--json FILE]`.
+
+Measures the peak of a whole step (forward, loss, backward) on a small model, with activations
+recomputed and the tree relayed in passes of `--token-budget`, and sets beside it what the formula
+in `estimate` gives for that model. The same formula then says what models of 1 and 4 billion
+weights would take: an estimate, of an upper bound, for no such step was run here.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.support.report import arguments, keep
+from benchmarks.support.training_ways import Bench
+from benchmarks.support.tree_workloads import VOCABULARY, turns
+from forge.rl.batch_plan import BatchPlan
+from forge.rl.logprobs import CHUNK_ELEMENTS, KEPT_ELEMENTS, KEPT_STATES
+from forge.rl.relay import shared_tokens
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A dense transformer."""
+
+    name: str
+    weights: float
+    layers: int
+    channels: int
+    inner: int
+    """Of the feed-forward layer."""
+    queries: int
+    """Heads times head size."""
+    keys: int
+    """Key/value heads times head size."""
+    vocabulary: int
+
+
+SHAPES = (
+    Shape(name="1B (Llama 3.2)", weights=1.24e9, layers=16, channels=2048, inner=8192, queries=2048,
+          keys=512, vocabulary=128256),
+    Shape(name="4B (Qwen 3)", weights=4.02e9, layers=36, channels=2560, inner=9728, queries=4096,
+          keys=1024, vocabulary=151936),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """What of a relayed tree decides its memory."""
+
+    tokens: int
+    """Of the largest pass."""
+    attended: int
+    """Tokens whose keys, values and gradients are held between passes."""
+    reach: int
+    """Most keys of one pass, its prefix included."""
+
+
+def passes_of(plan: BatchPlan) -> Passes:
+    """Of a batch that is one tree."""
+    (tree,) = plan.trees
+    return Passes(
+        tokens=tree.pass_tokens,
+        attended=len(shared_tokens([part.prefix_P for part in tree.parts])),
+        reach=max(part.tokens + len(part.prefix_P) for part in tree.parts),
+    )
+
+
+def estimate(shape: Shape, passes: Passes, *, key_bytes: int) -> float:
+    """Bytes of activations, relayed keys and head, with activations recomputed layer by layer.
+
+    Everything in fp32 but keys and values, of `key_bytes` an element; weights, their gradients and
+    the optimizer are apart.
+    """
+    inputs = 4 * shape.layers * shape.channels
+    # What autograd holds of one layer, and three more tables as wide as its widest on the way back.
+    layer = 4 * (6 * shape.channels + 5 * shape.queries + 5 * shape.keys + 7 * shape.inner)
+    relayed = shape.layers * 2 * shape.keys * (key_bytes + 4)
+    reached = 2 * shape.keys * (key_bytes + 4 + 4)
+    states = KEPT_STATES * passes.tokens * shape.channels
+    tables = max(KEPT_ELEMENTS, min(states, CHUNK_ELEMENTS)) + 2 * min(
+        CHUNK_ELEMENTS, shape.vocabulary * max(256, shape.channels)
+    )
+    head = max(0, 4 * tables - layer * passes.tokens)  # before the layers go back, not beside them
+    return (
+        passes.tokens * (inputs + layer) + passes.attended * relayed + passes.reach * reached + head
+    )
+
+
+def measure(rollouts: int, budget: int) -> tuple[dict[str, float], Passes]:
+    """The keys of the step, and its passes."""
+    bench = Bench(hidden=64, layers=2)
+    bench.model.activation_checkpointing_enable()
+    bench.model.train()
+    samples = turns("long", groups=rollouts, turn_count=12, system=8192, per_turn=250).samples
+    _, plan = bench.tree(samples[:12], budget=budget)  # first calls choose kernels
+    began = time.process_time()
+    peak = bench.peak_bytes(lambda: bench.tree(samples, budget=budget))
+    plan = bench.learner.plan(samples)
+    passes = passes_of(plan)
+    config = bench.model.config
+    weights = sum(one.numel() for one in bench.model.parameters())
+    shape = Shape(
+        name="measured", weights=weights, layers=config.num_hidden_layers,
+        channels=config.hidden_size, inner=config.intermediate_size,
+        queries=config.num_attention_heads * config.head_dim,
+        keys=config.num_key_value_heads * config.head_dim, vocabulary=VOCABULARY,
+    )  # fmt: skip
+    found = {
+        "tokens": float(plan.tree_tokens),
+        "passes": float(len(plan.trees[0].parts)),
+        "pass_tokens": float(passes.tokens),
+        "attended_tokens": float(passes.attended),
+        "step_s": time.process_time() - began,
+        "peak_bytes_per_token": peak / plan.tree_tokens,
+        "estimated_bytes_per_token": (estimate(shape, passes, key_bytes=4) + 4 * weights)
+        / plan.tree_tokens,
+    }
+    return found, passes
+
+
+def main() -> None:
+    parser = arguments(__doc__, quick="a tenth of the tokens")
+    parser.add_argument("--token-budget", type=int, default=16384)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found, passes = measure(6 if options.quick else 64, options.token_budget)
+    for name, value in found.items():
+        print(f"{name:<28}{value:>14,.1f}")
+    chain = Passes(tokens=options.token_budget, attended=200_000, reach=200_000)
+    print(f"\n{'estimate, GB':<18}{'optimizer':>14}{'this tree':>12}{'one chain of 200,000':>22}")
+    for shape in SHAPES:
+        for optimizer, moments in (("adamw", 8), ("adamw_8bit", 2)):
+            fixed = shape.weights * (4 + 4 + 2 + moments)  # master, gradient, bf16 copy, moments
+            totals = [(fixed + estimate(shape, one, key_bytes=2)) / GB for one in (passes, chain)]
+            print(f"{shape.name:<18}{optimizer:>14}{totals[0]:>12.0f}{totals[1]:>22.0f}")
+            key = f"{shape.name.split()[0]}.{optimizer}"
+            found |= {f"{key}.tree_gb": totals[0], f"{key}.chain_gb": totals[1]}
+    keep(found, options.json)
+
+
+if __name__ == "__main__":
+    main()
