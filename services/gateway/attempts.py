@@ -16,6 +16,7 @@ from forge.core.formats import Parser, PlainParser
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.answer import AnswerReader
 from services.gateway.conversation import Prompt, Sampled
+from services.gateway.errors import RouterLost
 from services.gateway.metrics import UPSTREAM_RETRIES
 from services.gateway.model import ChatModel
 from services.gateway.types import Piece, Turn, TurnRequest
@@ -23,6 +24,8 @@ from services.gateway.upstream import SampleCall
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 """Before a router is asked again; doubles with each attempt."""
+LASTED_S = 10.0
+"""An attempt that was lost after so long had a router. What is waited for another begins then."""
 
 
 class Samples:
@@ -41,9 +44,10 @@ class Samples:
         self._attempt = attempt
         self._request = request
         self._prompt_tokens = prompt_tokens
+        self._retry_for_s = retry_for_s
         self._give_up_s = time.monotonic() + retry_for_s
         self._backoff_s = FIRST_BACKOFF_S
-        self._begun = False
+        self._begun_s: float | None = None
 
     async def next(self) -> Piece | None:
         """None when there is a whole answer, or the call was aborted. Raises what the router
@@ -57,9 +61,12 @@ class Samples:
                 if attempt.complete or self._call.aborted:
                     return None
                 raise Unavailable("the router ended the answer without a finish reason")
-            except Unavailable:
+            except Unavailable as error:
                 if attempt.complete:
                     return None
+                if isinstance(error, RouterLost) and self._has_lasted():
+                    self._give_up_s = time.monotonic() + self._retry_for_s
+                    self._backoff_s = FIRST_BACKOFF_S
                 if attempt.passed_on or time.monotonic() + self._backoff_s >= self._give_up_s:
                     raise
             await self._begin_anew()
@@ -67,16 +74,20 @@ class Samples:
         return None
 
     async def _response(self) -> inference_pb2.SampleResponse | None:
-        if not self._begun:
-            self._begun = True
-            wait_s = max(0.1, self._give_up_s - time.monotonic())
+        if self._begun_s is None:
+            self._begun_s = time.monotonic()
+            wait_s = max(0.1, self._give_up_s - self._begun_s)
             await self._call.begin(self._request, wait_s=wait_s)
         return await self._call.read()
+
+    def _has_lasted(self) -> bool:
+        """Whether there was a router: to find that there is none takes less."""
+        return self._begun_s is not None and time.monotonic() - self._begun_s >= LASTED_S
 
     async def _begin_anew(self) -> None:
         UPSTREAM_RETRIES.inc()
         self._call.end()
-        self._begun = False
+        self._begun_s = None
         self._attempt.restart()
         # Another id, so that what is left of the first attempt cannot be mistaken for this.
         self._request.request_id = f"{self._call.call_id}-{uuid.uuid4().hex[:8]}"

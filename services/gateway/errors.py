@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound
+from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 
 
 class ContextTooLong(InvalidArgument):
@@ -11,6 +11,10 @@ class ContextTooLong(InvalidArgument):
 
 class UnknownModel(NotFound):
     """This gateway serves another model."""
+
+
+class RouterLost(Unavailable):
+    """The stream to a router ended, and with it every call on it."""
 
 
 class SessionClosed(FailedPrecondition):

@@ -26,6 +26,7 @@ from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import from_rpc_error, from_status
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
+from services.gateway.errors import RouterLost
 
 if TYPE_CHECKING:
     from forge.runtime.coordination import Instance
@@ -85,7 +86,7 @@ class SampleStreams:
         return {at for at, one in self._streams.items() if one.lost_s > now_s - SHUNNED_S}
 
     async def close(self) -> None:
-        """Ends every stream, and the calls on them with `Unavailable`."""
+        """Ends every stream, and the calls on them with `RouterLost`."""
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             await stream.close()
@@ -116,7 +117,7 @@ class RouterStream:
 
     def begin(self, request: pb.SampleRequest, *, timeout_s: float) -> Answer:
         """Asks for an answer. Raises `InvalidArgument` for a request that no message can hold,
-        `Unavailable` when the stream was lost."""
+        `RouterLost` when the stream was."""
         size = request.ByteSize()
         if size > MAX_MESSAGE_BYTES - ROOM_BYTES:
             raise InvalidArgument(
@@ -124,7 +125,7 @@ class RouterStream:
                 "that a message to a router holds"
             )
         if self.lost:
-            raise Unavailable(f"the stream to {self._router} was lost")
+            raise RouterLost(f"the stream to {self._router} was lost")
         self._last_call += 1
         number = self._last_call
         answer = self._answers[number] = Answer(self, number, timeout_s)
@@ -165,7 +166,7 @@ class RouterStream:
         for answer in answers.values():
             # Each its own: an error keeps the frames of everybody who raises it. And none of the
             # stream's: what it was refused for, no call has done.
-            answer.end(Unavailable(f"the stream to {self._router} {why}"))
+            answer.end(RouterLost(f"the stream to {self._router} {why}"))
 
     def _told(self, group: ExceptionGroup) -> str:
         """Logs why the stream ended; what of that its calls may tell."""
@@ -243,7 +244,7 @@ class Answer:
 
     async def read(self) -> pb.SampleResponse | None:
         """What came since the last time, as one response; None at the end, or once cancelled.
-        Raises the ForgeError that the router answered, `Unavailable` if the stream was lost."""
+        Raises the ForgeError that the router answered, `RouterLost` if the stream was."""
         while not self._responses:
             if self._error is not None:
                 raise self._error

@@ -14,6 +14,7 @@ import pytest
 from forge.core.errors import Unavailable
 from forge.v1 import inference_pb2 as pb
 from services.gateway import sample_stream
+from services.gateway.errors import RouterLost
 from services.gateway.sample_stream import MESSAGE_BYTES, Answer, RouterStream, SampleStreams
 
 WAIT_S = 30.0
@@ -119,7 +120,7 @@ async def test_whatever_ends_a_stream_is_unavailable_to_its_calls(code: grpc.Sta
     call.ends.set_exception(grpc.aio.AioRpcError(code, none, none, details="too much of it"))
     with pytest.raises(Unavailable, match="the stream to r was lost: too much of it") as lost:
         await answer.read()
-    assert type(lost.value) is Unavailable
+    assert type(lost.value) is RouterLost
     with pytest.raises(Unavailable):
         begin(stream)
 

@@ -11,6 +11,7 @@ from forge.core.errors import Unavailable
 from forge.v1 import inference_pb2
 from services.gateway import attempts
 from services.gateway.attempts import Samples
+from services.gateway.errors import RouterLost
 
 GONE = Unavailable("the router is gone")
 
@@ -116,3 +117,48 @@ async def test_attempts_end_with_the_time_for_them() -> None:
     source, _ = samples(Call([GONE]), retry_for_s=0.0)
     with pytest.raises(Unavailable, match="gone"):
         await source.next()
+
+
+LOST = RouterLost("the stream to the router was lost")
+
+
+@pytest.mark.parametrize(
+    ("error", "sampled_for_s", "again"),
+    [(LOST, 600.0, True), (LOST, 5.0, True), (LOST, 0.0, True), (GONE, 600.0, False)],
+)
+async def test_a_long_answer_is_begun_anew_as_well(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, sampled_for_s: float, again: bool
+) -> None:
+    """The time for another router begins when the first is lost, however long it had sampled; not
+    where a router says that it has waited long enough."""
+    now_s = 0.0
+    monkeypatch.setattr(attempts, "time", SimpleNamespace(monotonic=lambda: now_s))
+    call = Call(["a", error], ["b", "end", None])
+    source, _ = samples(call, retry_for_s=30.0)
+    assert await source.next() == "a"
+    now_s = sampled_for_s
+    if again:
+        assert await all_of(source) == ["b", "end"]
+    else:
+        with pytest.raises(Unavailable, match="gone"):
+            await source.next()
+
+
+async def test_routers_that_are_not_there_are_not_asked_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each attempt ends as lost, too, in less time than any that had a router."""
+    now_s = 0.0
+    monkeypatch.setattr(attempts, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    class Dead(Call):
+        async def read(self) -> Any:
+            nonlocal now_s
+            now_s += 5.0
+            raise LOST
+
+    call = Dead(*[[] for _ in range(100)])
+    source, _ = samples(call, retry_for_s=30.0)
+    with pytest.raises(Unavailable, match="lost"):
+        await source.next()
+    assert len(call.asked) == 6
