@@ -24,8 +24,9 @@ from forge.runtime.telemetry import log
 from services.pool.migrations import SCHEMA_VERSION, migrate
 from services.pool.records import Records, Table
 
-TOOL_READERS = 4
-"""Other processes that may read at a time, such as one that makes a backup."""
+TOOL_READERS = 126
+"""Snapshots that other processes may hold, such as one that makes a backup: more than anybody does,
+for with them they would take the places of our own readers."""
 DISK_RETRY_S = 2.0
 """When to try again after the disk was full."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool import validation
+from services.pool.actors import Writer
 from services.pool.commands import AppendTurns, FreeGroups, PutGroups
 from services.pool.environment import Environment
 from services.pool.freeing import Freed
@@ -91,6 +93,29 @@ def test_readers_go_on_while_the_map_grows(open_store):
         reader.join()
     assert wrong == []
     assert store.stats().map_bytes >= 8 * MIB
+
+
+def test_tools_take_no_place_of_a_reader(open_store, tmp_path):
+    """Checks and backups of a shard that has just been opened, and that nobody has read."""
+    store = open_store(max_readers=2)
+    program = (
+        "import lmdb, sys\n"
+        "opened = lmdb.open(sys.argv[1], readonly=True)\n"
+        "held = [opened.begin() for _ in range(32)]\n"
+        "print('held', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path / "shard"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as tools:
+        assert tools.stdout.readline() == b"held\n"
+        turn = validation.new_turn(make_turn().SerializeToString())
+        (answer,) = Writer(store).receive_batch([AppendTurns(turns=(turn,))])
+        assert answer == (None,)
+        assert store.stats().turns == 1
+        tools.stdin.close()
 
 
 def test_a_shard_at_its_ceiling_refuses_and_keeps(open_store):
