@@ -10,19 +10,24 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
+import grpc
 import grpc.aio
+import pytest
 
+from forge.core.errors import Unavailable
 from forge.runtime.actor import ActorRef, ActorSystem
 from forge.runtime.rpc.channel import CHANNEL_OPTIONS
 from forge.runtime.rpc.chunks import CHUNK_BYTES
+from forge.runtime.rpc.status import ERROR_KEY
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import FINISH_REASON_LENGTH, SampledTokens
 from services.inference.engines.base import Prompt, Sampling
+from services.inference.router import run
 from services.inference.router.actor import MIN_ADMITTED, Report, RouterActor
 from services.inference.router.run import RouterOptions, Run
 
-OPTIONS = RouterOptions(request_timeout_s=30.0, worker_wait_s=5.0, hold_s=5.0)
+OPTIONS = RouterOptions(request_timeout_s=300.0, worker_wait_s=5.0, hold_s=5.0)
 
 
 def tokens(*ids: int, top: int = 0) -> SampledTokens:
@@ -41,8 +46,15 @@ class Worker(rpc.PrefillServiceServicer, rpc.DecodeServiceServicer):
     def __init__(self) -> None:
         self.portion = 64
         self.address = ""
+        self.takes_s: list[float] = []
+        """How long each of the next prefills takes, before the worker gives it up."""
+        self.now_s = 0.0
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.PrefillResponse:
+        if self.takes_s:
+            self.now_s += self.takes_s.pop(0)
+            of_ours = ((ERROR_KEY, "Unavailable"),)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gave way", of_ours)
         return pb.PrefillResponse(first=tokens(0, top=request.sampling.top_logprobs))
 
     async def ReleaseKv(self, request: pb.ReleaseKvRequest, context: Any) -> pb.ReleaseKvResponse:
@@ -155,6 +167,22 @@ async def test_a_short_answer_is_one_message() -> None:
         (whole,) = [r async for r in one.run(most=300).responses()]
     assert len(whole.tokens.ids) == 4 * 300
     assert whole.finish_reason == FINISH_REASON_LENGTH
+
+
+async def test_the_wait_for_a_worker_begins_when_one_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long it had read the prompt; when it goes on like that, the caller is told."""
+    worker = Worker()
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: worker.now_s))
+    monkeypatch.setattr(run, "_RETRY_PAUSE_S", 0.0)
+    async with routed(worker) as one:
+        worker.takes_s = [60.0]
+        assert [len(said.tokens.ids) async for said in one.run(most=10).responses()] == [4 * 10]
+        worker.takes_s = [60.0, 60.0, 60.0]
+        with pytest.raises(Unavailable, match="gave way"):
+            _ = [said async for said in one.run(most=10).responses()]
+        assert len(worker.takes_s) == 1
 
 
 async def test_a_caller_that_leaves_takes_nothing_along() -> None:

@@ -59,7 +59,7 @@ _MOVES = (Unavailable, DeadlineExceeded, ResourceExhausted, NotFound)
 class RouterOptions:
     request_timeout_s: float
     worker_wait_s: float
-    """How long without any progress before the caller is told."""
+    """How long one attempt after the other may fail before the caller is told."""
     hold_s: float
 
 
@@ -127,17 +127,19 @@ class Run:
 
     async def _progress(self) -> AsyncGenerator[None, None]:
         """One attempt after the other until there is a finish; yields when tokens have come."""
-        progress_s = time.monotonic()
+        failing_s: float | None = None
         while self._finish is None:
             began_s = time.monotonic()
             try:
                 async with aclosing(self._attempt()) as attempt:
                     async for _ in attempt:
-                        progress_s = time.monotonic()
+                        failing_s = None
                         yield
             except _MOVES as error:
                 now_s = time.monotonic()
-                if now_s - progress_s >= self._options.worker_wait_s or self._left_s() <= 0:
+                # From the first failure on: what was lost may have been at work for long.
+                failing_s = now_s if failing_s is None else failing_s
+                if now_s - failing_s >= self._options.worker_wait_s or self._left_s() <= 0:
                     raise self._gave_up(error) from error
                 log.debug(
                     "request_moves",
