@@ -105,6 +105,9 @@ class Retention:
                 await self.sweep()
             except ForgeError as error:
                 log.warning("retention_put_off", error=str(error))
+            except Exception:
+                # Whatever is wrong with one sweep, the disk must not fill up for want of others.
+                log.exception("sweep_crashed")
             await asyncio.sleep(PERIOD_S)
 
     async def sweep(self) -> Freed:

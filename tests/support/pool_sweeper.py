@@ -44,17 +44,20 @@ class Sweeper:
         self._store, self._readers = store, readers
 
     async def sweep(self, *, keep_age_s: float = MAX_AGE_S, keep_bytes: int = 0) -> Freed:
+        return await self.retention(keep_age_s=keep_age_s, keep_bytes=keep_bytes).sweep()
+
+    def retention(self, *, keep_age_s: float = MAX_AGE_S, keep_bytes: int = 0) -> Retention:
         async def coverage() -> int:
             return self.covered_step
 
-        return await Retention(
+        return Retention(
             self._store,
             self.writer,
             self._readers,
             policy=RetentionPolicy(keep_age_s=keep_age_s, keep_bytes=keep_bytes),
             coverage=coverage,
             now_unix_s=lambda: self.now_unix_s,
-        ).sweep()
+        )
 
 
 def records_of(store: PoolStore) -> dict[Table, int]:

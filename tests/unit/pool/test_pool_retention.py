@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.core.admission import QueueSettings
-from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from forge.core.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from forge.core.generation import GenerationQueue
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, trainer_pb2
@@ -191,6 +198,26 @@ async def test_a_large_group_is_freed_in_small_transactions(store, sweeper, monk
     assert max(freed.records for freed in sweeper.writer.freed) == 10
     assert records_of(store)[Table.TURNS] == 0
     assert sum(freed.groups for freed in sweeper.writer.freed) == 1
+
+
+async def test_a_sweep_that_fails_is_followed_by_others(store, sweeper, monkeypatch):
+    """Be it for want of room or for a defect."""
+    monkeypatch.setattr(retention, "PERIOD_S", 0)
+    add_group(store)
+    set_states(store, change("task", TOMBSTONED))
+    failures = [ValueError("a defect"), ResourceExhausted("no room")]
+
+    def fail() -> None:
+        if failures:
+            raise failures.pop()
+
+    sweeper.writer.before = fail
+    running = asyncio.create_task(sweeper.retention(keep_age_s=0).run())
+    async with asyncio.timeout(10):
+        while not sweeper.writer.freed:
+            await asyncio.sleep(0)
+    running.cancel()
+    assert summary(store).freed
 
 
 @pytest.mark.parametrize("table", [Table.TRAJECTORIES, Table.GROUPS])
