@@ -68,8 +68,8 @@ class Books:
         self._counts: Counter[tuple[bool, Phase]] = Counter()
         """By (evaluation, phase)."""
         self._running_groups = 0
-        self._running: Counter[str] = Counter()
-        """Per pool shard, of both purposes."""
+        self._running: Counter[tuple[bool, str]] = Counter()
+        """By (evaluation, pool shard)."""
         self._trained: defaultdict[int, list[Group]] = defaultdict(list)
         """By optimizer step."""
         self._settled: list[Group] = []
@@ -114,7 +114,7 @@ class Books:
         self._counts[spec.evaluation, phase] += 1
         change = (phase is Phase.RUNNING) - (before is Phase.RUNNING)
         if change:
-            self._running[spec.shard] += change
+            self._running[spec.evaluation, spec.shard] += change
             self._running_groups += change
             self._limit_domain(spec.domain, change)
         if not spec.evaluation:
@@ -202,10 +202,16 @@ class Books:
         """Training groups that were started, and neither trained on nor given up."""
         return sum(self._counts[False, phase] for phase in _STARTED)
 
-    def running(self, *, away: frozenset[str] = frozenset()) -> int:
-        if not away:
-            return self._running_groups
-        return sum(count for shard, count in self._running.items() if shard not in away)
+    def running(self) -> int:
+        """Groups of both purposes."""
+        return self._running_groups
+
+    def runs(self, *, evaluation: bool) -> bool:
+        """Whether a group of a purpose runs on a shard that is not away."""
+        return any(
+            count and purpose is evaluation and shard not in self.away
+            for (purpose, shard), count in self._running.items()
+        )
 
     def _limit_domain(self, domain: str, change: int) -> None:
         limit = self._domain_limits.get(domain)

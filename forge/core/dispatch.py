@@ -78,6 +78,11 @@ class Dispatch:
         """Whether groups of a domain that wait to be started are passed over."""
         (self._held_back.add if held else self._held_back.discard)(domain)
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether any domain is passed over."""
+        return bool(self._held_back)
+
     def list_group(self, group: Group) -> None:
         """`group` waits to be started."""
         heappush(self._lane(group).fresh, (group.place, group.spec.index, group))

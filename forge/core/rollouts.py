@@ -128,11 +128,17 @@ class Rollouts:
         return tuple(self._claims.expired(now_s, recheck_s=self._settings.recheck_s))
 
     def can_progress(self) -> bool:
-        """Whether a group may become complete without a batch being taken first."""
-        away = self._books.away
-        fresh = self._books.dispatch.first_group(evaluation=False, away=away)
-        started = self._books.running(away=away) > 0
-        return started or (fresh is not None and self._may_start(fresh))
+        """Whether a training group may become complete without a batch being taken first."""
+        books = self._books
+        if books.runs(evaluation=False):
+            return True
+        # Evaluation ends, and then its places are free, and domains that it holds back.
+        evaluating = books.runs(evaluation=True)
+        fresh = books.dispatch.first_group(evaluation=False, away=books.away)
+        if fresh is None:
+            return evaluating and books.dispatch.holds_back
+        free = books.running() < self._settings.concurrency
+        return (free or evaluating) and self._admits(fresh)
 
     def next_event_s(self) -> tuple[float | None, ...]:
         return (self.hold_until_s, self._claims.next_expiry_s(), self._claims.next_retry_s())
@@ -156,13 +162,15 @@ class Rollouts:
             self._start(fresh, now_s)
 
     def _may_start(self, group: Group) -> bool:
+        free = self._books.running() < self._settings.concurrency
+        return free and self._admits(group)
+
+    def _admits(self, group: Group) -> bool:
+        """Whether it may start when one of the N places is free."""
         if self._books.activity is not Activity.RUNNING:
             return False
-        running = self._books.running()
         if group.spec.evaluation:
-            return running < self._settings.concurrency
-        if running >= self._settings.concurrency:
-            return False
+            return True
         books, adaptive = self._books, self._books.adaptive
         running = books.running_training()
         limit = adaptive.running_limit if adaptive else self._settings.concurrency

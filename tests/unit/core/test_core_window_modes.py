@@ -127,11 +127,11 @@ def test_domain_at_its_limit_holds_up_no_other() -> None:
 
 
 def test_adaptive_starts_less_than_can_be_trained_on_in_time() -> None:
-    """0.6 S B groups are started and not trained on, whether they run, are complete or in a batch;
-    a group counts no more once it is trained on."""
+    """S B groups, less half a batch, are started and not trained on, whether they run, are complete
+    or in a batch; a group counts no more once it is trained on."""
     queue = make_queue("a" * 64, mode=Mode.ADAPTIVE, batch_groups=4, max_staleness_p99=5.5)
     names = lease(queue)
-    assert len(names) == 12, "0.6 of five steps of four groups"
+    assert len(names) == 18, "four and a half steps of four groups"
     complete(queue, *names)
     assert lease(queue) == []
     batch = queue.take(trainer_id="t", max_groups=4, now_s=0.0)
@@ -165,6 +165,19 @@ def test_adaptive_batch_waits_for_the_slow_ones_of_a_start() -> None:
     assert take(queue, 8, now_s=9.0) == tuple(names[:8]), "half of it slow, as in the queue"
 
 
+def test_adaptive_batch_waits_no_longer_than_a_fifo() -> None:
+    """After a change of tasks no batch is like the queue as it was: the next groups go out."""
+    queue = make_queue("a" * 64, mode=Mode.ADAPTIVE, batch_groups=8, max_staleness_p99=20.0)
+    names = lease(queue)
+    complete(queue, *names[:8], now_s=1.0)
+    assert take(queue, 8, now_s=1.0) == tuple(names[:8])
+    queue.batches.commit(queue.take(trainer_id="t", max_groups=8, now_s=1.0).batch_id, step=1)
+    complete(queue, *names[10:20], now_s=50.0)
+    assert take(queue, 8, now_s=50.0) == ()
+    complete(queue, names[9], now_s=50.0)
+    assert take(queue, 8, now_s=50.0) == tuple(names[9:17]), "it may leave one behind that hangs"
+
+
 def test_adaptive_window_follows_the_batch_before_the_head_moves() -> None:
     """A trainer that takes fewer groups than configured is shown fewer beyond the head."""
     queue = make_queue("a" * 32, mode=Mode.ADAPTIVE, batch_groups=4, max_staleness_p99=2.0)
@@ -174,6 +187,35 @@ def test_adaptive_window_follows_the_batch_before_the_head_moves() -> None:
     assert batch
     queue.batches.commit(batch.batch_id, step=1)
     assert (queue.books.window.head, queue.books.window.edge) == (1, 16)
+
+
+def test_evaluation_that_runs_is_no_reason_to_wait() -> None:
+    """What may not start does not complete, however long others run: the batch goes out short."""
+    queue = make_queue("aaaa", window=4, concurrency=3, admission=Admission.WINDOW)
+    complete(queue, *lease(queue))
+    spec = GroupSpec(task_id=TaskId("e"), index=0, domain="a", shard="s0", size=1, evaluation=True)
+    queue.add(Group(spec), now_s=0.0)
+    assert lease(queue) == ["e"]
+    assert take(queue, 4, now_s=99.0) == ("a0", "a1", "a2")
+
+
+@pytest.mark.parametrize("held", [{"concurrency": 2}, {"domain_limits": {"a": 2}}])
+def test_evaluation_that_has_all_places_is_waited_for(held: dict[str, object]) -> None:
+    """It ends, and then the batch can be filled."""
+    queue = make_queue("aaaa", window=4, admission=Admission.RUNNING, **held)
+    complete(queue, *lease(queue))
+    for index in range(2):
+        spec = GroupSpec(
+            task_id=TaskId(f"e{index}"),
+            index=index,
+            domain="a",
+            shard="s0",
+            size=1,
+            evaluation=True,
+        )
+        queue.add(Group(spec), now_s=0.0)
+    assert lease(queue) == ["e0", "e1"]
+    assert take(queue, 4, now_s=99.0) == ()
 
 
 def make_outage(**settings: object) -> GenerationQueue:
