@@ -212,6 +212,9 @@ class Replica:
     async def _lead(self, leadership: Leadership, members: ReplicaSet) -> None:
         # What was taken in as a follower is on disk before anything else is.
         await self._writer.ask(FollowLeader(steps=()), timeout_s=_COMMIT_S)
+        if (await self._read(state_of)).copying:
+            await leadership.resign()
+            raise Unavailable("its leader began to copy to it while it was elected")
         change = partial(adopt, lineage=members.lineage, term=leadership.fence)
         state = await asyncio.to_thread(self._store.change, change)
         leader = Leader(

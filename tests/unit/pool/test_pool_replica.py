@@ -3,25 +3,85 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from forge.core.errors import StaleFence
+from forge.v1 import replica_pb2 as pb
 from services.pool.config import PoolConfig
 from services.pool.following import Following
 from services.pool.readers import Readers
 from services.pool.replica import Replica
-from tests.support.pool_replicas import Node
+from services.pool.store import PoolStore
+from tests.support.pool_replicas import LINEAGE, Node
+from tests.support.pool_store import commit
 
 
-class Elsewhere:
-    """An etcd by whose record others are in sync."""
+@dataclass
+class Etcd:
+    """An etcd by whose record one replica is in sync, and where whoever campaigns is elected."""
+
+    in_sync: str = "another"
+    fence: int = 2
+    written: bool = False
+    resigned: bool = False
 
     async def get(self, key: str) -> Any:
-        value = b'{"lineage": "lineage", "in_sync": ["another"], "fence": 1}'
-        return SimpleNamespace(value=value, mod_revision=1)
+        record = {"lineage": LINEAGE, "in_sync": [self.in_sync], "fence": 1}
+        return SimpleNamespace(value=json.dumps(record).encode(), mod_revision=1)
+
+    async def campaign(self, name: str, instance_id: str, *, ttl_s: float) -> Etcd:
+        return self
+
+    async def compare_and_swap(self, key: str, value: bytes, *, expected_revision: int) -> int:
+        self.written = True
+        raise StaleFence("not to be led")
+
+    async def resign(self) -> None:
+        self.resigned = True
+
+
+@dataclass
+class Process:
+    """What a replica knows of its process."""
+
+    coordinator: Etcd
+    config: PoolConfig = field(default_factory=PoolConfig)
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    ready: bool = True
+
+    def remote(self, kind: str, stub: object) -> None:
+        return None
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+@dataclass
+class Writer:
+    """Commits each command at once."""
+
+    store: PoolStore
+
+    async def ask(self, message: Any, *, timeout_s: float) -> Any:
+        return commit(self.store, message)
+
+
+async def live(node: Node, etcd: Etcd) -> None:
+    """A replica, until its process is to end."""
+    process: Any = Process(etcd)
+    readers = Readers(1)
+    replica = Replica(process, node.store, Writer(node.store), readers, on_lead=lambda: None)
+    await replica.start()
+    async with asyncio.timeout(10):
+        await process.stopped.wait()
+    await replica.stop()
+    await readers.close()
 
 
 async def test_a_defect_in_following_ends_the_process(
@@ -33,16 +93,26 @@ async def test_a_defect_in_following_ends_the_process(
         raise ValueError("a defect")
 
     monkeypatch.setattr(Following, "run", crash)
-    stopped, readers = asyncio.Event(), Readers(1)
-    context: Any = SimpleNamespace(
-        config=PoolConfig(),
-        coordinator=Elsewhere(),
-        remote=lambda kind, stub: None,
-        stop=stopped.set,
-    )
-    replica = Replica(context, node("a").store, None, readers, on_lead=lambda: None)
-    await replica.start()
-    async with asyncio.timeout(10):
-        await stopped.wait()
-    await replica.stop()
-    await readers.close()
+    await live(node("a"), Etcd())
+
+
+async def test_a_copy_that_begins_during_the_election_does_not_lead(
+    node: Callable[[str], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be cut off by it; nothing is recorded, and the office is for another."""
+    replica = node("a")
+    replica.lead()
+
+    async def follow(self: Following) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            # What was on its way to the writer when the election was told.
+            replica.take(pb.FollowStep(begin=pb.FollowBegin(lineage=LINEAGE, from_scratch=True)))
+
+    monkeypatch.setattr(Following, "run", follow)
+    etcd = Etcd(in_sync=replica.state().replica_id)
+    await live(replica, etcd)
+    assert replica.state().copying
+    assert etcd.resigned
+    assert not etcd.written
