@@ -1,11 +1,12 @@
 """What a decision of the scheduler's core costs, however long the queue.
 
-    python -m benchmarks.scheduler [--quick] [--json FILE]
+    python -m benchmarks.scheduler [--quick] [--adaptive S] [--json FILE]
 
 The real core (`forge.core.generation`) in one process on one core, in steady state: runners lease
 and complete in random order, a trainer takes batches of 512 from a window of 0.3 N and commits
 them, with N = 8192 and a million groups queued behind (`--quick`: a tenth of it, and a tenth of
-the batches). Each operation is timed by itself, in CPU time.
+the batches). Each operation is timed by itself, in CPU time. With `--adaptive`, the mode is
+`adaptive` with a bound of S steps on staleness: up to S batches are started and not trained on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.support.cpu import rss_bytes
 from benchmarks.support.report import arguments, keep
-from forge.core.admission import QueueSettings
+from forge.core.admission import Mode, QueueSettings
 from forge.core.generation import GenerationQueue
 from forge.core.groups import Group, GroupSpec
 from forge.core.trajectory import TaskId
@@ -55,9 +56,13 @@ FULL = Size(queued=1_000_000, batches=200)
 class Load:
     """One queue under a full load, with the time of each of its operations."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, staleness: float | None) -> None:
+        """`staleness`: the bound of the mode `adaptive`; None is the mode `windowed`."""
         settings = QueueSettings(
             concurrency=CONCURRENCY,
+            mode=Mode.WINDOWED if staleness is None else Mode.ADAPTIVE,
+            batch_groups=BATCH_GROUPS,
+            max_staleness_p99=staleness or 1.0,
             batch_lease_s=1e9,
             rollout_lease_s=1e9,
             domain_shares=dict.fromkeys(DOMAINS, 1.0),
@@ -109,11 +114,11 @@ class Load:
         self.times_s[operation].append(time.thread_time() - started_s)
 
 
-def measure(size: Size) -> dict[str, float]:
+def measure(size: Size, staleness: float | None) -> dict[str, float]:
     numbers: dict[str, float] = {"queued": size.queued}
     # As the service does: what lives as long as the term, the collector need not walk each time.
     before_bytes = rss_bytes(os.getpid())
-    load = Load(size)
+    load = Load(size, staleness)
     numbers["bytes_per_queued_group"] = (rss_bytes(os.getpid()) - before_bytes) / size.queued
     gc.collect()
     gc.freeze()
@@ -150,8 +155,10 @@ def show(numbers: dict[str, float]) -> None:
 
 
 def main() -> None:
-    options = arguments(__doc__, quick="a tenth of it").parse_args()
-    numbers = measure(QUICK if options.quick else FULL)
+    parser = arguments(__doc__, quick="a tenth of it")
+    parser.add_argument("--adaptive", type=float, metavar="S", help="the mode, and its bound")
+    options = parser.parse_args()
+    numbers = measure(QUICK if options.quick else FULL, options.adaptive)
     show(numbers)
     keep(numbers, options.json)
 

@@ -1,6 +1,6 @@
 """Throughput, staleness and shift of every mode of the scheduler, in virtual time.
 
-    python -m benchmarks.window [--quick] [--json FILE] [--plot FILE]
+    python -m benchmarks.window [--quick] [--seed N] [--json FILE] [--plot FILE]
 
 The real core (`forge.core.generation`) with a simulated world around it, which
 `benchmarks/support/queue_simulation.py` describes. Half of each run is left out, so that figures
@@ -95,24 +95,23 @@ def _base(size: Size) -> QueueSettings:
     )
 
 
-def measure(size: Size) -> dict[str, Outcome]:
+def measure(size: Size, seed: int) -> dict[str, Outcome]:
     """By "<mode>" in the steady state, and "<mode>.<transient>"."""
-    steady = Workload(batch=size.batch, steps=size.steps, skip=size.steps // 2)
+    steady = Workload(batch=size.batch, steps=size.steps, skip=size.steps // 2, seed=seed)
     found: dict[str, Outcome] = {}
     for name, settings in (*fixed_settings(size), *adaptive_settings(size)):
         found[name] = Simulation(settings, steady).play()
     # The shortest name is for the strictest bound.
     found["adaptive"] = found[f"adaptive_s{ADAPTIVE_STALENESS[0]}"]
-    started = Workload(batch=size.batch, steps=3 * BATCHES_PER_N)
+    started = Workload(batch=size.batch, steps=3 * BATCHES_PER_N, seed=seed)
     transients = {
         "cold": started,
         "waves": replace(started, wave=2 * size.concurrency, steps=6 * BATCHES_PER_N),
         "change": replace(steady, skip=size.steps // 4, later=SLOWER),
     }
-    staleness = ADAPTIVE_STALENESS[-1]
-    chosen = dict(fixed_settings(size)) | {"adaptive": _adaptive(size, staleness)}
-    best = f"fifo_s{staleness}"
-    for name in ("fifo", "w03", "wn", "greedy", "greedy_ahead4", best, "adaptive"):
+    chosen = dict(fixed_settings(size)) | dict(adaptive_settings(size))
+    bounded = [f"{mode}_s{bound}" for bound in ADAPTIVE_STALENESS for mode in ("fifo", "adaptive")]
+    for name in ("fifo", "w03", "wn", "greedy", "greedy_ahead4", *bounded):
         for transient, load in transients.items():
             found[f"{name}.{transient}"] = Simulation(chosen[name], load).play()
     return found
@@ -141,6 +140,17 @@ def against_the_front(found: dict[str, Outcome]) -> dict[str, float]:
     return ratios
 
 
+def against_fifo(found: dict[str, Outcome]) -> dict[str, float]:
+    """Throughput and shift of `adaptive` over those of `fifo` with the same bound, everywhere."""
+    ratios = {}
+    for name, ours in found.items():
+        fifo = found.get(name.replace("adaptive", "fifo"))
+        if name.startswith("adaptive_s") and fifo:
+            ratios[f"{name}.over_fifo"] = ours.throughput / fifo.throughput
+            ratios[f"{name}.kl_over_fifo"] = ours.kl / fifo.kl
+    return ratios
+
+
 def numbers_of(found: dict[str, Outcome], size: Size) -> dict[str, float]:
     numbers: dict[str, float] = {"kl_of_chance": size.kl_of_chance}
     for name, outcome in found.items():
@@ -148,7 +158,7 @@ def numbers_of(found: dict[str, Outcome], size: Size) -> dict[str, float]:
         numbers[f"{name}.kl"] = outcome.kl
         numbers[f"{name}.staleness_mean"] = outcome.staleness_mean
         numbers[f"{name}.staleness_p99"] = outcome.staleness_p99
-    return numbers | against_the_front(found)
+    return numbers | against_the_front(found) | against_fifo(found)
 
 
 def show(found: dict[str, Outcome], numbers: dict[str, float], size: Size) -> None:
@@ -195,9 +205,10 @@ def plot(found: dict[str, Outcome], path: Path) -> None:
 def main() -> None:
     parser = arguments(__doc__, quick="a smaller N, and fewer steps")
     parser.add_argument("--plot", type=Path, help="write a plot (SVG) to this file")
+    parser.add_argument("--seed", type=int, default=0, help="of the tasks' durations")
     options = parser.parse_args()
     size = QUICK if options.quick else FULL
-    found = measure(size)
+    found = measure(size, options.seed)
     numbers = numbers_of(found, size)
     show(found, numbers, size)
     keep(numbers, options.json)

@@ -10,14 +10,14 @@ wide the window is, and which of the groups in it make a batch. The bound S on s
 batches of B groups, is kept in advance and not by feedback, so that tasks which become slower
 break nothing:
 
-- At most 0.6 S B groups are started and not trained on. With S B all of them could still be in
-  time; fewer are trained on sooner, and leave room to choose.
-- A batch holds what would be late otherwise (`forge.core.deadlines`), and waits for it. Groups go
-  on starting meanwhile, so that what the wait took is made up for.
+- At most (S - 1/2) B groups are started and not trained on. With S B all of them could still be
+  in time, but only in the order of a FIFO; half a batch less leaves room to choose.
+- A batch holds what would be late otherwise, or stay too far behind its place in a FIFO
+  (`forge.core.deadlines`), and waits for it. Groups go on starting meanwhile.
 - The rest of it takes from each kind of group its share of the queue, oldest first, because short
   groups are complete first: after a start, when a queue that had run dry fills again, when tasks
-  become slower. When nothing is due, it waits as long as it is further from the queue than the
-  bound and waiting can help.
+  become slower. It waits while it is further from the queue than the bound, but no longer than a
+  FIFO would: once the next groups of the queue are complete, a batch goes out.
 - W = 2 S B: while the head is held up, training goes on for S steps.
 
 What the queue is like is learned from the oldest groups of which all have ended: slow ones are not
@@ -34,15 +34,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from forge.core.deadlines import Deadlines
+from forge.core.deadlines import MAY_LAG, Deadlines
 from forge.core.groups import Group, Phase
 from forge.core.window import Window
 
 SAMPLE_BATCHES, SAMPLE_GROUPS = 8, 2048
 """At least so much of what has ended, in queue order, is what the queue is like."""
 DIFFICULTY_BINS = 4
-OPEN_SHARE = 0.6
-"""Of the S B groups that could still be trained on in time, how many are started."""
+SPARE_BATCHES = 0.5
+"""How many of the S batches that could still be trained on in time are not started."""
 LOOKS_PER_BATCH = 16
 
 
@@ -103,8 +103,8 @@ class Adaptive:
     @property
     def open_limit(self) -> int:
         """How many groups may be started and not trained on; those that run are among them."""
-        in_time = self._deadlines.bound_steps * self._size
-        return max(self._size, math.ceil(OPEN_SHARE * in_time))
+        batches = max(1.0, self._deadlines.bound_steps - SPARE_BATCHES)
+        return math.ceil(batches * self._size)
 
     @property
     def running_limit(self) -> int:
@@ -143,16 +143,14 @@ class Adaptive:
         self._deadlines.gave_up(group)
         self._started_s.pop(index, None)
         self._note_end(index, None)
-        if index in self._groups:
-            self._unlist(group)
+        self._unlist((group,))
         self._kinds.pop(index, None)
 
-    def taken(self, groups: Iterable[Group]) -> None:
+    def taken(self, groups: Sequence[Group]) -> None:
         """They are in a batch."""
         for group in groups:
             self._deadlines.taken(group)
-            if group.spec.index in self._groups:
-                self._unlist(group)
+        self._unlist(groups)
 
     def came_back(self, groups: Iterable[Group]) -> None:
         """They are complete again: a batch was released, or a step undone."""
@@ -176,11 +174,11 @@ class Adaptive:
         `waiting`: whether that can bring anything.
         """
         self._size = size
-        if waiting and (
-            window.ready < size
-            or len(self._sample) < size
-            or self._changes - self._weighed_at < size / LOOKS_PER_BATCH
-        ):
+        if waiting and window.ready < size:
+            return []
+        overtaken = self._deadlines.overtaken(size, edge=window.edge, away=away)
+        waiting = waiting and overtaken > 0
+        if waiting and self._changes - self._weighed_at < size / LOOKS_PER_BATCH:
             return []
         self._weighed_at = self._changes
         due, lacking = self._deadlines.due(
@@ -193,7 +191,8 @@ class Adaptive:
             return []
         counts = Counter(kind for kind, _ in picked if kind is not UNKNOWN)
         self.last_shift_kl = _shift(counts, self._sampled)
-        if waiting and not due and self.last_shift_kl > self._bounds.shift_kl:
+        fair = len(self._sample) >= size and self.last_shift_kl <= self._bounds.shift_kl
+        if waiting and overtaken > MAY_LAG and not fair:
             return []
         self._weighed_at = -math.inf
         self._settle(counts, size)
@@ -245,11 +244,16 @@ class Adaptive:
             insort(self._complete[self._kinds.get(index, UNKNOWN)], index)
             self._changes += 1
 
-    def _unlist(self, group: Group) -> None:
-        index = group.spec.index
-        del self._groups[index]
-        order = self._complete[self._kinds.get(index, UNKNOWN)]
-        del order[bisect_left(order, index)]
+    def _unlist(self, groups: Iterable[Group]) -> None:
+        gone: defaultdict[Kind, list[int]] = defaultdict(list)
+        for group in groups:
+            index = group.spec.index
+            if self._groups.pop(index, None) is not None:
+                gone[self._kinds.get(index, UNKNOWN)].append(index)
+        for kind, indices in gone.items():
+            order = self._complete[kind]
+            span = slice(bisect_left(order, min(indices)), bisect_left(order, max(indices)) + 1)
+            order[span] = [index for index in order[span] if index in self._groups]
 
     def _note_end(self, index: int, known: Kind | None) -> None:
         if index >= self._frontier:

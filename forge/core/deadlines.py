@@ -1,23 +1,33 @@
-"""By which optimizer step a group must be trained on, to be no staler than a bound.
+"""What the next batch must hold, so that no group is staler than a bound, or left behind.
 
-Owns the steps groups were started in, their staleness, and what the next batch must hold for the
-bound. A group started after step s has until step s + S. Batches of B can keep all of that as long
-as at most S B groups are started and not trained on, and each batch holds what would not fit into
-the later ones: of the groups whose time ends within j more steps, all but j B.
+Owns the steps and the order groups were started in, and their staleness.
 
-One group in 1000 may be late, so that one runner that hangs does not hold up all training.
+    bound  A group started after step s has until step s + S. Batches of B can keep all of that as
+           long as at most S B groups are started and not trained on, and each batch holds what
+           would not fit into the later ones: of the groups whose time ends within j more steps,
+           all but j B.
+    pace   In a FIFO the k-th group started is in batch k / B. Here it is in that one or in the
+           next `PACE_BATCHES` - 1: were it overtaken by more, ever more long groups would stay
+           behind, and be due together.
+
+One group in 1000 may be late and one behind its pace, so that one runner that hangs does not hold
+up all training.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain, islice
 
 from forge.core.groups import Group, Phase
 
 LATE_SHARE = 0.001
 """Less than the 99th percentile allows: what is late is long, and shifts the batch it comes in."""
+PACE_BATCHES = 2
+MAY_LAG = 1
+"""How many that run may be behind their pace without being waited for."""
 
 
 class Deadlines:
@@ -31,6 +41,11 @@ class Deadlines:
         """Step by queue index, of groups that are not over; -inf when it is not known."""
         self._open: defaultdict[float, dict[int, Group]] = defaultdict(dict)
         """By that step and queue index, those in no batch."""
+        self._order: dict[int, tuple[int, Group]] = {}
+        """By queue index, of groups that are not over: how many came before, and the group."""
+        self._begun = 0
+        """How many were ever in that order."""
+        self._last_index = -1
         self._excused: set[int] = set()
         """Nobody waits for them any more, although they are late."""
         self._staleness: deque[int] = deque(maxlen=history)
@@ -46,11 +61,13 @@ class Deadlines:
     def started(self, group: Group) -> None:
         since = self._since.setdefault(group.spec.index, self._step)
         self._open[since][group.spec.index] = group
+        self._line_up(group)
 
     def came_back(self, group: Group) -> None:
         """It is complete, and in no batch: one whose start nobody remembers is due at once."""
         since = self._since.setdefault(group.spec.index, -math.inf)
         self._open[since][group.spec.index] = group
+        self._line_up(group)
 
     def taken(self, group: Group) -> None:
         """It is in a batch, or given up."""
@@ -65,40 +82,89 @@ class Deadlines:
     def gave_up(self, group: Group) -> None:
         self.taken(group)
         self._since.pop(group.spec.index, None)
+        self._order.pop(group.spec.index, None)
 
     def trained(self, groups: Iterable[Group]) -> None:
         """A step was taken."""
         self._step += 1
         for group in groups:
             since = self._since.pop(group.spec.index, -math.inf)
+            self._order.pop(group.spec.index, None)
             if since > -math.inf:
                 self._note(self._step - int(since))
+
+    def overtaken(self, size: int, *, edge: int, away: frozenset[str]) -> int:
+        """How many groups that still run a batch of the oldest complete ones would overtake; 0
+        when it is the batch of a FIFO. Counts to `MAY_LAG` + 1, also where fewer are complete."""
+        complete = running = 0
+        for _, group in self._visible(edge, away):
+            if group.phase is Phase.COMPLETE:
+                complete += 1
+            else:
+                running += 1
+            if complete == size or running > MAY_LAG:
+                return running
+        return MAY_LAG + 1
 
     def due(
         self, size: int, *, batched: int, edge: int, away: frozenset[str]
     ) -> tuple[list[Group], bool]:
-        """What the next batch must hold, oldest start first, and whether more of that has still to
-        complete. `batched`: groups in batches that go before; only those below `edge` and not on
-        the pool shards `away` count."""
+        """What the next batch must hold, and whether more of that has still to complete.
+
+        `batched`: groups in batches that go before; only those below `edge` and not on the pool
+        shards `away` count.
+        """
+        late, lacking = self._due_by_bound(size, batched=batched, edge=edge, away=away)
+        due = {group.spec.index: group for group in late}
+        over = self._begun - len(self._order) + batched
+        lagging = 0
+        for before, group in self._visible(edge, away):
+            if before >= over - (PACE_BATCHES - 1) * size:
+                break
+            if group.phase is Phase.COMPLETE:
+                due[group.spec.index] = group
+            else:
+                lagging += 1
+        return list(due.values())[:size], lacking or lagging > MAY_LAG
+
+    def _due_by_bound(
+        self, size: int, *, batched: int, edge: int, away: frozenset[str]
+    ) -> tuple[list[Group], bool]:
         next_step = self._step + math.ceil(batched / size) + 1
         due: list[Group] = []
         lacking = False
-        older: list[Group] = []
+        older: list[Collection[Group]] = []
+        count = 0
+        all_inside = self._last_index < edge and not away
         for since in sorted(self._open):
             later_batches = max(0, since + self.bound_steps - next_step)
-            inside = [
-                group
-                for index, group in self._open[since].items()
-                if index < edge and group.spec.shard not in away
-            ]
-            older += inside if later_batches else self._without_excused(inside)
-            needed = min(size, int(len(older) - later_batches * size))
+            opened: Collection[Group] = self._open[since].values()
+            if not all_inside:
+                opened = [group for group in opened if _inside(group, edge, away)]
+            older.append(opened if later_batches else self._without_excused(opened))
+            count += len(older[-1])
+            needed = min(size, int(count - later_batches * size))
             if needed > len(due):
-                due = [group for group in older if group.phase is Phase.COMPLETE][:needed]
+                oldest_first = chain.from_iterable(older)
+                complete = (group for group in oldest_first if group.phase is Phase.COMPLETE)
+                due = list(islice(complete, needed))
                 lacking = lacking or len(due) < needed
         return due, lacking
 
-    def _without_excused(self, late: Sequence[Group]) -> list[Group]:
+    def _visible(self, edge: int, away: frozenset[str]) -> Iterator[tuple[int, Group]]:
+        """What is in no batch, in order of the starts."""
+        for before, group in self._order.values():
+            if group.phase is not Phase.BATCHED and _inside(group, edge, away):
+                yield before, group
+
+    def _line_up(self, group: Group) -> None:
+        index = group.spec.index
+        if index not in self._order:
+            self._order[index] = (self._begun, group)
+            self._begun += 1
+            self._last_index = max(self._last_index, index)
+
+    def _without_excused(self, late: Collection[Group]) -> list[Group]:
         return [
             group
             for group in late
@@ -117,3 +183,7 @@ class Deadlines:
             self._late -= self._staleness[0] > self.bound_steps
         self._staleness.append(staleness)
         self._late += staleness > self.bound_steps
+
+
+def _inside(group: Group, edge: int, away: frozenset[str]) -> bool:
+    return group.spec.index < edge and group.spec.shard not in away

@@ -98,6 +98,41 @@ def test_group_of_another_leader_is_due_at_once() -> None:
     assert deadlines.staleness_p99 == 0
 
 
+def test_group_is_at_most_a_batch_behind_its_place_in_a_fifo() -> None:
+    """Groups 0 to 3 are of the first two batches: with two trained on, the next must hold 0 and 1,
+    and with four, all of them. One that still runs is not waited for, two are."""
+    deadlines = Deadlines(100, history=1000)
+    left = make_started(deadlines, 0, 1, 2, 3, complete=True)
+    ahead = make_started(deadlines, *range(4, 12), complete=True)
+    assert look(deadlines, 4) == ([], False)
+    train(deadlines, *ahead[:2])
+    assert look(deadlines) == ([], False)
+    train(deadlines, *ahead[2:4])
+    assert look(deadlines) == ([0, 1], False)
+    assert look(deadlines, 4, batched=4) == ([0, 1, 2, 3], False)
+    left[0].phase = Phase.RUNNING
+    assert look(deadlines) == ([1], False)
+    left[1].phase = Phase.RUNNING
+    assert look(deadlines) == ([], True)
+    assert look(deadlines, away=frozenset({"s"})) == ([], False)
+    assert look(deadlines, edge=1) == ([], False)
+
+
+def test_batch_of_a_fifo_overtakes_nothing() -> None:
+    """Of the oldest groups in no batch, those that run count, up to the complete ones it needs."""
+    deadlines = Deadlines(100, history=1000)
+    groups = make_started(deadlines, 0, 1, 2, 3, 4, complete=True)
+    visible: dict[str, object] = {"edge": EVERYTHING, "away": frozenset()}
+    groups[2].phase = Phase.RUNNING
+    assert deadlines.overtaken(2, **visible) == 0
+    assert deadlines.overtaken(3, **visible) == 1
+    groups[0].phase = Phase.BATCHED
+    assert deadlines.overtaken(2, **visible) == 1
+    groups[3].phase = Phase.RUNNING
+    assert deadlines.overtaken(2, **visible) == 2
+    assert deadlines.overtaken(2, edge=2, away=frozenset()) == 2, "too few are complete"
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     batch=st.integers(1, 5),
@@ -109,7 +144,8 @@ def test_no_order_of_completion_breaks_the_bound(
     batch: int, bound: int, concurrency: int, order: list[float]
 ) -> None:
     """Whichever group completes next, with full batches none is ever staler than the bound, none
-    beyond the edge is handed out, and the window never takes back what it announced."""
+    beyond the edge is handed out, the window never takes back what it announced, and a batch that
+    a FIFO would give out is not kept waiting."""
     rules = QueueSettings(
         concurrency=concurrency, mode=Mode.ADAPTIVE, batch_groups=batch, max_staleness_p99=bound
     )
@@ -138,3 +174,6 @@ def test_no_order_of_completion_breaks_the_bound(
                 assert step - started[task_id] <= bound
                 assert int(task_id[1:]) < edge
             queue.batches.commit(taken.batch_id, step=step)
+        groups = (queue.books.group(f"t{index}") for index in range(window.head, window.edge))
+        oldest = [group.phase for group in groups if not group.phase.consumed][:batch]
+        assert oldest.count(Phase.COMPLETE) < batch
