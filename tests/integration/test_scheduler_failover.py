@@ -77,6 +77,34 @@ async def test_batch_that_a_rewind_took_back_stays_void_under_the_next_leader(
     assert (await forge.status()).trained == 2
 
 
+async def test_half_of_a_commit_is_taken_back_with_its_trainer(forge: SchedulerCluster) -> None:
+    """One shard stored its part, the other was down, and the trainer went back: nothing of the
+    step is on record, whoever leads."""
+    forge.start_pool("s1")
+    await forge.coordinator.discover("pool").wait(count=2, timeout_s=30)
+    leader = forge.start_scheduler(window="8")
+    first = await forge.leader()
+    await forge.submit([make_task(f"task-{i}") for i in range(8)])
+    await forge.complete(8)
+    batch = await forge.take(groups=8)
+    assert {group.group.pool_shard for group in batch.groups} == {"s0", "s1"}
+    forge.pools["s1"].kill()
+    request = scheduler_pb2.CommitBatchRequest(
+        batch_id=batch.batch_id, step=1, task_ids=ids_of(batch)
+    )
+    with pytest.raises(Unavailable, match="s1"):
+        await forge.ask("CommitBatch", request, retry_for_s=0.0)
+    forge.start_pool("s1")
+    await forge.coordinator.discover("pool").wait(count=2, timeout_s=30)
+    await forge.ask("Rewind", scheduler_pb2.RewindRequest(step=0))
+    leader.kill()
+    forge.start_scheduler(window="8")
+    await forge.leader(other_than=first.instance_id)
+    status = await forge.status()
+    assert (status.trained, status.pending) == (0, 8)
+    assert_books_balance(status)
+
+
 async def test_pause_outlives_the_leader(forge: SchedulerCluster) -> None:
     """SIGKILL: the new leader, in another mode, hands nothing out until it is resumed."""
     leader = forge.start_scheduler()
