@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge.core.errors import NotFound, StaleFence, Unavailable
+from forge.core.sharding import choose_shard
 from forge.runtime.coordination import Coordinator
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from tests.support.etcd import EtcdServer
@@ -248,6 +249,29 @@ async def test_outage_of_one_shard_holds_up_its_own_groups_alone(forge: Schedule
     assert {task_id for task_id, shard in shards.items() if shard == "s1"} == set(ids_of(batch))
     assert not scheduler.logged("group_tombstoned")
     assert_books_balance(await forge.status())
+
+
+async def test_outage_that_let_others_overtake_the_head_ends(forge: SchedulerCluster) -> None:
+    """What is complete beyond the window counts against N, and yet the head starts."""
+    forge.start_pool("s1")
+    await forge.coordinator.discover("pool").wait(count=2, timeout_s=30)
+    forge.start_scheduler(concurrency="4", window="2")
+    names = [f"task-{i}" for i in range(40)]
+    away = [name for name in names if choose_shard(name, {"s0", "s1"}) == "s1"][:4]
+    there = [name for name in names if choose_shard(name, {"s0", "s1"}) == "s0"][:4]
+    await forge.submit([make_task(name) for name in (*away, *there)])
+    forge.pools["s1"].kill()
+    pools = forge.coordinator.discover("pool")
+    while len(pools.instances) > 1:
+        await pools.changed()
+    await forge.complete_until(groups=4)
+    forge.start_pool("s1")
+    for step, expected in ((1, away[:2]), (2, away[2:]), (3, there[:2])):
+        if expected[0] in away:
+            await forge.complete(2)
+        batch = await forge.take(groups=2)
+        assert ids_of(batch) == expected
+        await forge.commit(batch, step)
 
 
 async def test_new_leader_waits_for_every_shard_that_holds_groups(
