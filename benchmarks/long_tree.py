@@ -21,6 +21,8 @@ from forge.rl.logprobs import CHUNK_ELEMENTS, KEPT_ELEMENTS, KEPT_STATES
 from forge.rl.relay import shared_tokens
 
 GB = 1e9
+BYTES_PER_WEIGHT = {"adamw": 4 + 4 + 2 + 8, "adamw_8bit": 4 + 4 + 2 + 2, "LoRA": 4 + 2}
+"""Master weight, gradient, bf16 copy, moments; adapters themselves are not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +136,8 @@ def main() -> None:
     chain = Passes(tokens=options.token_budget, attended=200_000, reach=200_000)
     print(f"\n{'estimate, GB':<18}{'optimizer':>14}{'this tree':>12}{'one chain of 200,000':>22}")
     for shape in SHAPES:
-        for optimizer, moments in (("adamw", 8), ("adamw_8bit", 2)):
-            fixed = shape.weights * (4 + 4 + 2 + moments)  # master, gradient, bf16 copy, moments
+        for optimizer, per_weight in BYTES_PER_WEIGHT.items():
+            fixed = shape.weights * per_weight
             totals = [(fixed + estimate(shape, one, key_bytes=2)) / GB for one in (passes, chain)]
             print(f"{shape.name:<18}{optimizer:>14}{totals[0]:>12.0f}{totals[1]:>22.0f}")
             key = f"{shape.name.split()[0]}.{optimizer}"
