@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from forge.core.errors import InvalidArgument, Unavailable
+from forge.core.errors import InvalidArgument, ResourceExhausted, Unavailable
 from forge.core.sharding import choose_shard
 from forge.runtime.actor import Actor, ActorRef
 from forge.runtime.telemetry import log
@@ -22,6 +22,9 @@ from services.scheduler.shards import PoolShards
 from services.scheduler.validation import digest_of
 
 ASK_S = 10.0
+RETRY_S = 5.0
+MAX_UNSETTLED = 65_536
+"""Groups whose write had no certain outcome."""
 
 
 class Registrar(Actor):
@@ -51,6 +54,13 @@ class Registrar(Actor):
 
     async def _submit(self, tasks: Mapping[str, common_pb2.Task]) -> int:
         fresh = await self._queue.ask(FindNew(tasks=tasks), timeout_s=ASK_S)
+        unsettled = self._unsettled.keys() | {task.task_id for task in fresh}
+        if len(unsettled) > MAX_UNSETTLED:
+            raise ResourceExhausted(
+                f"{len(self._unsettled)} groups may be stored or not, as the pool did not answer: "
+                "submit those again first",
+                retry_after_s=RETRY_S,
+            )
         by_shard: defaultdict[str, list[common_pb2.GroupRecord]] = defaultdict(list)
         for record in [self._record(task) for task in fresh]:
             self._unsettled[record.task.task_id] = record

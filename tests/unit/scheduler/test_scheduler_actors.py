@@ -80,6 +80,22 @@ async def test_unsettled_group_cannot_change_its_content(
         await submit(term, make_task("a", size=2))
 
 
+async def test_groups_that_may_be_stored_are_bounded(
+    term: TermActors, shards: FakeShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who submits ever new tasks to a pool that is away is refused; the same ones are not."""
+    monkeypatch.setattr("services.scheduler.actors.registrar.MAX_UNSETTLED", 1)
+    shards.down |= {"s0", "s1"}
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            await submit(term, make_task("a"))
+    with pytest.raises(ResourceExhausted, match="1 groups may be stored or not"):
+        await submit(term, make_task("b"))
+    shards.down.clear()
+    assert await submit(term, make_task("a")) == 1
+    assert await submit(term, make_task("b")) == 1
+
+
 async def test_known_group_is_not_accepted_twice(term: TermActors) -> None:
     """SubmitTasks is idempotent by id, and strict about content."""
     assert await submit(term, make_task("a")) == 1
