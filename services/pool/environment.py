@@ -118,16 +118,25 @@ class Environment:
     def write(self, change: Callable[[Records], T]) -> T:
         """Applies `change` in one transaction and returns once it is on disk.
 
-        When the map is full it grows and `change` runs again from the start. Raises
-        `ResourceExhausted` when the disk or the map's ceiling is reached; nothing of `change` is
-        then stored, and everything stored before is intact.
+        When the map is full it grows and `change` runs again from the start, as it does when room
+        was kept for a reader that has died. Raises `ResourceExhausted` when the disk or the map's
+        ceiling is reached; nothing of `change` is then stored, and everything stored before is
+        intact.
         """
         while True:
             try:
                 with _disk_errors(), self._lmdb.begin(write=True) as transaction:
                     return change(Records(transaction, self._databases))
             except lmdb.MapFullError:
-                self._grow()
+                if not self._dead_readers_gone():
+                    self._grow()
+            except ResourceExhausted:
+                if not self._dead_readers_gone():
+                    raise
+
+    def _dead_readers_gone(self) -> bool:
+        """Whether there were any: the pages that they seemed to read are free again."""
+        return bool(self._lmdb.reader_check())
 
     def _grow(self) -> None:
         size = self.map_bytes
@@ -136,8 +145,6 @@ class Environment:
                 f"the pool shard is full: its map has reached map_max_bytes {self._map_max_bytes}",
                 retry_after_s=DISK_RETRY_S,
             )
-        # Pages that a dead process seemed to read are free again.
-        self._lmdb.reader_check()
         # The map moves, so nobody may look into it meanwhile.
         with self._gate.exclusive():
             self._lmdb.set_mapsize(min(2 * size, self._map_max_bytes))

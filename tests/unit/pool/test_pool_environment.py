@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,27 +95,34 @@ def test_readers_go_on_while_the_map_grows(open_store):
     assert store.stats().map_bytes >= 8 * MIB
 
 
+@contextmanager
+def snapshots_elsewhere(directory: Path, count: int) -> Iterator[None]:
+    """Another process holds them; at the end it is killed."""
+    program = (
+        "import lmdb, sys, time\n"
+        "opened = lmdb.open(sys.argv[1], readonly=True)\n"
+        f"held = [opened.begin() for _ in range({count})]\n"
+        "print('held', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, directory], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline() == b"held\n"
+        try:
+            yield
+        finally:
+            process.kill()
+
+
 def test_tools_take_no_place_of_a_reader(open_store, tmp_path):
     """Checks and backups of a shard that has just been opened, and that nobody has read."""
     store = open_store(max_readers=2)
-    program = (
-        "import lmdb, sys\n"
-        "opened = lmdb.open(sys.argv[1], readonly=True)\n"
-        "held = [opened.begin() for _ in range(32)]\n"
-        "print('held', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, tmp_path / "shard"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as tools:
-        assert tools.stdout.readline() == b"held\n"
+    with snapshots_elsewhere(tmp_path / "shard", 32):
         turn = validation.new_turn(make_turn().SerializeToString())
         (answer,) = Writer(store).receive_batch([AppendTurns(turns=(turn,))])
         assert answer == (None,)
         assert store.stats().turns == 1
-        tools.stdin.close()
 
 
 def test_a_shard_at_its_ceiling_refuses_and_keeps(open_store):
@@ -225,6 +232,27 @@ def test_a_full_disk_takes_turns_again_once_groups_are_freed(small_disk):
     assert store.used_bytes <= used_bytes + MIB // 2
     for index in (*range(count // 2, count), *range(count + 1, count + 1 + again)):
         assert fetch(store, f"task{index}:0:0").turns == [turn_of_group(index, 100 * KIB)]
+    store.close()
+
+
+@pytest.mark.parametrize("full", ["disk", "map"])
+def test_what_a_killed_backup_saw_is_room_again(small_disk, full):
+    """Pages are kept for a snapshot until it is noticed that nobody is there to read it, which a
+    full disk and a full map are reason enough to look for."""
+    ceiling = {"disk": 1 << 30, "map": 3 * MIB}[full]
+    store = PoolStore(small_disk.path / "shard", map_bytes=MIB, map_max_bytes=ceiling)
+    count = 0
+    with suppress(ResourceExhausted):
+        while True:
+            append(store, turn_of_group(count, 100 * KIB))
+            settle(store, count)
+            count += 1
+    with snapshots_elsewhere(small_disk.path / "shard", 1):
+        assert free(store, *range(count // 2)).groups == count // 2
+    # What a commit has freed is there for the one after the next.
+    assert free(store, count // 2).groups == 1
+    for index in range(count + 1, count + count // 2 - 2):
+        append(store, turn_of_group(index, 100 * KIB))
     store.close()
 
 
