@@ -27,7 +27,7 @@ from forge.core.admission import Admission, Mode, QueueSettings
 NEVER_S = 1e9
 """No claim ends in virtual time."""
 BATCHES_PER_N = 16
-ADAPTIVE_STALENESS = (28, 60)
+ADAPTIVE_STALENESS = (8, 28, 60)
 SLOWER = Durations(mean=3.0, slow_share=0.25, slow_factor=4.0)
 """After a change in the middle of a run: three times as long, and more alike."""
 
@@ -73,7 +73,9 @@ def fixed_settings(size: Size) -> Iterator[tuple[str, QueueSettings]]:
         ahead = replace(_base(size), admission=Admission.AHEAD, ahead=staleness * size.batch)
         yield f"fifo_s{staleness}", replace(ahead, mode=Mode.FIFO)
         yield f"w03_s{staleness}", ahead
-        yield f"greedy_s{staleness}", replace(ahead, mode=Mode.GREEDY)
+        # With fewer than N ahead its batches go out short, by a clock that this world has not.
+        if ahead.ahead >= n:
+            yield f"greedy_s{staleness}", replace(ahead, mode=Mode.GREEDY)
 
 
 def adaptive_settings(size: Size) -> Iterator[tuple[str, QueueSettings]]:
@@ -101,8 +103,8 @@ def measure(size: Size, seed: int) -> dict[str, Outcome]:
     found: dict[str, Outcome] = {}
     for name, settings in (*fixed_settings(size), *adaptive_settings(size)):
         found[name] = Simulation(settings, steady).play()
-    # The shortest name is for the strictest bound.
-    found["adaptive"] = found[f"adaptive_s{ADAPTIVE_STALENESS[0]}"]
+    # The shortest name is for the bound in the middle.
+    found["adaptive"] = found[f"adaptive_s{ADAPTIVE_STALENESS[1]}"]
     started = Workload(batch=size.batch, steps=3 * BATCHES_PER_N, seed=seed)
     transients = {
         "cold": started,
