@@ -155,12 +155,17 @@ Global___SetGroupStatesResponse: _TypeAlias = SetGroupStatesResponse  # noqa: Y0
 class ScanGroupsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    TOGETHER_FIELD_NUMBER: _builtins.int
+    together: _builtins.bool
+    """Several groups may come in a response."""
     def __init__(
         self,
+        *,
+        together: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["together", b"together"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -172,19 +177,25 @@ class ScanGroupsResponse(_message.Message):
 
     GROUP_FIELD_NUMBER: _builtins.int
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def group(self) -> _common_pb2.GroupRecord: ...
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TrajectorySummary]: ...
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScanGroupsResponse]:
+        """With `together`, the groups that follow; none of them has `more` of its own."""
+
     def __init__(
         self,
         *,
         group: _common_pb2.GroupRecord | None = ...,
         trajectories: _abc.Iterable[_common_pb2.TrajectorySummary] | None = ...,
+        more: _abc.Iterable[Global___ScanGroupsResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "more", b"more", "trajectories", b"trajectories"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,7 @@ Owns no state but the open streams.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,7 +69,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
         page = await self._readers.run(self._store.groups)
         while True:
-            for response in page.groups:
+            for response in _together(page.groups) if request.together else page.groups:
                 yield response
             if not page.last_key:
                 return
@@ -155,6 +155,15 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         left_s = context.time_remaining()
         timeout_s = COMMIT_TIMEOUT_S if left_s is None else min(left_s, COMMIT_TIMEOUT_S)
         return await self._writer.ask(command, timeout_s=timeout_s)
+
+
+def _together(
+    groups: Sequence[pool_pb2.ScanGroupsResponse],
+) -> Sequence[pool_pb2.ScanGroupsResponse]:
+    """A page in one response."""
+    if groups:
+        groups[0].more.extend(groups[1:])
+    return groups[:1]
 
 
 def _pieces(

@@ -165,9 +165,9 @@ class PoolStore:
         )
 
     def groups(
-        self, *, after: bytes = b"", limit: int = 64, limit_bytes: int = 1 << 22
+        self, *, after: bytes = b"", limit: int = 512, limit_bytes: int = 1 << 20
     ) -> reads.GroupPage:
-        """A page of groups in queue order, each page its own snapshot."""
+        """A page of groups in queue order, each page its own snapshot; it fits in one message."""
         return self._environment.read(
             lambda records: reads.groups(records, after=after, limit=limit, limit_bytes=limit_bytes)
         )

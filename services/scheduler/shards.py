@@ -94,11 +94,13 @@ class PoolShards:
         """Every group of a shard, in queue order. Raises Unavailable, and DeadlineExceeded when the
         shard stops in the middle for longer than one call may take."""
         _, stub = await self._remote.pick(where=lambda i: shard_of(i) == shard)
-        groups = stub.ScanGroups(pool_pb2.ScanGroupsRequest())
+        groups = stub.ScanGroups(pool_pb2.ScanGroupsRequest(together=True))
         async for response in flowing(
             groups, silence_s=self._timeout_s, source=f"pool shard {shard}"
         ):
             yield response
+            for following in response.more:
+                yield following
 
     async def _set_states(self, shard: str, changes: Sequence[Change]) -> None:
         self._check_leadership()

@@ -161,7 +161,8 @@ async def test_bad_calls_get_their_status(start):
 
 
 async def test_a_scan_lists_thousands_of_groups_in_order(start):
-    """Many pages make one listing, in queue order whatever the order of arrival."""
+    """Many pages make one listing, in queue order whatever the order of arrival; a scheduler takes
+    a page in a response."""
     client = await start()
     groups = [make_group(f"t{index}", index) for index in range(3000)]
     for begin in range(2000, -1, -1000):
@@ -169,6 +170,11 @@ async def test_a_scan_lists_thousands_of_groups_in_order(start):
         await client.stub.PutGroups(request)
     listed = [response.group.queue_index for response in await client.groups()]
     assert listed == list(range(3000))
+    scan = client.stub.ScanGroups(pool_pb2.ScanGroupsRequest(together=True), timeout=CALL_S)
+    responses = [response async for response in scan]
+    together = [each.group.queue_index for first in responses for each in (first, *first.more)]
+    assert together == list(range(3000))
+    assert len(responses) < 10
 
 
 @pytest.mark.parametrize(

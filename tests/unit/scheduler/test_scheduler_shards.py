@@ -22,8 +22,7 @@ class HangingPool:
     async def ScanGroups(
         self, request: pool_pb2.ScanGroupsRequest
     ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
-        for _ in range(2):
-            yield pool_pb2.ScanGroupsResponse()
+        yield pool_pb2.ScanGroupsResponse(more=[pool_pb2.ScanGroupsResponse()])
         await asyncio.Event().wait()
 
 
