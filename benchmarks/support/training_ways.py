@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.support.tree_workloads import VOCABULARY
-from forge.core.packing import Node, Sample, TreePlan, common_prefix_tokens, plan_trees
+from forge.core.packing import Node, Sample, TreePlan, plan_trees
+from forge.core.token_prefixes import common_tokens
 from forge.rl.batch_plan import BatchPlan
 from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig, cispo_loss
@@ -122,7 +123,7 @@ class Bench:
 
     def prefix_grouper(self, samples: Sequence[Sample]) -> float:
         """The peer of that name, on a prompt with its answers in one row."""
-        prompt = common_prefix_tokens(samples[0].ids, samples[1].ids)
+        prompt = common_tokens(samples[0].ids, samples[1].ids)
         answers = [_ids(one)[prompt:] for one in samples]
         lengths = [len(answer) for answer in answers]
         grouper = load_prefix_grouper()([[prompt, *lengths]])

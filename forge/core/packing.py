@@ -31,6 +31,7 @@ from operator import sub
 from typing import NamedTuple
 
 from forge.core.errors import InvalidArgument
+from forge.core.token_prefixes import common_tokens
 from forge.core.trajectory import TOKEN_BYTES
 
 Span = tuple[int, int]
@@ -159,28 +160,12 @@ def plan_trees(
     order = sorted(range(len(samples)), key=lambda index: samples[index].ids)
     shared = [0] * len(order)
     for rank in range(1, len(order)):
-        shared[rank] = common_prefix_tokens(samples[order[rank - 1]].ids, samples[order[rank]].ids)
+        shared[rank] = common_tokens(samples[order[rank - 1]].ids, samples[order[rank]].ids)
     lengths = [samples[index].tokens for index in order]
     return [
         _merge(samples, order[start:end], shared[start:end], token_budget if relay else None)
         for start, end in _partition(lengths, shared, token_budget, pair_cost, relay=relay)
     ]
-
-
-def common_prefix_tokens(left: bytes, right: bytes) -> int:
-    """How many leading tokens two id sequences share."""
-    low, high = 0, min(len(left), len(right)) // TOKEN_BYTES
-    if left[: high * TOKEN_BYTES] == right[: high * TOKEN_BYTES]:
-        return high
-    # Bisect on equality of the half not yet known to match: O(length) bytes compared in total.
-    while high - low > 1:
-        middle = (low + high) // 2
-        half = slice(low * TOKEN_BYTES, middle * TOKEN_BYTES)
-        if left[half] == right[half]:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def _partition(

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from forge.core.errors import Unavailable
-from forge.core.prefix_cache import TOKEN_BYTES, PrefixCache
+from forge.core.prefix_cache import PrefixCache
 from forge.core.routing import Candidate, LearnedRate, LoadGuard, choose
+from forge.core.trajectory import TOKEN_BYTES
 
 SUSPECT_S = 2.0
 """A worker that failed a call is left alone for this long while there is another."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.core.errors import InvalidArgument
-from forge.core.packing import Sample, Span, TreePlan, common_prefix_tokens, plan_trees
+from forge.core.packing import Sample, Span, TreePlan, plan_trees
 
 UNBOUNDED = 1 << 30
 
@@ -170,15 +170,6 @@ def test_every_sample_ends_at_its_last_token(samples: list[Sample]) -> None:
     (plan,) = plan_trees(samples, token_budget=UNBOUNDED)
     for index, last in zip(plan.samples, plan.lasts, strict=True):
         assert path_to(plan, last) == list(array("i", samples[index].ids))
-
-
-@given(sequences, sequences)
-def test_common_prefix_is_counted_in_tokens(left: list[int], right: list[int]) -> None:
-    """The bisection finds the same length as walking token by token."""
-    expected = 0
-    while expected < min(len(left), len(right)) and left[expected] == right[expected]:
-        expected += 1
-    assert common_prefix_tokens(array("i", left).tobytes(), array("i", right).tobytes()) == expected
 
 
 def test_ids_that_share_bytes_but_not_tokens_do_not_merge() -> None:
