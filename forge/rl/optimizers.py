@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forge.core.errors import InvalidArgument
+from forge.core.errors import ConfigError, InvalidArgument
+from forge.rl.memory import memory_shortage
 
 OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
 NAMES: tuple[OptimizerName, ...] = ("adamw", "adamw_8bit", "muon")
@@ -75,11 +76,25 @@ class Optimizers:
             self.parameters += extra
 
     def step(self, rate: float) -> None:
-        """Update every parameter, at that learning rate."""
+        """Update every parameter, at that learning rate.
+
+        Raises `ConfigError` when memory does not suffice for what an optimizer keeps of each
+        parameter, which it takes with its first step: no smaller batch would help.
+        """
         for part in self._parts:
             for group in part.param_groups:
                 group["lr"] = rate * group.get("rate_scale", 1.0)
-            part.step()
+            first = not part.state
+            try:
+                part.step()
+            except (RuntimeError, MemoryError) as error:
+                shortage = memory_shortage(error)
+                if not (first and shortage):
+                    raise
+                raise ConfigError(
+                    f"optimizer = {self.name!r}: there is no memory for its state beside weights "
+                    f"and gradients ({shortage}): take 'adamw_8bit', LoRA or a smaller model"
+                ) from error
 
     def zero_grad(self) -> None:
         """Free all gradients."""

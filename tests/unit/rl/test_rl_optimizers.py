@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge.core.errors import InvalidArgument
+from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.learner import Learner
 from forge.rl.optimizers import NAMES, OptimizerConfig, OptimizerName, Optimizers
 from forge.rl.policy import TreePolicy
@@ -50,6 +50,21 @@ def test_every_optimizer_goes_on_from_its_state_bit_for_bit(name: OptimizerName)
     step(other)
     mine, theirs = weights(one), weights(other)
     assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_no_memory_for_the_state_is_a_setting_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller passes cannot help there; later shortages are no matter of the setting."""
+
+    def short(self: Any, closure: Any = None) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    fresh, going = learner("adamw"), learner("adamw")
+    step(going)
+    monkeypatch.setattr(torch.optim.AdamW, "step", short)
+    with pytest.raises(ConfigError, match=r"optimizer = 'adamw': .*2\.00 GiB.*adamw_8bit"):
+        step(fresh)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(going)
 
 
 def test_the_state_of_another_optimizer_is_refused() -> None:
