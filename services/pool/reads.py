@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from forge.core.errors import DataLoss, NotFound
 from forge.core.trajectory import TrajectoryName
+from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.keys import (
     group_key,
@@ -123,10 +125,13 @@ def queued_group(records: Records, task_id: str) -> common_pb2.GroupRecord:
 
 
 def _group(records: Records, task_id: str) -> pool_pb2.ScanGroupsResponse:
-    names = [
-        name_of_trajectory_key(key)
-        for key, _ in records.scan(Table.TRAJECTORIES, prefix=task_prefix(task_id))
-    ]
-    return pool_pb2.ScanGroupsResponse(
-        group=queued_group(records, task_id), trajectories=summaries(records, names)
-    )
+    """Without the trajectories that cannot be read: a scheduler has others sampled."""
+    response = pool_pb2.ScanGroupsResponse(group=queued_group(records, task_id))
+    prefix = task_prefix(task_id)
+    keys = (key for key, _ in records.scan_sealed(Table.TRAJECTORIES, after=prefix))
+    for key in takewhile(lambda key: key.startswith(prefix), keys):
+        try:
+            response.trajectories.extend(summaries(records, [name_of_trajectory_key(key)]))
+        except DataLoss as error:
+            log.error("trajectory_not_scanned", task_id=task_id, error=str(error))
+    return response

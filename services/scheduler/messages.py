@@ -239,6 +239,15 @@ class ReleaseBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """Groups of a batch cannot be trained on; the others go back. To the queue, too."""
+
+    batch_id: str
+    reasons: Mapping[str, str]
+    """By task id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rewind:
     """Answered by the number of groups made visible again."""
 

@@ -11,11 +11,11 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from forge.core.errors import DataLoss, Unavailable
+from forge.core.errors import Unavailable
 from forge.runtime.coordination import Discovery
 from forge.runtime.rpc.status import to_status, trailing_metadata
 from forge.runtime.security import Claims, Keyring
-from forge.v1 import scheduler_pb2, scheduler_pb2_grpc
+from forge.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import messages as m
 from services.scheduler import validation
 from services.scheduler.config import SchedulerConfig
@@ -38,6 +38,7 @@ WRITE_S = 60.0
 LIST_GROUPS = 64
 MAX_ANSWER_BYTES = 4 << 20
 NO_LEADER_RETRY_S = 0.2
+_SEALED = common_pb2.TRAJECTORY_STATE_SEALED
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -125,6 +126,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             # Its shard has just gone: let the next call choose without it.
             await office.queue.ask(m.ApplyRelease(batch_id=batch.batch_id), timeout_s=ASK_S)
             raise
+        lost = _lost(batch.groups, groups)
+        if lost:
+            give_up = m.GiveUp(batch_id=batch.batch_id, reasons=lost)
+            await office.ledger.ask(give_up, timeout_s=WRITE_S)
+            return scheduler_pb2.LeaseBatchResponse()
         return _fitting(
             scheduler_pb2.LeaseBatchResponse(
                 batch_id=batch.batch_id, groups=groups, lease_s=self._config.batch_lease_s
@@ -236,19 +242,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def _with_summaries(
         self, office: Office, views: Sequence[m.GroupView]
     ) -> list[scheduler_pb2.BatchGroup]:
-        """Raises Unavailable when a shard does not answer, DataLoss when it forgot something."""
+        """With what the shards can read. Raises Unavailable when one does not answer."""
         by_shard: dict[str, list[str]] = {}
         for view in views:
             by_shard.setdefault(view.record.pool_shard, []).extend(view.trajectory_ids)
         found = await office.shards.summaries({s: ids for s, ids in by_shard.items() if ids})
-        groups = []
-        for view in views:
-            missing = [each for each in view.trajectory_ids if each not in found]
-            if missing:
-                raise DataLoss(f"pool shard {view.record.pool_shard} has lost {missing[0]}")
-            trajectories = [found[each] for each in view.trajectory_ids]
-            groups.append(scheduler_pb2.BatchGroup(group=view.record, trajectories=trajectories))
-        return groups
+        return [
+            scheduler_pb2.BatchGroup(
+                group=view.record,
+                trajectories=[found[each] for each in view.trajectory_ids if each in found],
+            )
+            for view in views
+        ]
 
 
 async def _waited(future: asyncio.Future[Any], wait_s: float) -> Any:
@@ -258,6 +263,20 @@ async def _waited(future: asyncio.Future[Any], wait_s: float) -> Any:
         return future.result() if future.done() else None
     finally:
         future.cancel()
+
+
+def _lost(
+    views: Sequence[m.GroupView], groups: Sequence[scheduler_pb2.BatchGroup]
+) -> dict[str, str]:
+    """By task id, what the pool has lost of groups that were complete."""
+    lost = {}
+    for view, group in zip(views, groups, strict=True):
+        sealed = {t.trajectory_id for t in group.trajectories if t.state == _SEALED}
+        missing = [each for each in view.trajectory_ids if each not in sealed]
+        if missing:
+            reason = f"pool shard {view.record.pool_shard} has lost {missing[0]}"
+            lost[view.record.task.task_id] = reason
+    return lost
 
 
 def _fitting(response: scheduler_pb2.LeaseBatchResponse) -> scheduler_pb2.LeaseBatchResponse:

@@ -11,10 +11,11 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from forge.core.errors import DeadlineExceeded, StaleFence, Unavailable
+from forge.core.errors import DataLoss, DeadlineExceeded, StaleFence, Unavailable
 from forge.runtime.coordination import Discovery, Instance, Leadership
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.streams import flowing
+from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
 
 if TYPE_CHECKING:
@@ -78,17 +79,14 @@ class PoolShards:
     async def summaries(
         self, trajectory_ids: Mapping[str, Sequence[str]]
     ) -> dict[str, common_pb2.TrajectorySummary]:
-        """By trajectory id, from ids by shard; what a shard does not know is left out."""
+        """By trajectory id, from ids by shard; what a shard does not know, or cannot read, is left
+        out."""
         answers = await _all(
-            self._call(
-                shard,
-                "GetSummaries",
-                pool_pb2.GetSummariesRequest(trajectory_ids=ids[start : start + MAX_SUMMARIES]),
-            )
+            self._summaries(shard, ids[start : start + MAX_SUMMARIES])
             for shard, ids in trajectory_ids.items()
             for start in range(0, len(ids), MAX_SUMMARIES)
         )
-        return {one.trajectory_id: one for answer in answers for one in answer.summaries}
+        return {one.trajectory_id: one for answer in answers for one in answer}
 
     async def scan(self, shard: str) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
         """Every group of a shard, in queue order. Raises Unavailable, and DeadlineExceeded when the
@@ -101,6 +99,22 @@ class PoolShards:
             yield response
             for following in response.more:
                 yield following
+
+    async def _summaries(
+        self, shard: str, trajectory_ids: Sequence[str]
+    ) -> list[common_pb2.TrajectorySummary]:
+        request = pool_pb2.GetSummariesRequest(trajectory_ids=trajectory_ids)
+        try:
+            answer = await self._call(shard, "GetSummaries", request)
+        except DataLoss as error:
+            # One damaged record fails a whole request: look for it, half by half.
+            if len(trajectory_ids) == 1:
+                log.debug("trajectory_unreadable", pool_shard=shard, error=str(error))
+                return []
+            middle = len(trajectory_ids) // 2
+            first = await self._summaries(shard, trajectory_ids[:middle])
+            return first + await self._summaries(shard, trajectory_ids[middle:])
+        return list(answer.summaries)
 
     async def _set_states(self, shard: str, changes: Sequence[Change]) -> None:
         self._check_leadership()

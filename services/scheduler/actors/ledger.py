@@ -35,6 +35,9 @@ class Ledger(Actor):
                 return await self._commit(message)
             case m.ReleaseBatch():
                 return await self._release(message)
+            case m.GiveUp():
+                # In its turn: a commit of the same batch may be half written.
+                return await self._queue.ask(message, timeout_s=ASK_S)
             case m.Rewind(step=step):
                 return await self._rewind(step)
             case m.SetActivity(activity=activity):

@@ -112,6 +112,8 @@ class QueueActor(Actor):
                 return state.prepare_release(batch_id, now_s=now_s)
             case m.ApplyRelease(batch_id=batch_id, reason=reason):
                 state.queue.batches.release(batch_id, reason=reason)
+            case m.GiveUp(batch_id=batch_id, reasons=reasons):
+                state.give_up(batch_id, reasons)
             case m.PrepareRewind(step=step):
                 return state.prepare_rewind(step)
             case m.ApplyRewind(step=step):

@@ -16,6 +16,8 @@ from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool import validation
 from services.pool.commands import AppendTurns
+from services.pool.keys import trajectory_key
+from services.pool.records import Table
 from tests.support.pool_records import make_group, make_reward, make_turn
 from tests.support.pool_store import (
     ABANDONED,
@@ -318,3 +320,14 @@ def test_counts_follow_what_is_stored(store):
     assert (stats.pool_shard, stats.groups, stats.trajectories, stats.turns) == ("s0", 1, 2, 3)
     assert 0 < stats.used_bytes <= stats.map_bytes
     assert stats.disk_free_bytes > 0
+
+
+def test_scan_passes_over_what_cannot_be_read(store):
+    """A damaged trajectory keeps no scheduler from taking office: it is as if it were not there."""
+    put_groups(store, make_group("a"), make_group("b", queue_index=1))
+    for trajectory_id in ("a:0:0", "a:1:0", "b:0:0"):
+        append(store, make_turn(trajectory_id))
+    key = trajectory_key(parse_trajectory_id("a:0:0"))
+    store.change(lambda records: records.put_sealed(Table.TRAJECTORIES, key, b"no checksum"))
+    found = [[t.trajectory_id for t in group.trajectories] for group in store.groups().groups]
+    assert found == [["a:1:0"], ["b:0:0"]]

@@ -1,0 +1,132 @@
+"""What becomes of a group when the pool has lost a trajectory of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forge.core.errors import DataLoss
+from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
+from services.scheduler import messages as m
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.service import SchedulerServicer
+from services.scheduler.shards import PoolShards
+from services.scheduler.term import Office
+from tests.support.scheduler_cluster import make_task
+from tests.support.scheduler_term import FakeShards, TermActors
+
+ASK_S = 5.0
+
+
+class Leading:
+    """A leadership that holds."""
+
+    alive = True
+
+
+@pytest.fixture
+def servicer(term: TermActors) -> SchedulerServicer:
+    """The calls of a leader, around the actors of its term."""
+    servicer = SchedulerServicer(SchedulerConfig(etcd="etcd:2379"), None, None)
+    servicer.office = Office(
+        leadership=Leading(),
+        queue=term.queue,
+        registrar=term.registrar,
+        ledger=term.ledger,
+        shards=term.shards,
+    )
+    return servicer
+
+
+async def complete(term: TermActors, *task_ids: str) -> None:
+    """Groups of one rollout each, sealed."""
+    tasks = {task_id: make_task(task_id) for task_id in task_ids}
+    await term.registrar.ask(m.Submit(tasks=tasks), timeout_s=ASK_S)
+    ask = m.LeaseRollouts(runner_id="r", max_rollouts=len(task_ids))
+    grants = await (await term.queue.ask(ask, timeout_s=ASK_S))
+    for grant in grants:
+        term.shards.seal(grant.trajectory_id)
+    reports = [
+        m.Report(trajectory_id=g.trajectory_id, summary=term.shards.stored[g.trajectory_id])
+        for g in grants
+    ]
+    await term.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
+
+
+async def lease_batch(servicer: SchedulerServicer) -> scheduler_pb2.LeaseBatchResponse:
+    request = scheduler_pb2.LeaseBatchRequest(trainer_id="t", max_groups=3)
+    return await servicer.LeaseBatch(request, None)
+
+
+async def test_group_with_a_lost_trajectory_is_given_up_and_training_goes_on(
+    term: TermActors, shards: FakeShards, servicer: SchedulerServicer
+) -> None:
+    """Forgotten, or back in an earlier state: its group gets a tombstone that says so, and the
+    batch after it has the others."""
+    await complete(term, "a", "b", "c")
+    del shards.stored["a:0:0"]
+    shards.stored["b:0:0"].state = common_pb2.TRAJECTORY_STATE_OPEN
+    assert not (await lease_batch(servicer)).batch_id
+    (group,) = (await lease_batch(servicer)).groups
+    assert group.group.task.task_id == "c"
+    (view,) = await term.queue.ask(m.ViewGroups(task_ids=["a"]), timeout_s=ASK_S)
+    assert view.record.state == common_pb2.GROUP_STATE_TOMBSTONED
+    assert view.record.reason == f"pool shard {view.record.pool_shard} has lost a:0:0"
+    status = await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+    assert (status.tombstoned, status.pending) == (2, 1)
+    tombstoned = common_pb2.GROUP_STATE_TOMBSTONED
+    assert shards.states() == {"a": tombstoned, "b": tombstoned}
+
+
+async def test_loss_that_is_told_late_harms_no_other_batch(
+    term: TermActors, servicer: SchedulerServicer
+) -> None:
+    """Two calls of one trainer find the same loss; the second finds nothing left to give up."""
+    await complete(term, "a", "b")
+    batch_id = (await lease_batch(servicer)).batch_id
+    loss = m.GiveUp(batch_id=batch_id, reasons={"a": "lost"})
+    await term.ledger.ask(loss, timeout_s=ASK_S)
+    batch = await lease_batch(servicer)
+    assert [group.group.task.task_id for group in batch.groups] == ["b"]
+    for task_id in ("a", "b"):
+        late = m.GiveUp(batch_id=batch_id, reasons={task_id: "lost"})
+        await term.ledger.ask(late, timeout_s=ASK_S)
+    request = scheduler_pb2.CommitBatchRequest(batch_id=batch.batch_id, step=1, task_ids=["b"])
+    await servicer.CommitBatch(request, None)
+    status = await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+    assert (status.trained, status.tombstoned) == (1, 1)
+
+
+async def test_groups_are_listed_without_what_is_lost(
+    term: TermActors, shards: FakeShards, servicer: SchedulerServicer
+) -> None:
+    """An operator sees the others, and of the group what there is."""
+    await complete(term, "a", "b")
+    del shards.stored["a:0:0"]
+    listing = servicer.ListGroups(scheduler_pb2.ListGroupsRequest(), None)
+    sizes = {one.group.group.task.task_id: len(one.group.trajectories) async for one in listing}
+    assert sizes == {"a": 0, "b": 1}
+
+
+class DamagedPool:
+    """A remote of one shard in which some summaries cannot be read."""
+
+    def __init__(self, *damaged: str) -> None:
+        self._damaged = set(damaged)
+
+    async def call(
+        self, method: str, request: pool_pb2.GetSummariesRequest, **_: Any
+    ) -> pool_pb2.GetSummariesResponse:
+        if self._damaged.intersection(request.trajectory_ids):
+            raise DataLoss("the checksum of a record does not match")
+        found = [common_pb2.TrajectorySummary(trajectory_id=i) for i in request.trajectory_ids]
+        return pool_pb2.GetSummariesResponse(summaries=found)
+
+
+async def test_damage_hides_no_summary_but_its_own() -> None:
+    """The pool refuses a whole request for one record: those around it are found all the same."""
+    ids = [f"a:{n}:0" for n in range(9)]
+    shards = PoolShards(None, DamagedPool("a:3:0", "a:8:0"), None, timeout_s=1.0)
+    found = await shards.summaries({"s0": ids})
+    assert list(found) == [each for each in ids if each not in ("a:3:0", "a:8:0")]
