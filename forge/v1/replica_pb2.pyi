@@ -61,6 +61,7 @@ class FollowerState(_message.Message):
     SCHEMA_VERSION_FIELD_NUMBER: _builtins.int
     COPIED_FIELD_NUMBER: _builtins.int
     AGREED_TERM_FIELD_NUMBER: _builtins.int
+    NO_ROOM_FIELD_NUMBER: _builtins.int
     pool_shard: _builtins.str
     replica_id: _builtins.str
     """Of the data directory, for as long as it lives."""
@@ -72,6 +73,8 @@ class FollowerState(_message.Message):
     """Of its store: the leader's must be the same."""
     agreed_term: _builtins.int
     """The leadership that made the commit at `agreed_position`: one of another is another commit."""
+    no_room: _builtins.str
+    """Why it could not store what it was last sent, when that was for want of room."""
     @_builtins.property
     def touched(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordKey]:
         """Records that it has changed since then."""
@@ -91,10 +94,11 @@ class FollowerState(_message.Message):
         schema_version: _builtins.int = ...,
         copied: Global___CopyProgress | None = ...,
         agreed_term: _builtins.int = ...,
+        no_room: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreed_position", b"agreed_position", "agreed_term", b"agreed_term", "copied", b"copied", "lineage", b"lineage", "pool_shard", b"pool_shard", "replica_id", b"replica_id", "schema_version", b"schema_version", "touched", b"touched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreed_position", b"agreed_position", "agreed_term", b"agreed_term", "copied", b"copied", "lineage", b"lineage", "no_room", b"no_room", "pool_shard", b"pool_shard", "replica_id", b"replica_id", "schema_version", b"schema_version", "touched", b"touched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

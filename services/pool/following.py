@@ -11,7 +11,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from forge.core.errors import ForgeError, Unavailable
+from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
 from forge.runtime.coordination import Instance
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.remote import Remote
@@ -55,11 +55,13 @@ class Following:
         self._readers = readers
         self._leaders = leaders
         self._instance_id = instance_id
+        self._no_room = ""
+        """Why the last steps did not get to the disk, when that was for want of room."""
 
     async def run(self) -> None:
         """Follows whoever leads, until cancelled."""
         while True:
-            pause_s = RETRY_S
+            pause_s = REFUSED_S if self._no_room else RETRY_S
             try:
                 await self._follow_leader()
             except* ForgeError as group:
@@ -77,6 +79,7 @@ class Following:
         state = await self._readers.run(
             lambda: self._store.read(partial(follower_state, shard=self._store.shard))
         )
+        state.no_room = self._no_room
         stream: Any = stub.Follow()
         try:
             await _write(stream, pb.FollowRequest(state=state))
@@ -96,9 +99,14 @@ class Following:
     async def _take(self, stream: Any, inbox: _Inbox) -> None:
         while True:
             steps = await inbox.take()
-            position: int = await self._writer.ask(
-                FollowLeader(steps=tuple(steps)), timeout_s=_COMMIT_S
-            )
+            try:
+                position: int = await self._writer.ask(
+                    FollowLeader(steps=tuple(steps)), timeout_s=_COMMIT_S
+                )
+            except ResourceExhausted as error:
+                self._no_room = str(error)
+                raise
+            self._no_room = ""
             if position:
                 await _write(stream, pb.FollowRequest(durable_position=position))
 

@@ -24,6 +24,7 @@ from forge.runtime.coordination import Coordinator, Leadership
 from forge.runtime.telemetry import gauge, log
 from forge.v1 import replica_pb2 as pb
 from services.pool.config import PoolConfig
+from services.pool.environment import DISK_RETRY_S
 from services.pool.journal import Changes, ReplicaState
 from services.pool.leading import RETRY_S, Gate, Link
 from services.pool.membership import ReplicaSet, leadership_name
@@ -68,6 +69,8 @@ class Leader:
         self._recording = asyncio.Lock()
         self._link: Link | None = None
         self._attending: asyncio.Task[None] | None = None
+        self._no_room = ""
+        """Why the follower lacks what it was sent, when it has no room for it."""
 
     async def begin(self) -> None:
         """Takes the record over: an earlier leader can change it no more. Raises StaleFence."""
@@ -94,6 +97,7 @@ class Leader:
             if not self.deposed.is_set():
                 log.warning("lease_lost", pool_shard=self._store.shard)
                 await self._regain()
+        self._no_room = ""
         self.gate.shut("another instance leads it")
 
     async def _regain(self) -> None:
@@ -122,6 +126,16 @@ class Leader:
         finally:
             campaign.cancel()
             await asyncio.wait({campaign})
+
+    def admit(self) -> None:
+        """Raises `ResourceExhausted` when the follower that is needed has no room, `Unavailable`
+        for any other change that could not be acknowledged."""
+        if self.gate.is_shut and self._no_room:
+            raise ResourceExhausted(
+                f"the follower of pool shard {self._store.shard} has no room: {self._no_room}",
+                retry_after_s=DISK_RETRY_S,
+            )
+        self.gate.admit()
 
     def check_readable(self) -> None:
         """Raises `Unavailable` when another instance may lead by now and know better."""
@@ -156,6 +170,7 @@ class Leader:
             raise ResourceExhausted(
                 f"pool shard {self._store.shard} has a follower", retry_after_s=RETRY_S
             )
+        self._no_room = follower.no_room
         self._link = link = Link(
             self._store,
             self._readers,
@@ -171,6 +186,7 @@ class Leader:
 
     async def close(self) -> None:
         """Lets the follower go, which stays in sync: it has all that was acknowledged."""
+        self._no_room = ""
         self.gate.shut("its leader ends")
         if self._link is not None:
             self._link.end(Unavailable("the leader of the shard ends"))
@@ -191,6 +207,7 @@ class Leader:
             await link.reached(self.gate.position)
             await self._set_in_sync({self._own_id, link.replica_id})
             self.gate.open()
+            self._no_room = ""
             log.info("follower_in_sync", replica=link.replica_id, position=link.confirmed)
             why = await link.ended
         except ForgeError as error:

@@ -253,8 +253,8 @@ class LeadersWriter:
         self._writer = writer
 
     async def ask(self, message: Any, *, timeout_s: float) -> Any:
-        gate = self._replica.leader.gate
-        gate.admit()
+        leader = self._replica.leader
+        leader.admit()
         give_up_s = time.monotonic() + timeout_s
         with self._replica.answering():
             try:
@@ -262,7 +262,7 @@ class LeadersWriter:
             except ForgeError as error:
                 answer = error
             # A refusal, too, may rest on what only this replica has yet.
-            await gate.passed(timeout_s=max(0.0, give_up_s - time.monotonic()))
+            await leader.gate.passed(timeout_s=max(0.0, give_up_s - time.monotonic()))
         if isinstance(answer, ForgeError):
             raise answer
         return answer

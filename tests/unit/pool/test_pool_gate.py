@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
-from forge.core.errors import DeadlineExceeded, Unavailable
+from forge.core.errors import Conflict, DeadlineExceeded, Unavailable
 from services.pool.leading import Gate
-from tests.support.pool_replicas import settle
+from services.pool.replica import LeadersReaders, LeadersWriter
+from tests.support.pool_replicas import SHARD, settle
 
 
 @pytest.fixture
@@ -73,3 +78,67 @@ async def test_a_deposed_leader_acknowledges_nothing():
         gate.admit()
     with pytest.raises(Unavailable, match="leads no more"):
         await gate.passed(timeout_s=1.0)
+
+
+# What stands before writer and readers
+
+
+@dataclass
+class Held:
+    """Stands in for a Replica that leads, and for its writer."""
+
+    gate: Gate = field(default_factory=lambda: Gate(SHARD, position=5, leads=lambda: True))
+    outcome: Any = "answer"
+
+    @property
+    def leader(self) -> Held:
+        return self
+
+    def admit(self) -> None:
+        self.gate.admit()
+
+    def check_readable(self) -> None:
+        return None
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        yield
+
+    async def ask(self, message: Any, *, timeout_s: float) -> Any:
+        self.gate.position += 1
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+    async def run(self, read: Callable[[], Any]) -> Any:
+        return read()
+
+
+@pytest.mark.parametrize("outcome", ["answer", Conflict("another was first")])
+async def test_an_answer_is_given_when_the_follower_has_its_commit(outcome):
+    """Not before, be it a refusal: it may rest on what only the leader has."""
+    held = Held(outcome=outcome)
+    held.gate.require(5)
+    held.gate.open()
+    answer = asyncio.create_task(LeadersWriter(held, held).ask("change", timeout_s=60.0))
+    await asyncio.sleep(0.01)
+    assert not answer.done()
+    held.gate.confirm(6)
+    if isinstance(outcome, Exception):
+        with pytest.raises(Conflict):
+            await answer
+    else:
+        assert await answer == "answer"
+
+
+async def test_nothing_is_shown_that_an_election_could_undo():
+    """A read waits for the commits it may have seen."""
+    held = Held()
+    held.gate.require(5)
+    held.gate.open()
+    held.gate.position = 6
+    shown = asyncio.create_task(LeadersReaders(held, held).run(lambda: "seen"))
+    await asyncio.sleep(0.01)
+    assert not shown.done()
+    held.gate.confirm(6)
+    assert await shown == "seen"

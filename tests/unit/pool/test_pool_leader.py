@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from forge.core.errors import (
     ConfigError,
-    Conflict,
     FailedPrecondition,
     InvalidArgument,
     ResourceExhausted,
@@ -24,12 +21,11 @@ from forge.core.errors import (
 from forge.runtime.coordination import Versioned
 from services.pool.config import PoolConfig
 from services.pool.leader import Leader
-from services.pool.leading import Gate
 from services.pool.membership import ReplicaSet
 from services.pool.readers import Readers
-from services.pool.replica import LeadersReaders, LeadersWriter, serve_alone
+from services.pool.replica import serve_alone
 from tests.support.pool_records import make_group
-from tests.support.pool_replicas import LINEAGE, SHARD, Node, catching_up, delivering
+from tests.support.pool_replicas import LINEAGE, SHARD, Node, catching_up, delivering, settle
 from tests.support.pool_store import put_groups
 
 FENCE = 7
@@ -294,6 +290,27 @@ async def test_who_may_follow(make_office):
         office.leader.accept(second)
 
 
+async def test_a_follower_without_room_is_a_full_disk_to_who_writes(make_office):
+    """RESOURCE_EXHAUSTED with a hint, from when it says so until it has caught up; where one copy
+    will do, nobody is told anything."""
+    office = make_office(2)
+    await office.leader.begin()
+    state = office.other.follower_state()
+    state.no_room = "no space left on device"
+    link = office.leader.accept(state)
+    with pytest.raises(ResourceExhausted, match="no room: no space left") as refused:
+        office.leader.admit()
+    assert refused.value.retry_after_s
+    link.end(Unavailable("the follower hung up"))
+    await settle()
+    with pytest.raises(ResourceExhausted, match="no room"):
+        office.leader.admit()
+    link = office.leader.accept(office.other.follower_state())
+    async with delivering(link, office.other):
+        await office.until_joined()
+        office.leader.admit()
+
+
 def test_data_that_was_never_replicated_is_not_taken_for_empty(make_office):
     """A follower that holds something of its own says so, and is not overwritten."""
     office = make_office(2)
@@ -329,64 +346,3 @@ async def test_nobody_serves_alone_what_another_leads_or_may_have_more_of(make_o
     office.etcd.leader = Versioned(value=b"pool-host-1", mod_revision=9)
     with pytest.raises(Unavailable, match="is led by pool-host-1"):
         await serve_alone(office.etcd, office.node.store)
-
-
-# What stands before writer and readers
-
-
-@dataclass
-class Held:
-    """Stands in for a Replica that leads, and for its writer."""
-
-    gate: Gate = field(default_factory=lambda: Gate(SHARD, position=5, leads=lambda: True))
-    outcome: Any = "answer"
-
-    @property
-    def leader(self) -> Held:
-        return self
-
-    def check_readable(self) -> None:
-        return None
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        yield
-
-    async def ask(self, message: Any, *, timeout_s: float) -> Any:
-        self.gate.position += 1
-        if isinstance(self.outcome, Exception):
-            raise self.outcome
-        return self.outcome
-
-    async def run(self, read: Callable[[], Any]) -> Any:
-        return read()
-
-
-@pytest.mark.parametrize("outcome", ["answer", Conflict("another was first")])
-async def test_an_answer_is_given_when_the_follower_has_its_commit(outcome):
-    """Not before, be it a refusal: it may rest on what only the leader has."""
-    held = Held(outcome=outcome)
-    held.gate.require(5)
-    held.gate.open()
-    answer = asyncio.create_task(LeadersWriter(held, held).ask("change", timeout_s=60.0))
-    await asyncio.sleep(0.01)
-    assert not answer.done()
-    held.gate.confirm(6)
-    if isinstance(outcome, Exception):
-        with pytest.raises(Conflict):
-            await answer
-    else:
-        assert await answer == "answer"
-
-
-async def test_nothing_is_shown_that_an_election_could_undo():
-    """A read waits for the commits it may have seen."""
-    held = Held()
-    held.gate.require(5)
-    held.gate.open()
-    held.gate.position = 6
-    shown = asyncio.create_task(LeadersReaders(held, held).run(lambda: "seen"))
-    await asyncio.sleep(0.01)
-    assert not shown.done()
-    held.gate.confirm(6)
-    assert await shown == "seen"

@@ -1,0 +1,93 @@
+"""A follower's side of its leader's stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from forge.core.errors import ResourceExhausted
+from forge.runtime.coordination import Instance
+from forge.runtime.rpc.chunks import split
+from forge.v1 import replica_pb2 as pb
+from services.pool.following import Following
+from services.pool.readers import Readers
+from tests.support.pool_replicas import LINEAGE, SHARD, Node
+from tests.support.pool_store import commit
+
+
+@dataclass
+class Stream:
+    """A call that sends one step, and then nothing more."""
+
+    responses: list[pb.FollowResponse]
+    written: list[pb.FollowRequest]
+
+    async def write(self, request: pb.FollowRequest) -> None:
+        self.written.append(request)
+
+    async def read(self) -> pb.FollowResponse:
+        if not self.responses:
+            await asyncio.Event().wait()
+        return self.responses.pop(0)
+
+    def cancel(self) -> None:
+        return None
+
+
+@dataclass
+class LeaderStub:
+    """The leader of the shard, wherever it is looked for."""
+
+    written: list[pb.FollowRequest] = field(default_factory=list)
+
+    async def pick(self, **_: Any) -> tuple[Instance, LeaderStub]:
+        leader = Instance(
+            kind="pool", instance_id="a", address="host:1", metadata={"shard": SHARD}, revision=1
+        )
+        return leader, self
+
+    def Follow(self) -> Stream:
+        step = pb.FollowStep(begin=pb.FollowBegin(lineage=LINEAGE, from_scratch=True))
+        chunks = split(step.SerializeToString())
+        return Stream([pb.FollowResponse(step=chunk) for chunk in chunks], self.written)
+
+
+@dataclass
+class FullDisk:
+    """A writer whose disk takes nothing a few times, and then all."""
+
+    node: Node
+    refusals: int
+    stored: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def ask(self, message: Any, *, timeout_s: float) -> Any:
+        if self.refusals:
+            self.refusals -= 1
+            raise ResourceExhausted("no space left on device")
+        answer = commit(self.node.store, message)
+        self.stored.set()
+        return answer
+
+
+async def test_follower_without_room_tells_its_leader(
+    node: Callable[[str], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once when it comes again, and for as long as that is so: callers are to hear of a full
+    disk, not of a follower that went away."""
+    monkeypatch.setattr("services.pool.following.RETRY_S", 0.0)
+    monkeypatch.setattr("services.pool.following.REFUSED_S", 0.0)
+    replica, leader, readers = node("b"), LeaderStub(), Readers(1)
+    writer = FullDisk(replica, refusals=2)
+    following = Following(replica.store, writer, readers, leader, instance_id="b")
+    running = asyncio.create_task(following.run())
+    async with asyncio.timeout(10):
+        await writer.stored.wait()
+    running.cancel()
+    await asyncio.wait({running})
+    await readers.close()
+    told = [request.state.no_room for request in leader.written]
+    assert told == ["", "no space left on device", "no space left on device"]
