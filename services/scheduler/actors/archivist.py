@@ -16,6 +16,8 @@ from services.scheduler.messages import Fate, StoreFates
 from services.scheduler.shards import Change, PoolShards
 
 RETRY_S = 2.0
+LAST_WRITES_S = 1.0
+"""What an orderly end waits for the writes under way: the next leader need not sample anew."""
 
 
 class Archivist(Actor):
@@ -42,6 +44,8 @@ class Archivist(Actor):
 
     async def stopped(self) -> None:
         writers = tuple(self._writers.values())
+        if writers:
+            await asyncio.wait(writers, timeout=LAST_WRITES_S)
         for writer in writers:
             writer.cancel()
         await asyncio.gather(*writers, return_exceptions=True)

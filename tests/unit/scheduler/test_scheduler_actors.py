@@ -220,6 +220,25 @@ async def test_fate_waits_for_its_shard_and_holds_up_nobody(
     assert (await status(term)).tombstoned == 2
 
 
+async def test_fate_that_is_being_stored_outlives_an_orderly_end(
+    term: TermActors, shards: FakeShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leader that is told to stop leaves no group to the next that was given up already."""
+
+    async def answer_late(shard: str) -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+
+    await submit(term, make_task("a"))
+    (trajectory_id,) = await lease(term)
+    monkeypatch.setattr(shards, "_answer", answer_late)
+    report = m.Report(trajectory_id=trajectory_id, error="no such scaffold", permanent=True)
+    await term.queue.ask(m.SettleRollouts(reports=[report]), timeout_s=ASK_S)
+    await status(term)
+    await term.system.stop()
+    assert shards.states() == {"a": common_pb2.GROUP_STATE_TOMBSTONED}
+
+
 async def test_shard_that_hangs_with_a_fate_holds_up_no_commit(
     term: TermActors, shards: FakeShards
 ) -> None:
