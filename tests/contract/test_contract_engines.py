@@ -296,6 +296,23 @@ async def test_the_youngest_gives_way_when_memory_is_full(start: Start) -> None:
     assert any(isinstance(outcome, engines.Answer) for outcome in outcomes)
 
 
+@pytest.mark.parametrize("group", [3, 4, 5])
+async def test_who_gives_way_leaves_the_others_whole(start: Start, group: int) -> None:
+    """A group whose rollouts outgrow their rows in the same step: the oldest finish as if alone."""
+    token_bytes = 3 * 2 * 2 * 16 * 4
+    model = reference("qwen3")
+    async with start(kv_bytes=7 * 64 * token_bytes) as pair:
+        await pair.load(published(model), version=1)
+        long = replace(GREEDY, max_tokens=100)
+        outcomes = await asyncio.gather(
+            *(pair.sample(prompt_ids(40), long) for _ in range(group)), return_exceptions=True
+        )
+    answers = [outcome for outcome in outcomes if isinstance(outcome, engines.Answer)]
+    refused = [outcome for outcome in outcomes if isinstance(outcome, ResourceExhausted)]
+    assert len(answers) + len(refused) == group and answers and refused
+    assert all(is_greedy(model, prompt_ids(40), answer.ids) for answer in answers)
+
+
 async def test_a_released_prompt_is_gone(pair: Pair) -> None:
     """Fetching a prompt that was released or never read is NotFound."""
     pair.prefill.release("unheard-of")

@@ -309,10 +309,11 @@ class DecodeActor(ThreadActor):
                 self._advance(sequence, drawn.row(row), now_s)
 
     def _make_room(self) -> None:
-        """One more token for every sequence; the youngest give way when the slabs are full."""
-        for sequence in list(self._running):
+        """Room for a token each, oldest first; when the slabs are full the youngest give way."""
+        by_age = sorted(self._running, key=lambda sequence: sequence.began_s)
+        for sequence in by_age:
             while not self._running.promote(sequence):
-                youngest = max(self._running, key=lambda other: other.began_s)
+                youngest = by_age.pop()
                 self._leave(youngest)
                 self._refuse(youngest, "gave way to older requests: the slabs are full")
                 if youngest is sequence:
