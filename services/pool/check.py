@@ -27,6 +27,7 @@ from forge.core.trajectory import sequence_lengths
 from forge.v1 import common_pb2
 from services.pool import validation
 from services.pool.changes import change_key, decode_change, newest_change, number_of_change_key
+from services.pool.freeing import parse_settled_key
 from services.pool.keys import (
     group_key,
     index_of_turn_key,
@@ -352,6 +353,9 @@ def describe(table: Table, key: bytes) -> str:
                 return f"{task_of_queue_key(key)} (purpose {key[0]}, index {index})"
             case Table.CHANGES:
                 return str(number_of_change_key(key))
+            case Table.SETTLED:
+                settled_unix_s, task_id = parse_settled_key(key)
+                return f"{task_id} (settled at {settled_unix_s:.3f})"
             case _:
                 return key.decode()
     except (ValueError, IndexError, struct.error):

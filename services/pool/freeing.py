@@ -33,6 +33,7 @@ from services.pool.records import (
     TrajectoryHeader,
     decode_header,
     encode_header,
+    open_value,
 )
 from services.pool.summaries import count_turns, stored_rewards, turns_of
 
@@ -61,6 +62,8 @@ class SettledGroup:
     """That trained it; 0 for one that was tombstoned or evaluated."""
     orphan: bool = False
     """There are trajectories and no group: only age frees them."""
+    damaged: bool = False
+    """The entry cannot be read: of its group nothing is known, and nothing is freed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,15 +134,28 @@ def index_all_settled(records: Records, *, now_unix_s: float) -> None:
 
 def settled_after(records: Records, after: bytes) -> Iterator[SettledGroup]:
     """Settled groups that have something to free, the longest settled first."""
-    for key, payload in records.scan(Table.SETTLED, after=after):
-        step = _STEP.unpack(payload)[0]
+    for key, value in records.scan_sealed(Table.SETTLED, after=after):
+        try:
+            settled_unix_s, task_id = parse_settled_key(key)
+            step = _STEP.unpack(open_value(Table.SETTLED, key, value))[0]
+        except (DataLoss, ValueError, struct.error):
+            yield SettledGroup(
+                key=key, task_id=TaskId(""), settled_unix_s=0.0, step=0, damaged=True
+            )
+            continue
         yield SettledGroup(
             key=key,
-            task_id=TaskId(key[_SETTLED_KEY.size :].decode()),
-            settled_unix_s=_SETTLED_KEY.unpack_from(key)[0] / _MS,
+            task_id=task_id,
+            settled_unix_s=settled_unix_s,
             step=0 if step == _ORPHAN else step,
             orphan=step == _ORPHAN,
         )
+
+
+def parse_settled_key(key: bytes) -> tuple[float, TaskId]:
+    """When the group of an entry was settled, and its task. Raises ValueError or struct.error."""
+    settled_ms: int = _SETTLED_KEY.unpack_from(key)[0]
+    return settled_ms / _MS, TaskId(key[_SETTLED_KEY.size :].decode())
 
 
 def check_not_freed(

@@ -16,6 +16,7 @@ settled groups go first, until it is so no more.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from forge.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
 
 PERIOD_S = 5.0
+LOOK_AGAIN_S = 600.0
+"""After which what was passed over is looked at again, whatever is known of it."""
 PAGE = 256
 """Entries of the index looked at together."""
 BATCH = 16
@@ -54,6 +57,9 @@ _ORPHANS = counter(
     "forge_pool_orphans_total", "Tasks given up that have trajectories and no group."
 )
 _BYTES = counter("forge_pool_freed_bytes_total", "Payload freed.")
+_DAMAGED = counter(
+    "forge_pool_damaged_entries_total", "Settled groups that are kept: their entry is damaged."
+)
 _COVERED_STEP = gauge("forge_pool_covered_step", "What up to it was trained may be freed.")
 
 Coverage = Callable[[], Awaitable[int]]
@@ -72,9 +78,36 @@ class RetentionPolicy:
         self, group: SettledGroup, *, covered_step: int, now_unix_s: float, pressed: bool
     ) -> bool:
         """`pressed`: age counts for nothing."""
+        if group.damaged:
+            return False
         old = now_unix_s - group.settled_unix_s >= self.keep_age_s
         # Somebody may still write where no scheduler is: not even want of room hurries that.
         return group.step <= covered_step and (old or (pressed and not group.orphan))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Passed:
+    """The beginning of the index, as far as a sweep left nothing there that could be freed."""
+
+    until_unix_s: float
+    """By then something may be old enough."""
+    least_step: float = math.inf
+    """Once a checkpoint covers it, something can be freed."""
+    after: bytes = b""
+    """Key of the last entry."""
+    ended: bool = False
+    """Something behind it waits for its age alone, or for want of room."""
+
+    def add(self, group: SettledGroup, *, due: bool, covered_step: int, keep_age_s: float) -> None:
+        """The next entry; what was due is freed, or cannot be read."""
+        if group.step > covered_step:
+            self.least_step = min(self.least_step, group.step)
+        elif group.orphan and not due:
+            self.until_unix_s = min(self.until_unix_s, group.settled_unix_s + keep_age_s)
+        elif not (due or group.damaged):
+            self.ended = True
+        if not self.ended:
+            self.after = group.key
 
 
 class Retention:
@@ -98,6 +131,9 @@ class Retention:
         self._now_unix_s = now_unix_s
         self._looked_until = b""
         """Key of the last trajectory that was looked at for its group."""
+        self._passed = _Passed(until_unix_s=0.0)
+        self._damaged: set[bytes] = set()
+        """Keys of entries of the index that were told of."""
 
     async def run(self) -> None:
         while True:
@@ -115,7 +151,8 @@ class Retention:
         await self._mark_orphans()
         covered_step = await self._coverage()
         _COVERED_STEP.set(covered_step)
-        total, after = Freed(), b""
+        passed = self._still_passed(covered_step)
+        total, after = Freed(), passed.after
         while page := await self._read(after):
             after = page[-1].key
             for start in range(0, len(page), BATCH):
@@ -127,9 +164,17 @@ class Retention:
                     now_unix_s=now_unix_s,
                     pressed=pressed,
                 )
-                chosen = [group for group in page[start : start + BATCH] if due(group)]
+                batch = page[start : start + BATCH]
+                chosen = [group for group in batch if due(group)]
                 if chosen:
                     total = _sum(total, await self._free(chosen, covered_step))
+                for group in batch:
+                    passed.add(
+                        group,
+                        due=group in chosen,
+                        covered_step=covered_step,
+                        keep_age_s=self._policy.keep_age_s,
+                    )
             # All that follow were settled later.
             if not pressed and now_unix_s - page[-1].settled_unix_s < self._policy.keep_age_s:
                 break
@@ -148,8 +193,23 @@ class Retention:
             _ORPHANS.inc(marked)
             log.warning("groups_missing", tasks=marked, first=page.task_ids[0])
 
+    def _still_passed(self, covered_step: int) -> _Passed:
+        """What need not be looked at: a hundred thousand groups that wait for a checkpoint cost
+        nothing until it is there."""
+        now_unix_s = self._now_unix_s()
+        if covered_step >= self._passed.least_step or now_unix_s >= self._passed.until_unix_s:
+            self._passed = _Passed(until_unix_s=now_unix_s + LOOK_AGAIN_S)
+        self._passed.ended = False
+        return self._passed
+
     async def _read(self, after: bytes) -> list[SettledGroup]:
-        return await self._readers.run(partial(self._store.settled, after=after, limit=PAGE))
+        page = await self._readers.run(partial(self._store.settled, after=after, limit=PAGE))
+        for group in page:
+            if group.damaged and group.key not in self._damaged:
+                self._damaged.add(group.key)
+                _DAMAGED.inc()
+                log.error("settled_entry_damaged", key=group.key.hex())
+        return page
 
     def _pressed(self) -> bool:
         limit = self._policy.keep_bytes
