@@ -62,6 +62,7 @@ class FollowerState(_message.Message):
     COPIED_FIELD_NUMBER: _builtins.int
     AGREED_TERM_FIELD_NUMBER: _builtins.int
     NO_ROOM_FIELD_NUMBER: _builtins.int
+    NEWEST_TERM_FIELD_NUMBER: _builtins.int
     pool_shard: _builtins.str
     replica_id: _builtins.str
     """Of the data directory, for as long as it lives."""
@@ -75,6 +76,8 @@ class FollowerState(_message.Message):
     """The leadership that made the commit at `agreed_position`: one of another is another commit."""
     no_room: _builtins.str
     """Why it could not store what it was last sent, when that was for want of room."""
+    newest_term: _builtins.int
+    """The newest leadership that it led under or followed. A leader of an earlier one was deposed."""
     @_builtins.property
     def touched(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordKey]:
         """Records that it has changed since then."""
@@ -95,10 +98,11 @@ class FollowerState(_message.Message):
         copied: Global___CopyProgress | None = ...,
         agreed_term: _builtins.int = ...,
         no_room: _builtins.str = ...,
+        newest_term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreed_position", b"agreed_position", "agreed_term", b"agreed_term", "copied", b"copied", "lineage", b"lineage", "no_room", b"no_room", "pool_shard", b"pool_shard", "replica_id", b"replica_id", "schema_version", b"schema_version", "touched", b"touched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreed_position", b"agreed_position", "agreed_term", b"agreed_term", "copied", b"copied", "lineage", b"lineage", "newest_term", b"newest_term", "no_room", b"no_room", "pool_shard", b"pool_shard", "replica_id", b"replica_id", "schema_version", b"schema_version", "touched", b"touched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,7 +53,8 @@ class PoolReplicaServiceServicer(object):
         did not keep up: find the leader in the directory and follow again. RESOURCE_EXHAUSTED while
         another instance follows: retry later. INVALID_ARGUMENT for another shard. FAILED_PRECONDITION
         when the follower's data is not of this shard's lineage: it would be overwritten, so an
-        operator must decide; or when its program stores another schema.
+        operator must decide; when its program stores another schema; or when it has followed or led
+        under a later leadership, and this instance only does not know yet that it leads no more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,8 @@ class PoolReplicaServiceStub:
     did not keep up: find the leader in the directory and follow again. RESOURCE_EXHAUSTED while
     another instance follows: retry later. INVALID_ARGUMENT for another shard. FAILED_PRECONDITION
     when the follower's data is not of this shard's lineage: it would be overwritten, so an
-    operator must decide; or when its program stores another schema.
+    operator must decide; when its program stores another schema; or when it has followed or led
+    under a later leadership, and this instance only does not know yet that it leads no more.
     """
 
 @_typing.type_check_only
@@ -57,7 +58,8 @@ class PoolReplicaServiceAsyncStub(PoolReplicaServiceStub):
     did not keep up: find the leader in the directory and follow again. RESOURCE_EXHAUSTED while
     another instance follows: retry later. INVALID_ARGUMENT for another shard. FAILED_PRECONDITION
     when the follower's data is not of this shard's lineage: it would be overwritten, so an
-    operator must decide; or when its program stores another schema.
+    operator must decide; when its program stores another schema; or when it has followed or led
+    under a later leadership, and this instance only does not know yet that it leads no more.
     """
 
 class PoolReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -75,7 +77,8 @@ class PoolReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         did not keep up: find the leader in the directory and follow again. RESOURCE_EXHAUSTED while
         another instance follows: retry later. INVALID_ARGUMENT for another shard. FAILED_PRECONDITION
         when the follower's data is not of this shard's lineage: it would be overwritten, so an
-        operator must decide; or when its program stores another schema.
+        operator must decide; when its program stores another schema; or when it has followed or led
+        under a later leadership, and this instance only does not know yet that it leads no more.
         """
 
 def add_PoolReplicaServiceServicer_to_server(servicer: PoolReplicaServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
@@ -20,8 +19,9 @@ from forge.runtime.telemetry import log
 from forge.v1 import replica_pb2 as pb
 from services.pool.actors import WriterRef
 from services.pool.commands import FollowLeader
-from services.pool.journal import follower_state
+from services.pool.journal import follower_state, state_of
 from services.pool.readers import Readers
+from services.pool.records import Records
 from services.pool.store import PoolStore
 
 if TYPE_CHECKING:
@@ -76,10 +76,7 @@ class Following:
     async def _follow_leader(self) -> None:
         leader, stub = await self._leaders.pick(where=self._leads, timeout_s=_FIND_S)
         log.info("follows", pool_shard=self._store.shard, leader=leader.instance_id)
-        state = await self._readers.run(
-            lambda: self._store.read(partial(follower_state, shard=self._store.shard))
-        )
-        state.no_room = self._no_room
+        state = await self._readers.run(lambda: self._store.read(self._state))
         stream: Any = stub.Follow()
         try:
             await _write(stream, pb.FollowRequest(state=state))
@@ -89,6 +86,12 @@ class Following:
                 tasks.create_task(self._take(stream, inbox))
         finally:
             stream.cancel()
+
+    def _state(self, records: Records) -> pb.FollowerState:
+        found = follower_state(records, shard=self._store.shard)
+        found.newest_term = max((term for term, _ in state_of(records).terms), default=0)
+        found.no_room = self._no_room
+        return found
 
     def _leads(self, instance: Instance) -> bool:
         return (

@@ -164,6 +164,12 @@ class Leader:
                 f"replica {follower.replica_id} stores schema {follower.schema_version}, the "
                 f"leader {self._state.schema_version}: run the same version on both"
             )
+        if follower.newest_term > self.leadership.fence:
+            # What it has may be acknowledged, and would be overwritten by what is older here.
+            raise FailedPrecondition(
+                f"replica {follower.replica_id} knows of leadership {follower.newest_term} of pool "
+                f"shard {self._store.shard}, later than {self.leadership.fence} of this instance"
+            )
         if self._link is not None:
             if self._link.replica_id == follower.replica_id:
                 self._link.end(Unavailable("the follower came again"))

@@ -91,3 +91,20 @@ async def test_follower_without_room_tells_its_leader(
     await readers.close()
     told = [request.state.no_room for request in leader.written]
     assert told == ["", "no space left on device", "no space left on device"]
+
+
+async def test_follower_tells_under_whom_it_was_last(node: Callable[[str], Node]) -> None:
+    """A leader that was frozen while this replica led and acknowledged must know before it sends
+    what it has."""
+    replica, leader, readers = node("b"), LeaderStub(), Readers(1)
+    replica.lead(term=7)
+    replica.lead(term=8)
+    writer = FullDisk(replica, refusals=0)
+    following = Following(replica.store, writer, readers, leader, instance_id="b")
+    running = asyncio.create_task(following.run())
+    async with asyncio.timeout(10):
+        await writer.stored.wait()
+    running.cancel()
+    await asyncio.wait({running})
+    await readers.close()
+    assert [request.state.newest_term for request in leader.written] == [8]

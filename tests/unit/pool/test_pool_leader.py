@@ -267,7 +267,8 @@ async def test_a_write_of_unknown_outcome_that_took_is_our_own(make_office):
 
 
 async def test_who_may_follow(make_office):
-    """Another shard, foreign data, another schema and a second follower are refused by name."""
+    """Another shard, foreign data, another schema, a replica that has led since and a second
+    follower are refused by name."""
     office = make_office(2)
     await office.leader.begin()
     state = office.other.follower_state()
@@ -275,6 +276,7 @@ async def test_who_may_follow(make_office):
         ({"pool_shard": "s9"}, InvalidArgument, "'s9' is not led here"),
         ({"lineage": "unreplicated"}, FailedPrecondition, "empty data_dir"),
         ({"schema_version": 1}, FailedPrecondition, "stores schema 1"),
+        ({"newest_term": FENCE + 1}, FailedPrecondition, f"leadership {FENCE + 1} .* than {FENCE}"),
     ):
         wrong = type(state)()
         wrong.CopyFrom(state)
