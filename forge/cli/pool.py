@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,9 @@ pool_app = typer.Typer(
     "[bold]backup[/bold], [bold]restore[/bold] and [bold]compact[/bold] work on the directory of "
     "one shard (data_dir, in a run pool/0), on the host that has it.",
 )
+
+SERVED = 3
+"""Exit code of the tool that compacts, for a shard that is served; stdout is then its name."""
 
 Directory = Annotated[Path, typer.Argument(help="Directory of a shard, with its data.mdb.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line, for programs.")]
@@ -71,13 +75,27 @@ def restore(
 
 
 @pool_app.command()
-def compact(directory: Directory) -> None:
-    """Give the room of freed records in a stopped shard's file back to the disk.
+@reading
+def compact(find: Callable[[], Connection], directory: Directory) -> None:
+    """Give the room of freed records in a shard's file back to the disk, running or not.
 
-    The new file takes the old one's place at once, or not at all. A running shard reuses that room
-    by itself; to shrink one, take a backup, stop the pool, and restore.
+    The new file takes the old one's place at once, or not at all. A running shard is compacted by
+    the pool that serves it, in its run or in the system named: it goes on meanwhile, and Ctrl-C
+    leaves it as it was. It needs as much free room on the disk as its records take.
     """
-    _tool("compact", directory)
+    argv = _tool_argv("compact", directory)
+    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True)
+    if done.returncode != SERVED:
+        sys.stdout.write(done.stdout)
+        raise typer.Exit(done.returncode)
+
+    from forge.cli.pool_reading import compact_shard
+
+    shard = done.stdout.strip()
+    finish(
+        lambda: compact_shard(find, shard, directory, console=console),
+        f"Interrupted; {directory} is as it was.",
+    )
 
 
 @pool_app.command()
@@ -163,5 +181,8 @@ def stats(at: Connection, json: Json = False) -> None:
 
 
 def _tool(*words: str | Path) -> None:
-    argv = [sys.executable, "-m", "services.pool.tools", *map(str, words)]
-    raise typer.Exit(subprocess.run(argv).returncode)
+    raise typer.Exit(subprocess.run(_tool_argv(*words)).returncode)
+
+
+def _tool_argv(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "services.pool.tools", *map(str, words)]

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -117,12 +118,22 @@ def moment(option: str, text: str, *, now_unix_s: float) -> float | None:
         ) from None
 
 
-_SOURCES: dict[str, Callable[..., Any]] = {"at": connection, "wanted": trajectory_filter}
+def _found_later(**options: Any) -> Callable[[], Connection]:
+    return partial(connection, **options)
+
+
+_found_later.__signature__ = inspect.signature(connection, eval_str=True)  # type: ignore[attr-defined]
+
+_SOURCES: dict[str, Callable[..., Any]] = {
+    "at": connection,
+    "find": _found_later,
+    "wanted": trajectory_filter,
+}
 
 
 def reading(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with the options of a connection in place of its parameter `at`, and those of a
-    filter in place of `wanted`."""
+    """`command` with the options of a connection in place of its parameter `at`, or of `find` where
+    it may need none; and those of a filter in place of `wanted`."""
     own = inspect.signature(command, eval_str=True).parameters
     sources = {name: make for name, make in _SOURCES.items() if name in own}
     options = {

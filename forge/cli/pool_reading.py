@@ -1,11 +1,11 @@
-"""What `forge pool` prints of a running pool: lists, tails, counts, exports."""
+"""What `forge pool` prints of a running pool: lists, tails, counts, exports, compactions."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,7 +13,14 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+)
 from rich.table import Table
 
 from forge.cli.connection import Connection
@@ -101,7 +108,7 @@ async def export_trajectories(
     count = size_bytes = freed = 0
     with (
         export_file(file) as writer,
-        Progress(*columns, console=Console(stderr=True), transient=True) as bar,
+        _bar(*columns) as bar,
     ):
         task = bar.add_task("exporting")
         async with _reader(at) as reader:
@@ -121,6 +128,27 @@ async def export_trajectories(
     )
 
 
+async def compact_shard(
+    find: Callable[[], Connection], shard: str, directory: Path, *, console: Console
+) -> None:
+    """Have the shard that is served from `directory` made smaller by who serves it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    last = pool_pb2.CompactShardResponse()
+    with _bar(*columns) as bar:
+        task = bar.add_task(f"compacting {shard}", total=None)
+        async with (
+            _reader(find()) as reader,
+            aclosing(reader.compact(shard, data_dir=str(directory.resolve()))) as responses,
+        ):
+            async for last in responses:
+                bar.update(task, completed=last.copied_bytes, total=last.total_bytes)
+    console.print(
+        f"{directory}: {decimal(last.before_bytes)} before, {decimal(last.after_bytes)} after",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
 async def show_stats(at: Connection, *, as_json: bool, console: Console) -> None:
     """Print the counts of every shard."""
     async with _reader(at) as reader:
@@ -130,6 +158,12 @@ async def show_stats(at: Connection, *, as_json: bool, console: Console) -> None
                 _print_json(stats)
             else:
                 _show(stats, console)
+
+
+def _bar(*columns: ProgressColumn) -> Progress:
+    """On stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _show(stats: pool_pb2.GetPoolStatsResponse, console: Console) -> None:

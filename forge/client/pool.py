@@ -1,8 +1,8 @@
-"""Looking into the pool: all its shards as one, for operators.
+"""Looking into the pool, all its shards as one, and having one compacted: for operators.
 
-Owns paging, the resumption of streams and the choice of instance. It writes nothing, and knows no
-files: what is done to those is `services.pool.tools`. Every call finds its shard through etcd, so
-it survives the restart of any instance.
+Owns paging, the resumption of streams and the choice of instance. It changes no record, and knows
+no files: what is done to those from outside is `services.pool.tools`. Every call finds its shard
+through etcd, so it survives the restart of any instance.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ CALL_S = 60.0
 FIND_S = 3.0
 FETCH_TRAJECTORIES = 16
 """Asked for in one call."""
+COMPACT_S = 6 * 3600.0
 TAIL_BUFFER = 64
 """Responses of all shards that may wait for who tails them; then the streams are not read."""
 
@@ -137,6 +138,17 @@ class PoolReader:
             for task in tails:
                 task.cancel()
             await asyncio.gather(*tails, return_exceptions=True)
+
+    async def compact(
+        self, shard: str, *, data_dir: str = ""
+    ) -> AsyncGenerator[pool_pb2.CompactShardResponse]:
+        """Have the file of a shard made smaller while it is served, and tell how far that is; it is
+        given up when the generator is closed. `data_dir`: where it must lie."""
+        stub = await self._find(shard)
+        request = pool_pb2.CompactShardRequest(data_dir=data_dir)
+        async with translated():
+            async for response in stub.CompactShard(request, timeout=COMPACT_S):
+                yield response
 
     async def _tail(
         self,

@@ -804,3 +804,56 @@ class GetPoolStatsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetPoolStatsResponse: _TypeAlias = GetPoolStatsResponse  # noqa: Y015
+
+@_typing.final
+class CompactShardRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_DIR_FIELD_NUMBER: _builtins.int
+    data_dir: _builtins.str
+    """Where the caller takes the shard to lie, absolute; "" is anywhere."""
+    def __init__(
+        self,
+        *,
+        data_dir: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_dir", b"data_dir"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompactShardRequest: _TypeAlias = CompactShardRequest  # noqa: Y015
+
+@_typing.final
+class CompactShardResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPIED_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    BEFORE_BYTES_FIELD_NUMBER: _builtins.int
+    AFTER_BYTES_FIELD_NUMBER: _builtins.int
+    DATA_DIR_FIELD_NUMBER: _builtins.int
+    copied_bytes: _builtins.int
+    """Of the copy, of about so many."""
+    total_bytes: _builtins.int
+    before_bytes: _builtins.int
+    """In the last response alone: of the file, and where it lies on the shard's host."""
+    after_bytes: _builtins.int
+    data_dir: _builtins.str
+    def __init__(
+        self,
+        *,
+        copied_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        before_bytes: _builtins.int = ...,
+        after_bytes: _builtins.int = ...,
+        data_dir: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_bytes", b"after_bytes", "before_bytes", b"before_bytes", "copied_bytes", b"copied_bytes", "data_dir", b"data_dir", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompactShardResponse: _TypeAlias = CompactShardResponse  # noqa: Y015

@@ -89,6 +89,11 @@ class PoolServiceStub(object):
                 request_serializer=forge_dot_v1_dot_pool__pb2.GetPoolStatsRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_pool__pb2.GetPoolStatsResponse.FromString,
                 _registered_method=True)
+        self.CompactShard = channel.unary_stream(
+                '/forge.v1.PoolService/CompactShard',
+                request_serializer=forge_dot_v1_dot_pool__pb2.CompactShardRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_pool__pb2.CompactShardResponse.FromString,
+                _registered_method=True)
 
 
 class PoolServiceServicer(object):
@@ -206,6 +211,19 @@ class PoolServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CompactShard(self, request, context):
+        """Gives the room of freed records in the shard's file back to the disk, while it is served: a
+        copy takes the file's place, and calls wait for that no longer than for a commit. Told is how
+        far the copy is, every half second; hanging up gives it up. No record is changed, whatever the
+        status: FAILED_PRECONDITION while another call compacts the shard, or a check or backup reads
+        its file, and when it lies elsewhere than in `data_dir`; RESOURCE_EXHAUSTED when the copy has no room on the disk, and when more is written
+        meanwhile than can be brought into it; UNAVAILABLE when the instance drains. Safe to retry,
+        from the beginning.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -263,6 +281,11 @@ def add_PoolServiceServicer_to_server(servicer, server):
                     servicer.GetPoolStats,
                     request_deserializer=forge_dot_v1_dot_pool__pb2.GetPoolStatsRequest.FromString,
                     response_serializer=forge_dot_v1_dot_pool__pb2.GetPoolStatsResponse.SerializeToString,
+            ),
+            'CompactShard': grpc.unary_stream_rpc_method_handler(
+                    servicer.CompactShard,
+                    request_deserializer=forge_dot_v1_dot_pool__pb2.CompactShardRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_pool__pb2.CompactShardResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -562,6 +585,33 @@ class PoolService(object):
             '/forge.v1.PoolService/GetPoolStats',
             forge_dot_v1_dot_pool__pb2.GetPoolStatsRequest.SerializeToString,
             forge_dot_v1_dot_pool__pb2.GetPoolStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompactShard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forge.v1.PoolService/CompactShard',
+            forge_dot_v1_dot_pool__pb2.CompactShardRequest.SerializeToString,
+            forge_dot_v1_dot_pool__pb2.CompactShardResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -101,6 +101,15 @@ class PoolServiceStub:
     """
     GetPoolStats: _grpc.UnaryUnaryMultiCallable[_pool_pb2.GetPoolStatsRequest, _pool_pb2.GetPoolStatsResponse]
     """Counts and sizes of this shard. Safe to retry."""
+    CompactShard: _grpc.UnaryStreamMultiCallable[_pool_pb2.CompactShardRequest, _pool_pb2.CompactShardResponse]
+    """Gives the room of freed records in the shard's file back to the disk, while it is served: a
+    copy takes the file's place, and calls wait for that no longer than for a commit. Told is how
+    far the copy is, every half second; hanging up gives it up. No record is changed, whatever the
+    status: FAILED_PRECONDITION while another call compacts the shard, or a check or backup reads
+    its file, and when it lies elsewhere than in `data_dir`; RESOURCE_EXHAUSTED when the copy has no room on the disk, and when more is written
+    meanwhile than can be brought into it; UNAVAILABLE when the instance drains. Safe to retry,
+    from the beginning.
+    """
 
 @_typing.type_check_only
 class PoolServiceAsyncStub(PoolServiceStub):
@@ -171,6 +180,15 @@ class PoolServiceAsyncStub(PoolServiceStub):
     """
     GetPoolStats: _aio.UnaryUnaryMultiCallable[_pool_pb2.GetPoolStatsRequest, _pool_pb2.GetPoolStatsResponse]  # type: ignore[assignment]
     """Counts and sizes of this shard. Safe to retry."""
+    CompactShard: _aio.UnaryStreamMultiCallable[_pool_pb2.CompactShardRequest, _pool_pb2.CompactShardResponse]  # type: ignore[assignment]
+    """Gives the room of freed records in the shard's file back to the disk, while it is served: a
+    copy takes the file's place, and calls wait for that no longer than for a commit. Told is how
+    far the copy is, every half second; hanging up gives it up. No record is changed, whatever the
+    status: FAILED_PRECONDITION while another call compacts the shard, or a check or backup reads
+    its file, and when it lies elsewhere than in `data_dir`; RESOURCE_EXHAUSTED when the copy has no room on the disk, and when more is written
+    meanwhile than can be brought into it; UNAVAILABLE when the instance drains. Safe to retry,
+    from the beginning.
+    """
 
 class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -304,5 +322,20 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_pool_pb2.GetPoolStatsResponse, _abc.Awaitable[_pool_pb2.GetPoolStatsResponse]]:
         """Counts and sizes of this shard. Safe to retry."""
+
+    @_abc_1.abstractmethod
+    def CompactShard(
+        self,
+        request: _pool_pb2.CompactShardRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_pool_pb2.CompactShardResponse], _abc.AsyncIterator[_pool_pb2.CompactShardResponse]]:
+        """Gives the room of freed records in the shard's file back to the disk, while it is served: a
+        copy takes the file's place, and calls wait for that no longer than for a commit. Told is how
+        far the copy is, every half second; hanging up gives it up. No record is changed, whatever the
+        status: FAILED_PRECONDITION while another call compacts the shard, or a check or backup reads
+        its file, and when it lies elsewhere than in `data_dir`; RESOURCE_EXHAUSTED when the copy has no room on the disk, and when more is written
+        meanwhile than can be brought into it; UNAVAILABLE when the instance drains. Safe to retry,
+        from the beginning.
+        """
 
 def add_PoolServiceServicer_to_server(servicer: PoolServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

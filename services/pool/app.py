@@ -80,7 +80,11 @@ class PoolApp:
 
     def _serve(self, store: PoolStore, writer: WriterRef, readers: ReaderRef) -> None:
         config: PoolConfig = self._context.config
-        self._servicer = PoolServicer(store, writer, readers, max_turn_bytes=config.max_turn_bytes)
+        compactor = store.compactor()
+        self._opened.push_async_callback(compactor.stop)
+        self._servicer = PoolServicer(
+            store, writer, readers, compactor, max_turn_bytes=config.max_turn_bytes
+        )
         self._context.server.add(
             pool_pb2_grpc.add_PoolServiceServicer_to_server,
             self._servicer,

@@ -25,13 +25,26 @@ from forge.core.errors import (
     ResourceExhausted,
 )
 from services.pool.check import Checker, Damage
-from services.pool.environment import lock_directory, sync_directory
+from services.pool.files import (
+    DATA,
+    LOCK,
+    compacted,
+    data_kept,
+    drop_compacted,
+    exchange_data,
+    file_bytes,
+    lock_data,
+    lock_directory,
+    sync_directory,
+    unfinished,
+)
+from services.pool.keys import SHARD_KEY
 from services.pool.migrations import SCHEMA_VERSION, stored_version
 from services.pool.records import Records, Table
 
-DATA = "data.mdb"
 PROGRESS_S = 0.2
 COPY_BYTES = 1 << 22
+AHEAD_BYTES = 1 << 36
 
 Progress = Callable[[int, int], None]
 """How much is done, and of how much."""
@@ -69,32 +82,48 @@ def check(directory: Path, progress: Progress) -> Iterator[Damage]:
 
 @contextmanager
 def _snapshot(directory: Path) -> Iterator[tuple[Any, dict[Table, Any]]]:
-    environment = _open(directory)
-    try:
-        databases = {
-            table: environment.open_db(table.value.encode(), create=False) for table in Table
-        }
-        with environment.begin(buffers=True) as transaction:
-            yield transaction, databases
-    except lmdb.NotFoundError:
-        raise ConfigError(
-            f"{directory} is no pool shard of schema version {SCHEMA_VERSION}: it lacks a table; "
-            "serve it once, which brings it there"
-        ) from None
-    except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
-        raise DataLoss(f"{directory} is damaged: {error}") from None
-    finally:
-        environment.close()
+    with _opened(directory) as environment:
+        try:
+            databases = {
+                table: environment.open_db(table.value.encode(), create=False) for table in Table
+            }
+            with environment.begin(buffers=True) as transaction:
+                yield transaction, databases
+        except lmdb.NotFoundError:
+            raise ConfigError(
+                f"{directory} is no pool shard of schema version {SCHEMA_VERSION}: it lacks a "
+                "table; serve it once, which brings it there"
+            ) from None
+        except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
+            raise DataLoss(f"{directory} is damaged: {error}") from None
 
 
-def _open(directory: Path) -> lmdb.Environment:
+@contextmanager
+def _opened(directory: Path) -> Iterator[lmdb.Environment]:
     """To read, beside whoever serves it. Raises `ConfigError` or `DataLoss`."""
+    _require_shard(directory)
+    with data_kept(directory):
+        environment = _open(directory)
+        try:
+            yield environment
+        finally:
+            environment.close()
+
+
+def _require_shard(directory: Path) -> None:
     if not (directory / DATA).exists():
         shards = sorted(str(path.parent) for path in directory.glob(f"**/{DATA}"))
         hint = f"; there are shards in {', '.join(shards)}" if shards else ""
         raise ConfigError(f"{directory} holds no pool shard: there is no {DATA}{hint}")
+
+
+def _open(directory: Path) -> lmdb.Environment:
+    # Of address space: who serves it may have it grow before the snapshot is taken.
+    map_bytes = file_bytes(directory / DATA) + AHEAD_BYTES
     try:
-        environment = lmdb.open(str(directory), readonly=True, max_dbs=len(Table))
+        environment = lmdb.open(
+            str(directory), readonly=True, max_dbs=len(Table), map_size=map_bytes
+        )
         environment.reader_check()
     except (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError) as error:
         raise DataLoss(f"{directory} holds no pool shard that can be read: {error}") from None
@@ -113,13 +142,9 @@ def backup(source: Path, target: Path, progress: Progress) -> int:
     Raises `FailedPrecondition` when `target` is there already, `ConfigError` when it cannot be
     written, `ResourceExhausted` when it does not fit.
     """
-    environment = _open(source)
-    try:
-        with _new_directory(target) as unfinished:
-            _copy(environment, unfinished, progress)
-            return (unfinished / DATA).stat().st_size
-    finally:
-        environment.close()
+    with _opened(source) as environment, _new_directory(target) as copy:
+        _copy(environment, copy, progress)
+        return (copy / DATA).stat().st_size
 
 
 def restore(backup_: Path, target: Path, progress: Progress) -> list[Damage]:
@@ -129,45 +154,54 @@ def restore(backup_: Path, target: Path, progress: Progress) -> list[Damage]:
         raise ConfigError(f"{backup_} holds no backup: there is no {DATA}")
     size_bytes = (backup_ / DATA).stat().st_size
     damage: list[Damage] = []
-    with _new_directory(target, keep=lambda: not damage) as unfinished:
-        _copy_file(backup_ / DATA, unfinished / DATA, lambda done: progress(done, 2 * size_bytes))
+    with _new_directory(target, keep=lambda: not damage) as copy:
+        _copy_file(backup_ / DATA, copy / DATA, lambda done: progress(done, 2 * size_bytes))
 
         def checked(done: int, of: int) -> None:
             progress(size_bytes + size_bytes * done // max(of, 1), 2 * size_bytes)
 
-        damage.extend(check(unfinished, checked))
+        damage.extend(check(copy, checked))
         # What reading has left there belongs to this copy's old name.
-        (unfinished / "lock.mdb").unlink(missing_ok=True)
+        (copy / LOCK).unlink(missing_ok=True)
     return damage
 
 
 def compact(directory: Path, progress: Progress) -> tuple[int, int]:
     """Rewrites the shard in `directory` without its free pages; bytes before and after.
 
-    Raises `ConfigError` while it is served: `backup` makes a compact copy of a live one.
+    Raises `InUse` while it is served, which `compaction` is for, and `FailedPrecondition` while
+    somebody else reads it.
     """
-    if not (directory / DATA).exists():
-        _open(directory)  # says what is wrong
+    _require_shard(directory)
     lock = lock_directory(directory)
-    unfinished = directory / ".compact"
+    copy = compacted(directory)
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        drop_compacted(directory)
         before = (directory / DATA).stat().st_size
-        environment = _open(directory)
-        try:
-            with _room():
-                unfinished.mkdir()
-                _copy(environment, unfinished, progress)
-                _compare(environment, unfinished)
-        finally:
-            environment.close()
-        after = (unfinished / DATA).stat().st_size
-        (unfinished / DATA).replace(directory / DATA)
-        sync_directory(directory)
+        with _opened(directory) as environment, _new_directory(copy) as unfinished_copy:
+            _copy(environment, unfinished_copy, progress)
+            _compare(environment, unfinished_copy)
+        after = (copy / DATA).stat().st_size
+        data_lock = lock_data(directory)
+        if data_lock is None:
+            raise FailedPrecondition(
+                f"{directory} is being read by another process: compact it when that is done"
+            )
+        exchange_data(directory, copy)
+        os.close(data_lock)
         return before, after
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        drop_compacted(directory)
         os.close(lock)
+
+
+def shard_name(directory: Path) -> str:
+    """Of the shard in `directory`, served or not. Raises as `check` does."""
+    with _snapshot(directory) as (transaction, databases):
+        name = Records(transaction, databases).get(Table.META, SHARD_KEY)
+        if name is None:
+            raise DataLoss(f"{directory} holds a shard without a name")
+        return bytes(name).decode()
 
 
 def _compare(environment: lmdb.Environment, copy: Path) -> None:
@@ -197,23 +231,23 @@ def _new_directory(target: Path, *, keep: Callable[[], bool] = lambda: True) -> 
     """A directory beside `target` that takes its name once it is filled, on disk and to be kept."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FailedPrecondition(f"{target} is there already and not empty: name another")
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    with _room():
+    filled = unfinished(target)
+    with room():
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
+        shutil.rmtree(filled, ignore_errors=True)
+        filled.mkdir()
         try:
-            yield unfinished
+            yield filled
             if keep():
-                sync_directory(unfinished)
-                unfinished.replace(target)
+                sync_directory(filled)
+                filled.replace(target)
                 sync_directory(target.parent)
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.rmtree(filled, ignore_errors=True)
 
 
 @contextmanager
-def _room() -> Iterator[None]:
+def room() -> Iterator[None]:
     """Tells a place that takes no files from defects."""
     try:
         yield

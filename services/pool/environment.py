@@ -1,6 +1,6 @@
 """The LMDB environment of one shard: opening, transactions, growth and what the disk answers.
 
-Owns the files in the data directory, their lock and the size of the map.
+Owns the files in the data directory while they are open, and the size of the map.
 Knows nothing of groups and trajectories. Every exception that leaves it is a `ForgeError` or a
 defect.
 """
@@ -8,21 +8,28 @@ defect.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import lmdb
 
 from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
 from forge.runtime.telemetry import log
+from services.pool.files import (
+    DATA,
+    drop_compacted,
+    exchange_data,
+    file_bytes,
+    lock_directory,
+    sync_directory,
+)
 from services.pool.migrations import SCHEMA_VERSION, migrate
-from services.pool.records import Records, Table
+from services.pool.records import Notes, Records, Table
 
 TOOL_READERS = 126
 """Snapshots that other processes may hold, such as one that makes a backup: more than anybody does,
@@ -49,19 +56,22 @@ class Environment:
         its schema is not this one's; `DataLoss` when what lies there is no intact shard.
         """
         self.directory = directory
-        self._map_max_bytes = map_max_bytes
+        self.map_max_bytes = map_max_bytes
+        self._map_bytes = map_bytes
+        self._max_readers = max_readers
         self._gate = _Gate()
+        self._writing = threading.Lock()
+        self._notes: Notes | None = None
         self._lock: int | None = lock_directory(directory)
         try:
-            self._lmdb = self._open(map_bytes, max_readers)
+            # Of a process that was killed while it compacted.
+            drop_compacted(directory)
+            self._lmdb = self._open()
         except BaseException:
             os.close(self._lock)
             raise
         try:
-            with _disk_errors():
-                self._databases = {
-                    table: self._lmdb.open_db(table.value.encode()) for table in Table
-                }
+            self._databases = self._open_tables()
             # The files' names must survive a power loss as their content does.
             os.fsync(self._lock)
             self._settle_schema()
@@ -69,15 +79,15 @@ class Environment:
             self.close()
             raise
 
-    def _open(self, map_bytes: int, max_readers: int) -> lmdb.Environment:
+    def _open(self) -> lmdb.Environment:
         try:
             return lmdb.open(
                 str(self.directory),
                 # A shard that has grown beyond the setting opens at the size it has.
-                map_size=max(map_bytes, _file_bytes(self.directory / "data.mdb")),
+                map_size=max(self._map_bytes, file_bytes(self.directory / DATA)),
                 max_dbs=len(Table),
-                max_readers=max_readers + TOOL_READERS,
-                max_spare_txns=max_readers,
+                max_readers=self._max_readers + TOOL_READERS,
+                max_spare_txns=self._max_readers,
             )
         except (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError) as error:
             raise DataLoss(
@@ -85,6 +95,10 @@ class Environment:
             ) from None
         except lmdb.Error as error:
             raise ConfigError(f"data_dir {self.directory} cannot be opened: {error}") from None
+
+    def _open_tables(self) -> dict[Table, Any]:
+        with _disk_errors():
+            return {table: self._lmdb.open_db(table.value.encode()) for table in Table}
 
     def _settle_schema(self) -> None:
         found = self.write(migrate)
@@ -123,16 +137,53 @@ class Environment:
         ceiling is reached; nothing of `change` is then stored, and everything stored before is
         intact.
         """
-        while True:
-            try:
-                with _disk_errors(), self._lmdb.begin(write=True) as transaction:
-                    return change(Records(transaction, self._databases))
-            except lmdb.MapFullError:
-                if not self._dead_readers_gone():
-                    self._grow()
-            except ResourceExhausted:
-                if not self._dead_readers_gone():
-                    raise
+        with self._writing:
+            while True:
+                try:
+                    with _disk_errors(), self._lmdb.begin(write=True) as transaction:
+                        return change(Records(transaction, self._databases, self._notes))
+                except lmdb.MapFullError:
+                    if not self._dead_readers_gone():
+                        self._grow()
+                except ResourceExhausted:
+                    if not self._dead_readers_gone():
+                        raise
+
+    def note_changes(self, limit_bytes: int) -> None:
+        """From now on it is noted which records are changed, in up to so many bytes of keys."""
+        with self._writing:
+            self._notes = Notes(limit_bytes)
+
+    def take_notes(self) -> Notes:
+        """What was changed since `note_changes` or the last call; noting goes on."""
+        with self._writing:
+            taken = self._notes
+            assert taken is not None
+            self._notes = Notes(taken.limit_bytes)
+            return taken
+
+    def forget_changes(self) -> None:
+        """Nothing is noted any more."""
+        with self._writing:
+            self._notes = None
+
+    def exchange(self, copy: Environment, bring_in: Callable[[Notes], None]) -> None:
+        """The data file of `copy` takes the place of this one's, under the eyes of no reader.
+
+        Nothing is written from before `bring_in` is called, with what was noted last, until the
+        exchange is made; when it raises, there is none. Closes `copy`. The caller has `lock_data`.
+        """
+        with self._writing:
+            assert self._notes is not None
+            bring_in(self._notes)
+            copy.close()
+            with self._gate.exclusive():
+                self._lmdb.close()
+                try:
+                    exchange_data(self.directory, copy.directory)
+                finally:
+                    self._lmdb = self._open()
+                    self._databases = self._open_tables()
 
     def _dead_readers_gone(self) -> bool:
         """Whether there were any: the pages that they seemed to read are free again."""
@@ -140,31 +191,32 @@ class Environment:
 
     def _grow(self) -> None:
         size = self.map_bytes
-        if size >= self._map_max_bytes:
+        if size >= self.map_max_bytes:
             raise ResourceExhausted(
-                f"the pool shard is full: its map has reached map_max_bytes {self._map_max_bytes}",
+                f"the pool shard is full: its map has reached map_max_bytes {self.map_max_bytes}",
                 retry_after_s=DISK_RETRY_S,
             )
         # The map moves, so nobody may look into it meanwhile.
         with self._gate.exclusive():
-            self._lmdb.set_mapsize(min(2 * size, self._map_max_bytes))
+            self._lmdb.set_mapsize(min(2 * size, self.map_max_bytes))
 
     @property
     def map_bytes(self) -> int:
-        size: int = self._lmdb.info()["map_size"]
-        return size
+        with self._gate.shared():
+            return int(self._lmdb.info()["map_size"])
 
     @property
     def used_bytes(self) -> int:
         """Of the file, pages free for reuse included."""
-        return int((self._lmdb.info()["last_pgno"] + 1) * self._lmdb.stat()["psize"])
+        with self._gate.shared():
+            return int((self._lmdb.info()["last_pgno"] + 1) * self._lmdb.stat()["psize"])
 
     @property
     def live_bytes(self) -> int:
         """Of the file, pages that records lie in."""
         with self._gate.shared(), self._lmdb.begin() as transaction:
             trees = [transaction.stat(database) for database in self._databases.values()]
-        trees.append(self._lmdb.stat())
+            trees.append(self._lmdb.stat())
         pages = sum(
             tree["branch_pages"] + tree["leaf_pages"] + tree["overflow_pages"] for tree in trees
         )
@@ -178,7 +230,7 @@ class Environment:
     @property
     def room_bytes(self) -> int:
         """What can still be written: pages free for reuse, and what the file may grow by."""
-        growth_bytes = min(self.disk_free_bytes, self._map_max_bytes - self.used_bytes)
+        growth_bytes = min(self.disk_free_bytes, self.map_max_bytes - self.used_bytes)
         return growth_bytes + self.used_bytes - self.live_bytes
 
     def close(self) -> None:
@@ -246,32 +298,3 @@ def _no_room(error: lmdb.Error) -> ResourceExhausted:
         f"stored: {error}",
         retry_after_s=DISK_RETRY_S,
     )
-
-
-def lock_directory(directory: Path) -> int:
-    """An open descriptor of `directory`, locked until it is closed or the process ends."""
-    try:
-        if not directory.exists():
-            directory.mkdir(parents=True)
-            sync_directory(directory.parent)
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise ConfigError(f"data_dir {directory} cannot be used: {error.strerror}") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ConfigError(f"data_dir {directory} is in use by another pool instance") from None
-    return descriptor
-
-
-def sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _file_bytes(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

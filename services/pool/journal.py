@@ -22,7 +22,7 @@ import msgspec
 from forge.core.errors import DataLoss, FailedPrecondition
 from forge.v1 import replica_pb2 as pb
 from services.pool.migrations import SCHEMA_VERSION
-from services.pool.records import Records, Table, open_value
+from services.pool.records import Key, Records, Table, open_value
 
 JOURNAL_BYTES = 256 << 20
 """Of keys; what lies further back is forgotten, and who was away longer gets a whole copy."""
@@ -38,7 +38,6 @@ _STATE_KEY = b"state"
 _POSITION = struct.Struct(">Q")
 _TABLES = {table.value: table for table in SENT}
 
-Key = tuple[Table, bytes]
 Changes = Mapping[Key, bytes | None]
 """Records as they lie on disk after a commit; None for those it deleted."""
 

@@ -21,6 +21,8 @@ import struct
 from forge.core.trajectory import TaskId, TrajectoryName
 
 MAX_EVENT_ID_BYTES = 256
+SHARD_KEY = b"shard"
+"""In `meta`: the shard's name."""
 
 _QUEUE = struct.Struct(">BQ")
 _NUMBERS = struct.Struct(">II")

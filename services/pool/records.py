@@ -53,6 +53,10 @@ class Table(Enum):
     """The keys that each of the last commits changed; see `journal`."""
 
 
+Key = tuple[Table, bytes]
+"""Of a record."""
+
+
 class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """What a shard knows of a trajectory beside its turns and rewards.
 
@@ -160,13 +164,41 @@ def open_value(table: Table, key: bytes, value: Payload) -> Payload:
     return payload
 
 
+class Notes:
+    """Which records were changed, for who brings a copy of them up to date."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        """Of keys; beyond it the notes are lost."""
+        self.keys: dict[Key, None] = {}
+        """In the order in which they were changed first, those of a failed transaction included."""
+        self.lost = ""
+        """Why `keys` does not tell all; "" when it does."""
+        self._size_bytes = 0
+
+    def add(self, table: Table, key: bytes) -> None:
+        if self.lost or (table, key) in self.keys:
+            return
+        self.keys[table, key] = None
+        self._size_bytes += len(key)
+        if self._size_bytes > self.limit_bytes:
+            self.lose(f"records with more than {self.limit_bytes} bytes of keys were changed")
+
+    def lose(self, why: str) -> None:
+        self.lost, self.keys = why, {}
+
+
 class Records:
     """One LMDB transaction seen as checked records."""
 
-    def __init__(self, transaction: Any, databases: dict[Table, Any]) -> None:
+    def __init__(
+        self, transaction: Any, databases: dict[Table, Any], notes: Notes | None = None
+    ) -> None:
+        """`notes` is told of every change."""
         self._transaction = transaction
         self._databases = databases
-        self.changed: dict[tuple[Table, bytes], bytes | None] | None = None
+        self._notes = notes
+        self.changed: dict[Key, bytes | None] | None = None
         """Filled by `put` and `delete`, with what lies on disk now, None for what was deleted; None
         where nobody asks, so that a large commit is not held in memory twice."""
 
@@ -187,6 +219,8 @@ class Records:
     def _note(self, table: Table, key: bytes, value: bytes | None) -> None:
         if self.changed is not None:
             self.changed[table, key] = value
+        if self._notes is not None:
+            self._notes.add(table, key)
 
     def get_sealed(self, table: Table, key: bytes) -> bytes | None:
         """The record as it lies on disk, checksum and all."""
@@ -199,10 +233,14 @@ class Records:
             self._transaction.delete(key, db=self._databases[table])
         else:
             self._transaction.put(key, value, db=self._databases[table])
+        if self._notes is not None:
+            self._notes.add(table, key)
 
     def clear(self, table: Table) -> None:
         """Deletes all records of a table; not noted in `changed`."""
         self._transaction.drop(self._databases[table], delete=False)
+        if self._notes is not None:
+            self._notes.lose(f"the table {table.value} was cleared")
 
     def delete_prefix(
         self, table: Table, prefix: bytes, *, limit: int, limit_bytes: int

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from services.pool import validation
 from services.pool.actors import WriterRef
 from services.pool.append_stream import COMMIT_TIMEOUT_S, AppendStream
 from services.pool.commands import Command
+from services.pool.compaction import Compactor
 from services.pool.counts import Tally
 from services.pool.query import query
 from services.pool.readers import ReaderRef
@@ -28,13 +30,14 @@ from services.pool.tail import Tails
 FULL_NAME = "forge.v1.PoolService"
 REPLICA_FULL_NAME = "forge.v1.PoolReplicaService"
 SCOPES = {
-    # Operators look; only the middleware writes.
+    # Operators look, and take care of the file; only the middleware writes.
     "ScanGroups": "operator",
     "GetSummaries": "operator",
     "FetchTrajectories": "operator",
     "QueryTrajectories": "operator",
     "TailTrajectories": "operator",
     "GetPoolStats": "operator",
+    "CompactShard": "operator",
 }
 
 
@@ -42,9 +45,16 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     """One shard's side of every call; pool.proto says what each promises."""
 
     def __init__(
-        self, store: PoolStore, writer: WriterRef, readers: ReaderRef, *, max_turn_bytes: int
+        self,
+        store: PoolStore,
+        writer: WriterRef,
+        readers: ReaderRef,
+        compactor: Compactor,
+        *,
+        max_turn_bytes: int,
     ) -> None:
         self._store = store
+        self._compactor = compactor
         self._writer = writer
         self._readers = readers
         self._max_turn_bytes = max_turn_bytes
@@ -144,17 +154,30 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
             tally.add_to(stats)
         return stats
 
+    async def CompactShard(
+        self, request: pool_pb2.CompactShardRequest, context: Any
+    ) -> AsyncIterator[pool_pb2.CompactShardResponse]:
+        await self._readers.run(_nothing)  # refused where reads are
+        async with aclosing(self._compactor.run(request.data_dir)) as responses:
+            async for response in responses:
+                yield response
+
     def drain(self) -> None:
         """Ends the streams that would otherwise stay open for as long as we live."""
         self._draining = True
         for stream in self._streams:
             stream.drain()
         self._tails.drain()
+        self._compactor.give_up()
 
     async def _commit(self, command: Command, context: Any) -> Any:
         left_s = context.time_remaining()
         timeout_s = COMMIT_TIMEOUT_S if left_s is None else min(left_s, COMMIT_TIMEOUT_S)
         return await self._writer.ask(command, timeout_s=timeout_s)
+
+
+def _nothing() -> None:
+    return
 
 
 def _together(

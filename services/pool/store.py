@@ -20,6 +20,7 @@ from forge.core.trajectory import TrajectoryName
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import reads, writes
 from services.pool.commands import AppendTurns, Command
+from services.pool.compaction import Compactor
 from services.pool.environment import DISK_RETRY_S, Environment
 from services.pool.freeing import SettledGroup, settled_after
 from services.pool.journal import (
@@ -29,10 +30,9 @@ from services.pool.journal import (
     begin_replication,
     log_commit,
 )
+from services.pool.keys import SHARD_KEY
 from services.pool.orphans import OrphanPage, orphans_after
 from services.pool.records import Records, Table
-
-_SHARD_KEY = b"shard"
 
 T = TypeVar("T")
 OnCommit = Callable[[int, Changes], None]
@@ -208,16 +208,20 @@ class PoolStore:
     def disk_free_bytes(self) -> int:
         return self._environment.disk_free_bytes
 
+    def compactor(self) -> Compactor:
+        """What gives free pages of the file back to the disk."""
+        return Compactor(self._environment, reserve_bytes=self._disk_reserve_bytes)
+
     def close(self) -> None:
         """Waits for readers; what was acknowledged needs nothing from this."""
         self._environment.close()
 
 
 def _settle_name(records: Records, wanted: str) -> str:
-    stored = records.get(Table.META, _SHARD_KEY)
+    stored = records.get(Table.META, SHARD_KEY)
     if stored is None:
         name = wanted or f"shard-{uuid.uuid4().hex[:8]}"
-        records.put(Table.META, _SHARD_KEY, name.encode())
+        records.put(Table.META, SHARD_KEY, name.encode())
         return name
     name = bytes(stored).decode()
     if wanted not in ("", name):

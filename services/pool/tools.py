@@ -1,6 +1,7 @@
 """`python -m services.pool.tools`: what is done to a shard's files; `forge pool` starts it.
 
-Owns arguments, progress and exit codes: 0 for success, 1 for damage, 2 for what cannot be done.
+Owns arguments, progress and exit codes: 0 for success, 1 for damage, 2 for what cannot be done, 3
+for a shard that is not compacted from outside as it is served: stdout is its name.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from forge.core.errors import ForgeError
 from services.pool import copies
 from services.pool.check import Damage
+from services.pool.files import InUse
 
-DAMAGED, REFUSED = 1, 2
+DAMAGED, REFUSED, SERVED = 1, 2, 3
 SHOWN_DAMAGE = 1000
 """Lines of it; more are counted."""
 
@@ -68,8 +70,12 @@ def _restore(options: argparse.Namespace) -> int:
 
 
 def _compact(options: argparse.Namespace) -> int:
-    with _bar("compacting") as progress:
-        before, after = copies.compact(options.directory, progress)
+    try:
+        with _bar("compacting") as progress:
+            before, after = copies.compact(options.directory, progress)
+    except InUse:
+        _say(copies.shard_name(options.directory))
+        return SERVED
     _say(f"{options.directory}: {decimal(before)} before, {decimal(after)} after")
     return 0
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -16,6 +20,7 @@ from forge.cli.rundir import RunDirectory
 from forge.core.trajectory import float32_array, int32_array
 from forge.runtime.coordination import Coordinator
 from forge.v1 import pool_pb2
+from services.pool.files import lock_directory
 from tests.support.etcd import EtcdServer
 from tests.support.pool_process import PoolClient, PoolProcess
 from tests.support.pool_records import make_group, make_reward, make_turn
@@ -137,13 +142,12 @@ async def test_a_tail_prints_and_tells_where_to_go_on(pool):
 
 
 async def test_stats_and_files_of_a_running_pool(pool, tmp_path):
-    """Counts by domain and state; the files of the running shard are checked and copied, but not
-    compacted."""
+    """Counts by domain and state; the files of the running shard are checked and copied."""
     shown = await forge(pool, "stats")
     assert shown.code == 0, shown.stderr
     assert "oldest pending group: a at index 0" in shown.stdout
     shard = str(pool.data_dir)
-    checked, copied, compacted = [
+    checked, copied = [
         await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "forge.cli.main", "pool", *words),
             stdout=asyncio.subprocess.PIPE,
@@ -152,10 +156,35 @@ async def test_stats_and_files_of_a_running_pool(pool, tmp_path):
         for words in (
             ("check", shard),
             ("backup", shard, str(tmp_path / "copy")),
-            ("compact", shard),
         )
     ]
-    outputs = [await one.communicate() for one in (checked, copied, compacted)]
-    codes = [one.returncode for one in (checked, copied, compacted)]
-    assert codes == [0, 0, 2], outputs
-    assert b"is in use by another pool instance" in outputs[2][1]
+    outputs = [await one.communicate() for one in (checked, copied)]
+    assert [one.returncode for one in (checked, copied)] == [0, 0], outputs
+
+
+async def test_a_running_pool_is_compacted_by_its_directory(pool, client, tmp_path):
+    """The same command as for a stopped one, which needs no run; where the running one is not
+    that of the directory, the line says so."""
+    before = await client.fetch("a:0:0")
+    inode = (pool.data_dir / "data.mdb").stat().st_ino
+    live = await forge(pool, "compact", str(pool.data_dir))
+    assert (live.code, live.stderr) == (0, ""), live
+    assert re.search(r"data: [\d.]+ \w+ before, [\d.]+ \w+ after", live.stdout)
+    assert (pool.data_dir / "data.mdb").stat().st_ino != inode
+    assert await client.fetch("a:0:0") == before
+    backup = str(tmp_path / "copy")
+    for words in (("backup", str(pool.data_dir), backup), ("compact", backup)):
+        done = subprocess.run(
+            [sys.executable, "-m", "forge.cli.main", "pool", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+    # As a follower's would be: in use, under the same name, and not by the one that is registered.
+    lock = lock_directory(Path(backup))
+    elsewhere = await forge(pool, "compact", backup)
+    os.close(lock)
+    assert elsewhere.code == 2
+    assert elsewhere.stderr.startswith("forge: the instance that serves the shard has it in ")
+    assert elsewhere.stderr.count("\n") == 1

@@ -19,6 +19,7 @@ from forge.core.errors import Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.status import translated
 from forge.v1 import common_pb2, pool_pb2
+from services.pool import copies
 from tests.support.etcd import EtcdServer
 from tests.support.pool_load import TURNS, Ledger, audit, requests_of, turn_of
 from tests.support.pool_process import PoolClient, PoolProcess
@@ -97,3 +98,48 @@ async def test_kill_9_loses_nothing_acknowledged(pool: PoolProcess, coordinator:
         f"{ROUNDS} kills: {len(ledger.turns)} turns, {len(ledger.sealed)} seals and "
         f"{len(ledger.groups)} groups acknowledged, none missing or changed"
     )
+
+
+async def compact(client: PoolClient) -> None:
+    """Until it is done or the pool dies."""
+    with contextlib.suppress(Unavailable):
+        async with translated():
+            async for _ in client.stub.CompactShard(pool_pb2.CompactShardRequest()):
+                pass
+
+
+async def test_kill_9_while_it_is_compacted_loses_nothing_acknowledged(
+    pool: PoolProcess, coordinator: Coordinator
+):
+    """Whether the process dies while the copy is made, brought up to date or exchanged: the file
+    that is there has everything, and nothing is left of another."""
+    draw = random.Random(1)
+    ledger = Ledger()
+    numbers = itertools.count()
+    inodes = set()
+    rounds = max(3, ROUNDS // 4)
+    for _ in range(rounds):
+        pool.start("--map-bytes", str(1 << 20))
+        client = await PoolClient.connect(pool, coordinator)
+        inodes.add((pool.data_dir / "data.mdb").stat().st_ino)
+        await audit(client, ledger, ledger.sample(draw))
+        names = (f"t{number}" for number in numbers)
+        writers = [asyncio.create_task(write(client, ledger, names)) for _ in range(WRITERS)]
+        await ledger.reach(ledger.count + 1)
+        compacting = asyncio.create_task(compact(client))
+        if draw.random() < 0.7:
+            while not (pool.data_dir / "compacted").exists() and not compacting.done():
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(draw.random() * 0.5)
+        else:
+            await asyncio.sleep(draw.random())
+        pool.kill()
+        await asyncio.gather(compacting, *writers)
+        await client.close()
+    pool.start()
+    client = await PoolClient.connect(pool, coordinator)
+    await audit(client, ledger)
+    await client.close()
+    assert {path.name for path in pool.data_dir.iterdir()} <= {"data.mdb", "lock.mdb", "replica"}
+    assert not list(copies.check(pool.data_dir, lambda done, total: None))
+    print(f"{rounds} kills while it was compacted, {len(inodes)} files; {len(ledger.turns)} turns")

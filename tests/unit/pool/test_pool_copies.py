@@ -233,6 +233,34 @@ def test_a_live_shard_is_copied_as_it_stood(open_store, tmp_path):
     append(store, make_turn("later:0:0"))
 
 
+def test_a_shard_that_grows_beyond_its_map_is_copied(open_store, tmp_path, monkeypatch):
+    """Between the moment in which it is opened to be copied, and that of the copy."""
+    store = open_store(map_bytes=MIB)
+    append(store, make_turn("t:0:0"))
+    directory = tmp_path / "shard"
+    copy = copies._copy
+
+    def grow_then_copy(*arguments) -> None:
+        subprocess.run([sys.executable, "-c", GROW, directory], check=True)
+        copy(*arguments)
+
+    store.close()
+    monkeypatch.setattr(copies, "_copy", grow_then_copy)
+    copies.backup(directory, tmp_path / "copy", quiet)
+    assert (tmp_path / "copy" / "data.mdb").stat().st_size > 8 * MIB
+
+
+GROW = """
+import sys
+from pathlib import Path
+from services.pool.environment import Environment
+from services.pool.records import Table
+opened = Environment(Path(sys.argv[1]), map_bytes=1 << 20, map_max_bytes=1 << 30, max_readers=1)
+opened.write(lambda records: records.put(Table.META, b"large", bytes(1 << 23)))
+opened.close()
+"""
+
+
 def test_a_damaged_backup_is_not_restored(shard, tmp_path):
     """The damage is told, and nothing is left where it would have gone."""
     copies.backup(shard, tmp_path / "copy", quiet)
@@ -266,7 +294,7 @@ def test_compacting_gives_room_back_and_changes_no_record(open_store, tmp_path):
     tamper(directory, lambda records: [records.delete(Table.TURNS, key) for key in turns])
     before, after = copies.compact(directory, quiet)
     assert after < before / 4
-    assert sorted(path.name for path in directory.iterdir()) == ["data.mdb", "lock.mdb"]
+    assert [path.name for path in directory.iterdir()] == ["data.mdb"]
     assert found(directory) == []
     store = open_store()
     assert fetch(store, "u:0:0") == expected
@@ -279,7 +307,7 @@ def test_a_shard_in_use_is_not_compacted(open_store, tmp_path):
     with pytest.raises(ConfigError, match="in use by another pool instance"):
         copies.compact(tmp_path / "shard", quiet)
     store.close()
-    (tmp_path / "shard" / ".compact").mkdir()
+    (tmp_path / "shard" / ".compacted.unfinished").mkdir()
     copies.compact(tmp_path / "shard", quiet)
 
 

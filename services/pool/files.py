@@ -1,0 +1,115 @@
+"""The files of a shard: who may have them open, and how one takes another's place.
+
+Owns the locks in a data directory and the exchange of its data file. A service, or a tool that
+changes the shard, locks the directory; a tool that reads locks the data file, shared. Knows nothing
+of what lies in them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from forge.core.errors import ConfigError
+
+DATA, LOCK = "data.mdb", "lock.mdb"
+_COMPACTED = "compacted"
+
+
+class InUse(ConfigError):
+    """Another process has the directory."""
+
+
+def lock_directory(directory: Path) -> int:
+    """An open descriptor of `directory`, locked until it is closed or the process ends.
+
+    Raises `ConfigError` when it cannot be used, `InUse` when another process has it.
+    """
+    try:
+        if not directory.exists():
+            directory.mkdir(parents=True)
+            sync_directory(directory.parent)
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"data_dir {directory} cannot be used: {error.strerror}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise InUse(f"data_dir {directory} is in use by another pool instance") from None
+    return descriptor
+
+
+@contextmanager
+def data_kept(directory: Path) -> Iterator[None]:
+    """Within it the data file is not exchanged; whoever has LMDB read it must be within.
+
+    Waits for an exchange that is going on, which is short. Raises `FileNotFoundError` when there
+    is no data file.
+    """
+    while True:
+        descriptor = os.open(directory / DATA, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            # What was opened may have been exchanged before it was locked.
+            if os.path.samestat(os.fstat(descriptor), (directory / DATA).stat()):
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
+def lock_data(directory: Path) -> int | None:
+    """A descriptor that keeps `data_kept` waiting until it is closed; None when some are within."""
+    descriptor = os.open(directory / DATA, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def exchange_data(directory: Path, copy: Path) -> None:
+    """The data file of the directory `copy` takes the place of that of `directory`.
+
+    Both are closed and on disk, and the caller has `lock_data`. LMDB's lock file goes first: it
+    names the newest transaction of the old file, which is of a later number than any of the copy's.
+    A crash leaves the one file or the other.
+    """
+    (directory / LOCK).unlink(missing_ok=True)
+    (copy / DATA).replace(directory / DATA)
+    sync_directory(directory)
+
+
+def compacted(directory: Path) -> Path:
+    """Where the copy is made that is to take the place of the data file."""
+    return directory / _COMPACTED
+
+
+def unfinished(copy: Path) -> Path:
+    """The name that a copy has until it is whole and on disk."""
+    return copy.with_name(f".{copy.name}.unfinished")
+
+
+def drop_compacted(directory: Path) -> None:
+    """Removes what there is of such a copy."""
+    for copy in (compacted(directory), unfinished(compacted(directory))):
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_bytes(path: Path) -> int:
+    """0 when it is not there."""
+    return path.stat().st_size if path.exists() else 0
