@@ -11,7 +11,13 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from forge.core.errors import DataLoss, DeadlineExceeded, StaleFence, Unavailable
+from forge.core.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    InvalidArgument,
+    StaleFence,
+    Unavailable,
+)
 from forge.runtime.coordination import Discovery, Instance, Leadership
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.streams import flowing
@@ -106,9 +112,12 @@ class PoolShards:
         request = pool_pb2.GetSummariesRequest(trajectory_ids=trajectory_ids)
         try:
             answer = await self._call(shard, "GetSummaries", request)
-        except DataLoss as error:
-            # One damaged record fails a whole request: look for it, half by half.
+        except (DataLoss, InvalidArgument) as error:
+            # One damaged record fails a whole request: look for it, half by half. So does an answer
+            # that no message holds.
             if len(trajectory_ids) == 1:
+                if isinstance(error, InvalidArgument):
+                    raise
                 log.debug("trajectory_unreadable", pool_shard=shard, error=str(error))
                 return []
             middle = len(trajectory_ids) // 2

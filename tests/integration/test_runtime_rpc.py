@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import REGISTRY
 
-from forge.core.errors import ConfigError, NotFound, ResourceExhausted, StaleFence, Unavailable
+from forge.core.errors import ConfigError, InvalidArgument, NotFound, StaleFence, Unavailable
 from forge.runtime.rpc import Channels, RpcServer, from_rpc_error, translated
 from forge.runtime.security import Claims, Keyring, Security
 from forge.v1 import pool_pb2, pool_pb2_grpc
@@ -269,13 +269,29 @@ async def test_client_that_goes_away_cancels_its_handler(served: Served) -> None
 
 
 async def test_message_of_four_mebibytes_fits_and_a_bigger_one_is_refused(served: Served) -> None:
-    """The limit is 4 MiB of payload; beyond it belongs in chunks."""
+    """The limit is 4 MiB of payload, both ways: beyond it the status says so, which no retry would
+    cure, and the call is counted by it."""
     payload = "say:" + "x" * (4 << 20)
     answer = await served.stub.Unary(payload.encode(), timeout=30)
     assert len(answer) == 4 << 20
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await served.stub.Unary(b"x" * (5 << 20), timeout=30)
-    assert isinstance(from_rpc_error(caught.value), ResourceExhausted)
+    labels = {"method": f"/{FULL_NAME}/StreamStream", "code": "INVALID_ARGUMENT"}
+    before = REGISTRY.get_sample_value("forge_rpc_calls_total", labels) or 0
+    for size in (5 << 20, 20 << 20):
+        with pytest.raises(InvalidArgument, match=f"{size}.* 4259840|larger than max .{size}"):
+            async with translated():
+                await served.stub.Unary(b"x" * size, timeout=30)
+    with pytest.raises(InvalidArgument, match="a request of 5242880 bytes: one message holds"):
+        async with translated():
+            await gather(served.stub.StreamStream(words("x" * (5 << 20)), timeout=30))
+    assert REGISTRY.get_sample_value("forge_rpc_calls_total", labels) == before + 1
+
+
+async def test_answer_that_no_message_holds_is_refused_by_size(served: Served) -> None:
+    """It is no call that went well."""
+    for call in (served.stub.Unary, lambda *a, **k: gather(served.stub.UnaryStream(*a, **k))):
+        with pytest.raises(InvalidArgument, match=r"an answer of 5242880 bytes.* ask for less"):
+            async with translated():
+                await call(b"long:5242880", timeout=30)
 
 
 async def test_error_of_a_call_made_on_behalf_of_another_passes_through(served: Served) -> None:

@@ -1,7 +1,8 @@
 """A gRPC service of four methods, one of each kind, that does what its request says.
 
-Requests are text: `say:<text>` answers it, `raise:<ErrorName>` raises that ForgeError, `crash`
-raises a bug, `who` answers the caller's subject, `wait` waits until the servicer's gate opens.
+Requests are text: `say:<text>` answers it, `long:<bytes>` answers so many, `raise:<ErrorName>`
+raises that ForgeError, `crash` raises a bug, `who` answers the caller's subject, `wait` waits until
+the servicer's gate opens.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class EchoServicer:
         match what:
             case "say":
                 return rest
+            case "long":
+                return "x" * int(rest)
             case "raise":
                 raise getattr(errors, rest)(f"told to raise {rest}", retry_after_s=0.25)
             case "crash":

@@ -16,10 +16,12 @@ from forge.runtime.security import Security
 
 MAX_MESSAGE_BYTES = (4 << 20) + (64 << 10)
 """4 MiB of payload and room for the fields around it; what is bigger travels in chunks."""
+MAX_REFUSED_BYTES = 4 * MAX_MESSAGE_BYTES
+"""A message up to here is received, to be refused by name and counted; grpc drops bigger ones."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_REFUSED_BYTES),
     # A peer whose host vanished is noticed within 25 s even when nothing is sent.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),

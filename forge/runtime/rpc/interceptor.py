@@ -19,6 +19,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from forge.core.errors import ForgeError, InvalidArgument, PermissionDenied, Unauthenticated
+from forge.runtime.rpc.channel import MAX_MESSAGE_BYTES
 from forge.runtime.rpc.status import from_rpc_error, to_status, trailing_metadata
 from forge.runtime.security import ANONYMOUS, Claims, Security
 from forge.runtime.telemetry import bind_context, counter, gauge, histogram, log
@@ -104,49 +105,71 @@ def _wrap(handler: Any, method: _Method) -> Any:
         "_stream" if handler.response_streaming else "_unary"
     )
     inner = getattr(handler, kind)
+    # A coroutine that writes a stream of answers leaves their encoding to grpc.
+    writes = handler.response_streaming and not inspect.isasyncgenfunction(inner)
+    encode = _as_it_is if writes else _encoder(handler.response_serializer)
 
     async def answer(request: Any, context: Any) -> Any:
         async with _Call(method, context) as call:
             call.authorize()
             _check_intact(request)
-            return await inner(request, context)
+            return encode(await inner(request, context))
 
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
         async with _Call(method, context) as call:
             call.authorize()
             _check_intact(request)
             async for response in inner(request, context):
-                yield response
+                yield encode(response)
 
     make = getattr(grpc, f"{kind}_rpc_method_handler")
-    behavior = stream if inspect.isasyncgenfunction(inner) else answer
     return make(
-        behavior,
+        stream if inspect.isasyncgenfunction(inner) else answer,
         request_deserializer=_decoder(
             handler.request_deserializer, streaming=handler.request_streaming
         ),
-        response_serializer=handler.response_serializer,
+        response_serializer=handler.response_serializer if writes else None,
     )
 
 
-def _decoder(
-    decode: Callable[[bytes], Any] | None, *, streaming: bool
-) -> Callable[[bytes], Any] | None:
+def _decoder(decode: Callable[[bytes], Any] | None, *, streaming: bool) -> Callable[[bytes], Any]:
     """`decode`, whose complaint reaches the handler of a stream, or `_check_intact`: what is
     raised before there is a handler ends as UNKNOWN, and is not counted."""
-    if decode is None:
-        return None
 
     def decoded(data: bytes) -> Any:
-        try:
-            return decode(data)
-        except DecodeError as error:
-            refusal = InvalidArgument(f"the request cannot be read: {error}")
+        if len(data) > MAX_MESSAGE_BYTES:
+            refusal = InvalidArgument(
+                f"a request of {len(data)} bytes: one message holds {MAX_MESSAGE_BYTES}"
+            )
+        else:
+            try:
+                return data if decode is None else decode(data)
+            except DecodeError as error:
+                refusal = InvalidArgument(f"the request cannot be read: {error}")
         if streaming:
             raise refusal
         return refusal
 
     return decoded
+
+
+def _as_it_is(response: Any) -> Any:
+    return response
+
+
+def _encoder(encode: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
+    """`encode`, which refuses what grpc would drop after the call was counted as OK."""
+
+    def encoded(response: Any) -> bytes:
+        data: bytes = response if encode is None else encode(response)
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise InvalidArgument(
+                f"an answer of {len(data)} bytes: one message holds {MAX_MESSAGE_BYTES}; "
+                "ask for less at a time"
+            )
+        return data
+
+    return encoded
 
 
 def _check_intact(request: Any) -> None:

@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from forge.core.errors import ConfigError
-from forge.runtime.rpc.channel import MAX_MESSAGE_BYTES
+from forge.runtime.rpc.channel import MAX_MESSAGE_BYTES, MAX_REFUSED_BYTES
 from forge.runtime.rpc.interceptor import CallInterceptor, current_claims
 from forge.runtime.security import Security
 
@@ -27,7 +27,7 @@ MAX_CONCURRENT_CALLS = 32_768
 """Calls beyond it are refused with RESOURCE_EXHAUSTED before they cost memory."""
 
 _OPTIONS: tuple[tuple[str, Any], ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_REFUSED_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Without it a second process would silently share the port.
     ("grpc.so_reuseport", 0),

@@ -43,6 +43,8 @@ _CONNECTION_LOST = (
     "Internal error from Core",
 )
 """How grpc words an INTERNAL or UNKNOWN that only means: the peer died in mid-call."""
+_TOO_BIG = "message larger than max"
+"""How grpc words the RESOURCE_EXHAUSTED that no retry will cure."""
 
 
 _BY_NAME = {
@@ -86,6 +88,8 @@ def from_status(
     error_type = _BY_NAME.get(str(metadata.get(ERROR_KEY, "")), _BY_CODE.get(code, ForgeError))
     if error_type is ForgeError and any(phrase in details for phrase in _CONNECTION_LOST):
         error_type = errors.Unavailable
+    if error_type is errors.ResourceExhausted and _TOO_BIG in details:
+        error_type = errors.InvalidArgument
     hint = str(metadata.get(RETRY_AFTER_KEY, ""))
     return error_type(details, retry_after_s=int(hint) / 1000 if hint.isdecimal() else None)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forge.core.errors import DataLoss
+from forge.core.errors import DataLoss, InvalidArgument
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from services.scheduler import messages as m
 from services.scheduler.config import SchedulerConfig
@@ -130,3 +130,22 @@ async def test_damage_hides_no_summary_but_its_own() -> None:
     shards = PoolShards(None, DamagedPool("a:3:0", "a:8:0"), None, timeout_s=1.0)
     found = await shards.summaries({"s0": ids})
     assert list(found) == [each for each in ids if each not in ("a:3:0", "a:8:0")]
+
+
+class WordyPool:
+    """A remote of one shard whose answers hold three summaries at most."""
+
+    async def call(
+        self, method: str, request: pool_pb2.GetSummariesRequest, **_: Any
+    ) -> pool_pb2.GetSummariesResponse:
+        if len(request.trajectory_ids) > 3:
+            raise InvalidArgument("an answer of 5242880 bytes: one message holds 4259840")
+        found = [common_pb2.TrajectorySummary(trajectory_id=i) for i in request.trajectory_ids]
+        return pool_pb2.GetSummariesResponse(summaries=found)
+
+
+async def test_summaries_that_no_message_holds_come_in_several() -> None:
+    """Each has the rewards of its trajectory, and nobody knows how many those are."""
+    ids = [f"a:{n}:0" for n in range(9)]
+    shards = PoolShards(None, WordyPool(), None, timeout_s=1.0)
+    assert list(await shards.summaries({"s0": ids})) == ids
