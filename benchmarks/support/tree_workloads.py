@@ -32,7 +32,7 @@ def make_workloads(scale: int) -> list[Workload]:
     return [
         turns("g4", groups=4, turn_count=16, system=1024 // scale, per_turn=62 // scale),
         turns("g8", groups=8, turn_count=16, system=1024 // scale, per_turn=62 // scale),
-        turns("forty", groups=16, turn_count=50, system=256 // scale, per_turn=16 // scale),
+        turns("forty", groups=8, turn_count=100, system=128 // scale, per_turn=16 // scale),
         forked("forked", groups=4, turn_count=12, system=1024 // scale, per_turn=96 // scale),
         compacted("compacted", groups=4, turn_count=18, system=1024 // scale, per_turn=96 // scale),
         single("trajectory", groups=8, prompt=1024 // scale, answer=1024 // scale),
