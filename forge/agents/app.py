@@ -43,6 +43,7 @@ class RunnerApp:
             lease_wait_s=self._config.lease_wait_s,
         )
         self._running: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
 
     async def start(self) -> None:
         try:
@@ -55,22 +56,30 @@ class RunnerApp:
         self._running.add_done_callback(self._ended)
 
     async def drain(self) -> None:
-        """Let rollouts end. Raises what the runner failed with, if that is why it stops."""
+        """Let rollouts end."""
         assert self._running is not None
         await self._runner.drain(patience_s=self._config.drain_s * (1 - ABANDON_SHARE))
-        await self._running
+        await asyncio.wait([self._running])
 
     async def stop(self) -> None:
+        """Raises what the runner failed with, if that is why it stops."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait([self._running])
         await self._scaffolds.close()
         await self._rewards.close()
+        if self._failure is not None:
+            raise self._failure
 
     def _ended(self, running: asyncio.Task[None]) -> None:
-        if not running.cancelled() and running.exception():
-            log.error("runner_failed", error=repr(running.exception()))
-            self._context.stop()
+        if running.cancelled() or (failure := running.exception()) is None:
+            return
+        if isinstance(failure, BaseExceptionGroup):
+            # Of the runner's tasks: the first to fail has cancelled the others.
+            failure = failure.exceptions[0]
+        self._failure = failure
+        log.error("runner_failed", error=repr(failure))
+        self._context.stop()
 
     async def _ask_scheduler(self, method: str, request: Any, *, timeout_s: float) -> Any:
         return await self._scheduler.call(method, request, timeout_s=timeout_s, where=leads)

@@ -20,7 +20,7 @@ from examples.custom_domain import Dice
 from forge.client.operator import Operator
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
-from forge.runtime.security import Security
+from forge.runtime.security import Keyring, Security
 from forge.v1 import common_pb2, scheduler_pb2
 from tests.support.etcd import EtcdServer
 from tests.support.gateway_stack import GatewayStack
@@ -250,6 +250,16 @@ async def test_sigterm_lets_rollouts_end(system: Cluster) -> None:
     _, errors = await asyncio.to_thread(runner.communicate, timeout=START_S)
     assert (runner.returncode, errors) == (0, "")
     assert outcomes(groups["slow"]) == [1.0]
+
+
+async def test_a_key_of_another_cluster_is_one_line(system: Cluster) -> None:
+    """A runner whose key the scheduler refuses ends with 2 and says why."""
+    key = system.stack.folder / "another-key"
+    Keyring.generate(key)
+    runner = system.start_runner("runner-0", REWARDED, f"--key-file={key}")
+    _, errors = await asyncio.to_thread(runner.communicate, timeout=START_S)
+    assert runner.returncode == 2
+    assert errors == "forge runner: the token was not signed by this cluster's key\n"
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ async def test_call_waits_for_the_first_instance_to_appear(kind: Kind) -> None:
 
 async def test_nobody_there_is_unavailable_and_names_the_kind(kind: Kind) -> None:
     """The error says what is missing."""
-    with pytest.raises(Unavailable, match="0 of 1 fitting echo instances"):
+    with pytest.raises(Unavailable, match="0 of 1 fitting echo instances in cluster '"):
         await ask(kind, "name", timeout_s=0.1)
 
 

@@ -46,7 +46,7 @@ class Coordinator:
         With `credentials` the connection is TLS; endpoints that begin with https:// need them.
         """
         channel = await open_channel(endpoints, credentials)
-        etcd = Etcd(channel, endpoints=endpoints, prefix=f"/forge/{cluster}/")
+        etcd = Etcd(channel, endpoints=endpoints, cluster=cluster)
         deadline_s = time.monotonic() + timeout_s
         while True:
             left_s = deadline_s - time.monotonic()

@@ -49,7 +49,8 @@ class Discovery:
                     await self.changed()
             except TimeoutError:
                 raise Unavailable(
-                    f"{len(fitting)} of {count} fitting {self.kind} instances after {timeout_s:g} s"
+                    f"{len(fitting)} of {count} fitting {self.kind} instances in cluster "
+                    f"{self._etcd.cluster!r} after {timeout_s:g} s"
                 ) from None
 
     def changed(self) -> Coroutine[Any, Any, None]:

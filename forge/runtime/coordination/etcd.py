@@ -50,10 +50,11 @@ class Change:
 class Etcd:
     """One cluster's part of etcd: keys are relative to its prefix, failures are Unavailable."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, endpoints: str, prefix: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, *, endpoints: str, cluster: str) -> None:
+        self.cluster = cluster
         self._channel = channel
         self._endpoints = endpoints
-        self._prefix = prefix
+        self._prefix = f"/forge/{cluster}/"
         # Retries are ours to decide: the client would also repeat a compare-and-swap that took.
         self._kv = KVService(channel, max_attempts=1)
         self._leases = LeaseService(channel, max_attempts=1)
