@@ -42,7 +42,8 @@ _CONNECTION_LOST = (
     "Connection reset",
     "Internal error from Core",
 )
-"""How grpc words an INTERNAL or UNKNOWN that only means: the peer died in mid-call."""
+"""How grpc words an INTERNAL or UNKNOWN that only means: the peer died in mid-call, or ended a
+stream while it was written to, whose own status grpc may then lose."""
 _TOO_BIG = "message larger than max"
 """How grpc words the RESOURCE_EXHAUSTED that no retry will cure."""
 
