@@ -157,7 +157,7 @@ async def show_stats(at: Connection, *, as_json: bool, console: Console) -> None
             if as_json:
                 _print_json(stats)
             else:
-                _show(stats, console)
+                _show(stats, reader.copies_in_sync(shard), console)
 
 
 def _bar(*columns: ProgressColumn) -> Progress:
@@ -166,7 +166,7 @@ def _bar(*columns: ProgressColumn) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _show(stats: pool_pb2.GetPoolStatsResponse, console: Console) -> None:
+def _show(stats: pool_pb2.GetPoolStatsResponse, copies: int, console: Console) -> None:
     table = Table(
         "domain",
         "",
@@ -194,7 +194,8 @@ def _show(stats: pool_pb2.GetPoolStatsResponse, console: Console) -> None:
     console.print(table)
     console.print(
         f"{decimal(stats.used_bytes)} in the file, of which {decimal(stats.live_bytes)} in use; "
-        f"{decimal(stats.disk_free_bytes)} free on the disk",
+        f"{decimal(stats.disk_free_bytes)} free on the disk"
+        + (f"; copies in sync: {copies}" if copies else ""),
         highlight=False,
         soft_wrap=True,
     )

@@ -56,6 +56,11 @@ class PoolReader:
         await self._pool.pick(timeout_s=FIND_S)
         return sorted({instance.metadata["shard"] for instance in self._pool.instances()})
 
+    def copies_in_sync(self, shard: str) -> int:
+        """Replicas that have all that was acknowledged; 0 for a shard that has none."""
+        found = (one.metadata for one in self._pool.instances() if _serves(one, shard))
+        return max((int(metadata.get("copies", 0)) for metadata in found), default=0)
+
     async def stats(self, shard: str) -> pool_pb2.GetPoolStatsResponse:
         """Counts and sizes of one shard, by domain and state, too."""
         request = pool_pb2.GetPoolStatsRequest(by_domain=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -19,8 +20,8 @@ from forge.runtime.rpc.status import translated
 from forge.runtime.security import Keyring, Security
 from forge.v1 import pool_pb2, pool_pb2_grpc
 from tests.support.etcd import EtcdServer
-from tests.support.pool_load import Ledger, Writer
-from tests.support.pool_process import PoolClient
+from tests.support.pool_load import Ledger, Writer, audit
+from tests.support.pool_process import START_S, PoolClient, PoolProcess
 from tests.support.pool_records import make_group
 from tests.support.pool_shard import ReplicatedShard
 
@@ -31,12 +32,17 @@ WRITERS = 3
 MakeShard = Callable[..., ReplicatedShard]
 
 
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    Keyring.generate(tmp_path / "key")
+    return tmp_path / "key"
+
+
 @pytest_asyncio.fixture
 async def shard(
-    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
+    tmp_path: Path, key_file: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
 ) -> AsyncIterator[MakeShard]:
     """A shard with the settings given, both of its processes started."""
-    Keyring.generate(tmp_path / "key")
     made: list[ReplicatedShard] = []
     keepers: list[asyncio.Task[None]] = []
 
@@ -48,7 +54,7 @@ async def shard(
                 coordinator=coordinator,
                 cluster=cluster,
                 shard="s0",
-                key_file=tmp_path / "key",
+                key_file=key_file,
                 settings=settings,
             )
         )
@@ -65,9 +71,9 @@ async def shard(
 
 
 @pytest_asyncio.fixture
-async def pools(tmp_path: Path, coordinator: Coordinator) -> AsyncIterator[Remote]:
+async def pools(key_file: Path, coordinator: Coordinator) -> AsyncIterator[Remote]:
     """The pool as gateway, scheduler and trainer find it."""
-    channels = Channels(Security(Keyring.from_file(tmp_path / "key"), subject="test"))
+    channels = Channels(Security(Keyring.from_file(key_file), subject="test"))
     yield Remote(coordinator, channels, kind="pool", stub=pool_pb2_grpc.PoolServiceStub)
     await channels.close()
 
@@ -178,3 +184,55 @@ async def test_an_outage_of_etcd_stops_nothing(own_etcd, tmp_path):
         replicas.stop()
         await channels.close()
         await coordinator.close()
+
+
+async def test_a_shard_moves_to_another_host(
+    tmp_path: Path,
+    key_file: Path,
+    etcd: EtcdServer,
+    cluster: str,
+    coordinator: Coordinator,
+    pools: Remote,
+):
+    """As docs/pool.md says: an unreplicated shard follows its data to a second host, the first is
+    drained and its disk given away, while writers go on; everything acknowledged has moved."""
+    old, new = (
+        PoolProcess(tmp_path / name, etcd=etcd, cluster=cluster, shard="s0", key_file=key_file)
+        for name in ("old", "new")
+    )
+    replicated = ("--durability", "replicated", "--min-copies", "1")
+    ledger = Ledger()
+    names = (f"t{number}" for number in itertools.count())
+    try:
+        old.start()
+        async with asyncio.TaskGroup() as tasks:
+            writer = tasks.create_task(Writer(pools, "s0", ledger).fill(names))
+            await ledger.reach(20)
+            await ended(old)
+            old.start(*replicated)
+            new.start(*replicated)
+            await coordinator.discover("pool").wait(
+                timeout_s=START_S, where=lambda one: one.metadata.get("copies") == "2"
+            )
+            await ledger.reach(ledger.count + 10)
+            await ended(old)
+            shutil.rmtree(old.data_dir)
+            await ledger.reach(ledger.count + 10)
+            await ended(new)
+            new.start()
+            await ledger.reach(ledger.count + 10)
+            writer.cancel()
+        client = await PoolClient.connect(new, coordinator)
+        await audit(client, ledger)
+        await client.close()
+    finally:
+        old.kill()
+        new.kill()
+
+
+async def ended(process: PoolProcess) -> None:
+    """SIGTERM, as systemd stops it."""
+    process.terminate()
+    code, stderr = await asyncio.to_thread(process.wait)
+    assert code == 0, stderr
+    process.process = None
