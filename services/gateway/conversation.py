@@ -18,7 +18,7 @@ However it was made, a turn is stored behind the longest prefix it shares with a
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -189,13 +189,8 @@ class Conversation:
         prompt: Prompt,
         sampled: Sampled,
         handle: Handle | None = None,
-        *,
-        forgotten: Collection[str] = (),
     ) -> common_pb2.Turn:
-        """Adds a turn to the tree and gives the record of it, as far as it is known here.
-
-        With its messages it says which names of turns are `forgotten`.
-        """
+        """Adds a turn to the tree and gives the record of it, as far as it is known here."""
         draft = prompt.draft
         place, known = draft.place, draft.known
         if place is not None and not self.tree.has(place.root):
@@ -226,13 +221,11 @@ class Conversation:
                 queue_s=sampled.queue_s, prefill_s=sampled.prefill_s, decode_s=sampled.decode_s
             ),
             cached_tokens=sampled.cached_tokens,
-            messages_json=self._messages_json(shared, node, handle, forgotten),
+            messages_json=self._messages_json(shared, node, handle),
             parse_error=sampled.parse_error,
         )
         if handle is not None and node is not None:
             self._hold(record, handle.name, handle.facts)
-        for name in forgotten:
-            self.held.pop(name, None)
         self.size_bytes += TURN_BYTES + record.ByteSize()
         return record
 
@@ -251,8 +244,6 @@ class Conversation:
             )
             for name, facts in said.get("handle", {}).items():
                 self._hold(turn, name, facts)
-            for name in said.get("forgotten", ()):
-                self.held.pop(name, None)
         self.nodes.append(node)
         self.size_bytes += TURN_BYTES + turn.ByteSize()
 
@@ -330,7 +321,6 @@ class Conversation:
         shared: SharedPrefix,
         node: Node | None,
         handle: Handle | None,
-        forgotten: Collection[str],
     ) -> str:
         """What this turn's path has that its parent's has not; "" for turns over ids."""
         if node is None or node.message is None:
@@ -347,8 +337,6 @@ class Conversation:
             said["opening"] = node.opening
         if handle is not None:
             said["handle"] = {handle.name: handle.facts}
-        if forgotten:
-            said["forgotten"] = sorted(forgotten)
         return msgspec.json.encode(said).decode()
 
     def _boundary(self, shared: SharedPrefix, said: Mapping[str, Any]) -> Node:

@@ -2,18 +2,21 @@
 
 Owns the names given out in one session and what is known of their turns. Owns no message: those
 are read off the tree of contexts. Handles are part of the turn's record, so they live as long as
-the session does, in whichever gateway; one of another session is not known here.
+the session does, in whichever gateway; one of another session is not known here. That a name was
+taken back is kept beside the turns, which never change, as a reward of nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from forge.core.context_tree import Node
 from forge.v1 import common_pb2
 from services.gateway.model import Tools
+
+_DELETED = "deleted-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,3 +49,20 @@ class Recalled:
     tools: Tools
     prompt_tokens: int
     sampled_ids: bytes
+
+
+def deletion(name: str) -> common_pb2.RewardEvent:
+    """On record, it makes `name` unknown to every later reader of the session."""
+    return common_pb2.RewardEvent(
+        event_id=_DELETED + name,
+        name="response_deleted",
+        kind=common_pb2.REWARD_KIND_PROCESS,
+        turn_index=-1,
+    )
+
+
+def deleted_names(rewards: Iterable[common_pb2.RewardEvent]) -> Iterator[str]:
+    """The names whose `deletion` is on record."""
+    for reward in rewards:
+        if reward.event_id.startswith(_DELETED):
+            yield reward.event_id.removeprefix(_DELETED)

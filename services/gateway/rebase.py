@@ -77,12 +77,7 @@ def _recorded(turn: common_pb2.Turn, source: Conversation, target: Conversation)
     )
     draft = Draft(how="rebased", ids=ids, place=place, opening=opening)
     said = json.loads(turn.messages_json or "{}")
-    anew = target.record(
-        Prompt(ids=ids, draft=draft),
-        sampled,
-        _handle(said),
-        forgotten=said.get("forgotten", ()),
-    )
+    anew = target.record(Prompt(ids=ids, draft=draft), sampled, _handle(said))
     result = common_pb2.Turn()
     result.CopyFrom(turn)
     result.turn_index, result.parent_turn = anew.turn_index, anew.parent_turn

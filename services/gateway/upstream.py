@@ -6,6 +6,7 @@ what was already delivered can decide that.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 
 from forge.v1 import inference_pb2
@@ -20,12 +21,22 @@ class SampleCall:
         self._timeout_s = timeout_s
         self.call_id = uuid.uuid4().hex
         self._answer: Answer | None = None
+        self._looking: asyncio.Timeout | None = None
+        """While a router is looked for."""
         self.aborted = False
 
     async def begin(self, request: inference_pb2.SampleRequest, *, wait_s: float) -> None:
         """Asks some router, and waits up to `wait_s` for one to appear. Raises `Unavailable`, and
         `InvalidArgument` for a request that is too large."""
-        stream = await self._streams.pick(timeout_s=wait_s)
+        if self.aborted:
+            return
+        try:
+            async with asyncio.timeout(None) as self._looking:
+                stream = await self._streams.pick(timeout_s=wait_s)
+        except TimeoutError:
+            return  # aborted meanwhile
+        finally:
+            self._looking = None
         if not self.aborted:
             self._answer = stream.begin(request, timeout_s=self._timeout_s)
 
@@ -46,3 +57,5 @@ class SampleCall:
         self.aborted = True
         if self._answer is not None:
             self._answer.cancel()
+        elif self._looking is not None:
+            self._looking.reschedule(asyncio.get_running_loop().time())

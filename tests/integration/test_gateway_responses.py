@@ -194,6 +194,23 @@ async def test_responses_outlive_their_gateway_and_the_session_in_memory(
     check_linear(await closed(stack, own_coordinator, gateway, trajectory_id))
 
 
+async def test_a_deletion_outlives_the_session_in_memory(
+    stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
+) -> None:
+    """A gateway that reads the session later does not know the response, turn or no turn since."""
+    trajectory_id = "deleted:0:0"
+    token = stack.token(trajectory_id)
+    client = stack.openai(gateway, token)
+    gone = await ask(client, input="SAY[[gone]]", stream=False)
+    kept = await ask(client, input="SAY[[kept]]", stream=False)
+    await client.responses.delete(gone.id)
+    await until_durable(stack, own_coordinator, trajectory_id, turns=2)
+    other = stack.openai(await stack.gateway(own_coordinator, "gateway-1"), token)
+    assert await other.responses.retrieve(kept.id) == kept
+    with pytest.raises(NotFoundError, match=gone.id):
+        await other.responses.retrieve(gone.id)
+
+
 async def until_durable(
     stack: GatewayStack, coordinator: Coordinator, trajectory_id: str, *, turns: int
 ) -> None:

@@ -25,7 +25,7 @@ from forge.v1 import common_pb2
 from services.gateway.actors.shard_writer import Append, Replace, Waiting
 from services.gateway.conversation import Conversation, Draft, Prompt, Sampled, given
 from services.gateway.errors import ContextTooLong, SessionClosed
-from services.gateway.handles import Handle, Recalled
+from services.gateway.handles import Handle, Recalled, deleted_names
 from services.gateway.metrics import (
     CONTEXTS,
     MALFORMED,
@@ -111,9 +111,8 @@ class Recall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
-    """Takes the name from a turn; answered with whether it had one. The turn stays, as it is part
-    of what is trained on. The pool is told with the next turn: a session that leaves memory before
-    knows the name again."""
+    """Takes a name from its turn, once its `deletion` is on record. The turn stays, as it is part
+    of what is trained on."""
 
     name: str
 
@@ -186,8 +185,6 @@ class SessionActor(Actor):
         self._drained: asyncio.Future[None] | None = None
         self._answered_s: float | None = None
         """When the last call ended."""
-        self._forgotten: set[str] = set()
-        """Names taken from turns, which the pool has not been told yet."""
         self._just_read = False
         """Whether the pool was asked since the last call began."""
 
@@ -213,7 +210,8 @@ class SessionActor(Actor):
             case Recall():
                 return await self._recall(self._conversation, message.name)
             case Forget():
-                return self._forget(self._conversation, message.name)
+                self._conversation.held.pop(message.name, None)
+                return None
             case Describe():
                 return self._facts(self._conversation)
             case StartClose():
@@ -240,18 +238,12 @@ class SessionActor(Actor):
         if trajectory is not None:
             self._sealed = trajectory.state != common_pb2.TRAJECTORY_STATE_OPEN
             self._closing = self._closing or self._sealed
+            for name in deleted_names(trajectory.rewards):
+                conversation.held.pop(name, None)
             REBUILT.inc()
-        for name in self._forgotten:
-            conversation.held.pop(name, None)
         self._just_read = True
         settings.grown(self._claims.trajectory_id, conversation.size_bytes)
         return conversation
-
-    def _forget(self, conversation: Conversation, name: str) -> bool:
-        if conversation.held.pop(name, None) is None:
-            return False
-        self._forgotten.add(name)
-        return True
 
     async def _waiting(self) -> list[common_pb2.Turn]:
         """Turns on their way to the pool."""
@@ -335,9 +327,7 @@ class SessionActor(Actor):
     def _record(
         self, conversation: Conversation, call: EndCall, prompt: Prompt, sampled: Sampled
     ) -> int:
-        turn = conversation.record(prompt, sampled, call.handle, forgotten=self._forgotten)
-        if turn.messages_json:
-            self._forgotten.clear()
+        turn = conversation.record(prompt, sampled, call.handle)
         turn.trajectory_id = self._claims.trajectory_id
         turn.temperature = call.temperature
         turn.context_action = call.context_action

@@ -22,7 +22,7 @@ from forge.core.trajectory import TOKEN_BYTES
 from forge.v1 import common_pb2
 from services.gateway.actors.session import Forget, Recall
 from services.gateway.errors import UnknownPreviousResponse, UnknownResponse
-from services.gateway.handles import Handle, Recalled
+from services.gateway.handles import Handle, Recalled, deletion
 from services.gateway.http import responses_schema, schema
 from services.gateway.http.completions import token_logprobs
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
@@ -97,10 +97,13 @@ class Responses:
 
     async def _delete(self, request: web.Request) -> web.Response:
         response_id = request.match_info["response"]
-        async with self._edge.sessions.use(self._edge.claims(request)) as session:
-            forget = Forget(name=response_key(response_id))
-            if not await session.actor.ask(forget, timeout_s=ASK_TIMEOUT_S):
+        name = response_key(response_id)
+        claims = self._edge.claims(request)
+        async with self._edge.sessions.use(claims) as session:
+            if await _recall(session, name) is None:
                 raise UnknownResponse(f"Response with id {response_id[:100]!r} not found.")
+            await self._edge.pool.annotate(claims, [deletion(name)])
+            await session.actor.ask(Forget(name=name), timeout_s=ASK_TIMEOUT_S)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
 

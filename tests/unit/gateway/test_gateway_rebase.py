@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -34,9 +33,7 @@ class Gateway:
     conversation: Conversation = field(default_factory=lambda: Conversation(model=MODEL))
     waiting: list[common_pb2.Turn] = field(default_factory=list)
 
-    def turn(
-        self, history: list[Message], text: str, *, forgotten: Sequence[str] = ()
-    ) -> tuple[bytes, bytes, Message]:
+    def turn(self, history: list[Message], text: str) -> tuple[bytes, bytes, Message]:
         """One call; what the engine was sent and sampled, and the answer."""
         draft = self.conversation.draft(history, ())
         prompt = Prompt(ids=draft.ids + MODEL.encode(draft.text), draft=draft)
@@ -49,7 +46,7 @@ class Gateway:
             answer=Message(role="assistant", content=text),
         )
         handle = Handle(name=f"{self.name}-{self.conversation.turns}", facts={"by": self.name})
-        turn = self.conversation.record(prompt, sampled, handle, forgotten=forgotten)
+        turn = self.conversation.record(prompt, sampled, handle)
         turn.trajectory_id, turn.temperature = "t:0:0", 0.5
         self.waiting.append(turn)
         return prompt.ids, ids, Message(role="assistant", content=text)
@@ -127,18 +124,6 @@ def test_handles_follow_their_turns() -> None:
     assert recalled is not None
     assert recalled.held.turn_index == 1
     assert recalled.held.facts == {"by": "b"}
-
-
-def test_a_name_that_was_taken_back_stays_so_under_a_new_number() -> None:
-    """What a turn says of other turns' names it says again when it is recorded anew."""
-    first, second = Gateway("a"), Gateway("b")
-    first.turn([user("One?")], "1")
-    second.turn([user("Two?")], "2")
-    second.turn([user("Three?")], "3", forgotten=["b-0"])
-    conversation, turns = rebase(MODEL, first.waiting, second.waiting)
-    assert [conversation.recall(name) is None for name in ("a-0", "b-0", "b-1")] == [0, 1, 0]
-    read_back, _ = rebase(MODEL, [*first.waiting, *turns], [])
-    assert read_back.recall("b-0") is None
 
 
 def test_acknowledged_turns_that_are_gone_are_data_loss() -> None:

@@ -33,7 +33,7 @@ from services.gateway.actors.session import (
 from services.gateway.actors.shard_writer import Append, Replace, Waiting
 from services.gateway.conversation import Prompt, Sampled
 from services.gateway.errors import ContextTooLong, SessionClosed
-from services.gateway.handles import Handle
+from services.gateway.handles import Handle, deletion
 from tests.support.chat_templates import make_model
 
 CLAIMS = Claims(subject="t:0:0", scopes=frozenset({"session"}), trajectory_id="t:0:0")
@@ -322,38 +322,21 @@ async def test_answers_that_nobody_knows_go_on_without_the_pool(
 
 
 async def test_a_name_that_was_taken_back_stays_unknown(session: ActorRef, world: World) -> None:
-    """Also after the pool was read again, where the turn still has it."""
-    handle = Handle(name="resp_1", facts={})
-    await end(session, "a", await begin(session, "a"), handle=handle)
-    world.store(*world.kept)
-    await session.ask(Reread(), timeout_s=TIMEOUT_S)
-    assert await session.ask(Recall(name="resp_1"), timeout_s=TIMEOUT_S) is not None
-    assert await session.ask(Forget(name="resp_1"), timeout_s=TIMEOUT_S)
-    await session.ask(Reread(), timeout_s=TIMEOUT_S)
-    assert await session.ask(Recall(name="resp_1"), timeout_s=TIMEOUT_S) is None
-    assert not await session.ask(Forget(name="resp_1"), timeout_s=TIMEOUT_S)
-
-
-async def test_a_name_that_was_taken_back_is_told_to_the_pool(
-    session: ActorRef, world: World
-) -> None:
-    """With the next turn that has messages: whoever reads the session then does not know it."""
+    """Here at once, and to whoever reads the session, where the turn still has it; others stay."""
     for call_id, name in (("a", "resp_1"), ("b", "resp_2")):
         await end(
             session, call_id, await begin(session, call_id), handle=Handle(name=name, facts={})
         )
-    assert await session.ask(Forget(name="resp_1"), timeout_s=TIMEOUT_S)
-    ids = BeginGenerate(call_id="c", abort=lambda: None, prompt_ids=int32_bytes([1]))
-    await end(session, "c", await session.ask(ids, timeout_s=TIMEOUT_S))
-    await end(session, "d", await begin(session, "d", "Two?"))
-    await end(session, "e", await begin(session, "e", "Three?"))
-    assert ["forgotten" in turn.messages_json for turn in world.kept] == [False] * 3 + [True, False]
     world.store(*world.kept)
-    system = ActorSystem("other")
-    other = await system.spawn(lambda: SessionActor(CLAIMS, world.settings()), name="other")
-    assert await other.ask(Recall(name="resp_1"), timeout_s=TIMEOUT_S) is None
-    assert await other.ask(Recall(name="resp_2"), timeout_s=TIMEOUT_S) is not None
-    await system.stop()
+    await session.ask(Reread(), timeout_s=TIMEOUT_S)
+    assert await session.ask(Recall(name="resp_1"), timeout_s=TIMEOUT_S) is not None
+    await session.ask(Forget(name="resp_1"), timeout_s=TIMEOUT_S)
+    assert await session.ask(Recall(name="resp_1"), timeout_s=TIMEOUT_S) is None
+    assert world.stored is not None
+    world.stored.rewards.append(deletion("resp_1"))
+    await session.ask(Reread(), timeout_s=TIMEOUT_S)
+    assert await session.ask(Recall(name="resp_1"), timeout_s=TIMEOUT_S) is None
+    assert await session.ask(Recall(name="resp_2"), timeout_s=TIMEOUT_S) is not None
 
 
 async def test_size_grows_with_what_a_session_remembers(session: ActorRef, world: World) -> None:

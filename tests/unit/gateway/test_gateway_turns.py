@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +16,7 @@ from services.gateway.conversation import Prompt, given
 from services.gateway.errors import SessionClosed
 from services.gateway.turns import Turns
 from services.gateway.types import TurnRequest
+from services.gateway.upstream import SampleCall
 from tests.support.chat_templates import make_model
 
 
@@ -92,3 +94,28 @@ async def test_a_call_that_a_close_ended_leaves_what_was_sampled(said: int) -> N
         assert end.sampled is not None
         assert end.sampled.ids == int32_bytes([5] * said)
         assert end.sampled.finish_reason == common_pb2.FINISH_REASON_ABORTED
+
+
+class NoRouter:
+    """Routers of which there is none."""
+
+    def __init__(self) -> None:
+        self.looked_for = asyncio.Event()
+
+    async def pick(self, *, timeout_s: float) -> Stream:
+        self.looked_for.set()
+        await asyncio.Event().wait()
+        raise AssertionError("waited for ever")
+
+
+async def test_a_close_does_not_wait_for_a_router() -> None:
+    """A call that looks for one ends with the session, and so does one that begins to then."""
+    streams = NoRouter()
+    call = SampleCall(cast(Any, streams), timeout_s=30.0)
+    beginning = asyncio.create_task(call.begin(inference_pb2.SampleRequest(), wait_s=30.0))
+    await streams.looked_for.wait()
+    call.abort()
+    await beginning
+    assert await call.read() is None
+    await call.begin(inference_pb2.SampleRequest(), wait_s=30.0)
+    assert await call.read() is None
