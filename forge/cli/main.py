@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from forge.cli.connection import Connection, of_run
 from forge.cli.outcome import console, fail, finish
 from forge.cli.pool import pool_app
+from forge.cli.pool_options import reading
 from forge.cli.queue import queue_app
 from forge.core.errors import ForgeError, InvalidArgument
 
@@ -113,19 +115,16 @@ def up(
 
 
 @app.command()
+@reading
 def status(
-    run_dir: Annotated[
-        Path | None,
-        typer.Argument(help="Directory of a run that is going on. Default: the newest one."),
-    ] = None,
-    root: Root = Path(".forge"),
+    find: Callable[[], Connection],
+    directory: Annotated[Path | None, typer.Argument(help="The same as --run-dir.")] = None,
 ) -> None:
     """Show where a running stack stands: processes, queue, weights."""
-    from forge.cli.connection import newest_run, of_run
     from forge.cli.status import show_status
 
     async def main() -> None:
-        await show_status(newest_run(root) if run_dir is None else of_run(run_dir), console)
+        await show_status(find() if directory is None else of_run(directory), console)
 
     finish(main, "")
 

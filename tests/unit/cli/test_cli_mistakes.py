@@ -26,6 +26,7 @@ FILE = "{tmp}/file"
         (("model", "init", "smollm2"), "`forge model fetch smollm2` gets others"),
         (("status", "[/red]"), "[/red] is not a run directory"),
         (("status", "--root", "{tmp}"), "there is no run under {tmp}"),
+        (("status", "--etcd", "127.0.0.1:1"), "--etcd needs --key-file"),
         (("queue", "status", "--root", "{tmp}"), "there is no run under {tmp}"),
     ],
 )
