@@ -20,6 +20,9 @@ console = Console()
 
 def finish(main: Callable[[], Awaitable[None]], interrupted: str) -> None:
     """Run an asynchronous command; Ctrl-C and SIGTERM cancel it, so that its clean-up runs."""
+    from forge.runtime.telemetry import log_to_people
+
+    log_to_people()
 
     async def cancellable() -> None:
         task = asyncio.ensure_future(main())

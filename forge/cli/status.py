@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from asyncio import gather
+from collections.abc import Awaitable, Callable
+
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from forge.cli.connection import Connection
 from forge.cli.stack import READY_KINDS
 from forge.client.operator import Operator
-from forge.core.errors import ForgeError
+from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.coordination import Coordinator
 
 
@@ -17,28 +20,38 @@ async def show_status(at: Connection, console: Console) -> None:
     """Print the instances and what each service says. Raises `Unavailable` without etcd."""
     async with at.open() as (coordinator, channels):
         console.print(await _instances(coordinator))
-        operator = Operator(coordinator, channels)
-        for name, ask in (
-            ("scheduler", operator.scheduler_status),
-            ("inference", operator.inference_status),
-            ("trainer", operator.trainer_status),
-        ):
-            try:
-                said = Text(str(await ask()))
-            except ForgeError as error:
-                said = Text(str(error), style="yellow")
+        # Who is not there now is not waited for.
+        operator = Operator(coordinator, channels, retry_for_s=0.0)
+        asked: dict[str, Callable[[], Awaitable[object]]] = {
+            "scheduler": operator.scheduler_status,
+            "inference": operator.inference_status,
+            "trainer": operator.trainer_status,
+        }
+        for name, said in zip(asked, await gather(*map(_said, asked.values())), strict=True):
             console.print(Text(name, style="bold"))
             console.print(said, soft_wrap=True)
 
 
+async def _said(ask: Callable[[], Awaitable[object]]) -> Text:
+    try:
+        return Text(str(await ask()))
+    except ForgeError as error:
+        return Text(str(error), style="yellow")
+
+
 async def _instances(coordinator: Coordinator) -> Table:
-    table = Table("kind", "instance", "address", "metadata", title="Registered in etcd")
-    for kind in READY_KINDS:
-        try:
-            instances = await coordinator.discover(kind).wait(timeout_s=1.0)
-        except ForgeError:
+    columns = [
+        Column(name, overflow="fold") for name in ("kind", "instance", "address", "metadata")
+    ]
+    table = Table(*columns, title="Registered in etcd")
+    found = [coordinator.discover(kind).wait(timeout_s=1.0) for kind in READY_KINDS]
+    registered = await gather(*found, return_exceptions=True)
+    for kind, instances in zip(READY_KINDS, registered, strict=True):
+        if isinstance(instances, Unavailable):
             table.add_row(kind, "[red]none[/red]", "", "")
             continue
+        if isinstance(instances, BaseException):
+            raise instances
         for instance in instances:
             metadata = " ".join(f"{k}={v}" for k, v in sorted(instance.metadata.items()))
             table.add_row(kind, instance.instance_id, instance.address, metadata)

@@ -83,6 +83,15 @@ def configure_logging(service: str, instance_id: str, *, level: str, file: str) 
     logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
 
 
+def log_to_people() -> None:
+    """A command's log: what is wrong, in words, on stderr. Standard output is for its answer."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        # Asked anew for each line: a caller may have put another stream in its place.
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+    )
+
+
 def _open(file: str) -> TextIO:
     try:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
