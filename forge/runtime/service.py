@@ -26,7 +26,7 @@ import grpc.aio
 import sdnotify
 import uvloop
 
-from forge.core.errors import ForgeError
+from forge.core.errors import ConfigError, ForgeError
 from forge.runtime.actor import ActorSystem
 from forge.runtime.config import ServiceConfig, load
 from forge.runtime.coordination import Coordinator, Registration
@@ -36,6 +36,8 @@ from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security import Security
 from forge.runtime.telemetry import configure_logging, log, serve_metrics
+
+EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 
 Stub = TypeVar("Stub")
 
@@ -191,6 +193,11 @@ class _Process:
         security = Security.from_config(config)
         # Asked before anything else is done: a wrong host is the config's fault, not the app's.
         security.server_credentials(config.host)
+        if not config.advertise_host and config.host in EVERY_ADDRESS:
+            raise ConfigError(
+                f"host = {config.host!r} is every address of this host and none that others could "
+                "call: set advertise_host to the one they reach it by"
+            )
         coordinator = await Coordinator.connect(
             config.etcd,
             cluster=config.cluster,

@@ -229,6 +229,11 @@ async def test_actor_that_crashes_too_often_ends_the_process_with_one(
             "tls_cert, tls_key and tls_ca (or insecure = true on a network you trust)\n",
         ),
         (
+            ["--host", "0.0.0.0", "--insecure", "true"],
+            "forge echo: host = '0.0.0.0' is every address of this host and none that others could "
+            "call: set advertise_host to the one they reach it by\n",
+        ),
+        (
             ["--key-file", "/no/such"],
             "forge echo: key_file = '/no/such': No such file or directory\n",
         ),
