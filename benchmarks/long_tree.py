@@ -96,7 +96,7 @@ def estimate(shape: Shape, passes: Passes, *, key_bytes: int) -> float:
 def measure(rollouts: int, budget: int) -> tuple[dict[str, float], Passes]:
     """The keys of the step, and its passes."""
     bench = Bench(hidden=64, layers=2)
-    bench.model.activation_checkpointing_enable()
+    bench.model.gradient_checkpointing_enable()
     bench.model.train()
     samples = turns("long", groups=rollouts, turn_count=12, system=8192, per_turn=250).samples
     _, plan = bench.tree(samples[:12], budget=budget)  # first calls choose kernels

@@ -22,6 +22,13 @@ from forge.rl.attention_schedule import AttentionSchedule
 BLOCK_TOKENS = 128
 _FAR = 1 << 30
 """Beyond any position: a window that hides nothing."""
+_VARIANTS = 64
+"""Most compilations of the kernel: one per combination of type, heads, with or without a backward,
+one block or several. Beyond torch's own limit of 8 it would compute on unfused, in a table of all
+pairs."""
+_OPTIONS = {"BACKEND": "TRITON"}
+"""Always the kernel of blocks: the one for short queries, which torch prefers below 128 tokens, has
+no configuration for grouped heads of more than 128 queries together, and fails."""
 
 
 def flex_runs(q: Tensor) -> bool:
@@ -38,21 +45,23 @@ def flex_tree_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """What `tree_attention` computes, in the type of q."""
+    """What `tree_attention` computes, in the type of v: under autocast, norms of queries and keys
+    leave these in fp32, for which there are no tensor cores."""
     size = _FAR if window is None or window >= schedule.depth else window
     key = (size, q.device)
     if key not in schedule.block_masks:
         schedule.block_masks[key] = tree_block_mask(schedule, window=size, device=q.device)
-    attend = _compiled() if q.device.type == "cuda" else flex_attention
-    out: Tensor = attend(
-        q,
-        k.to(q.dtype),
-        v.to(q.dtype),
-        block_mask=schedule.block_masks[key],
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out.to(v.dtype)
+    with torch._dynamo.config.patch(recompile_limit=_VARIANTS):
+        out: Tensor = _kernel(q.device)(
+            q.to(v.dtype),
+            k.to(v.dtype),
+            v,
+            block_mask=schedule.block_masks[key],
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            kernel_options=_OPTIONS,
+        )
+    return out
 
 
 def tree_block_mask(
@@ -94,6 +103,10 @@ def tree_block_mask(
         mask_mod=visible,
         seq_lengths=(tokens - prefix, tokens),
     )
+
+
+def _kernel(device: torch.device) -> Any:
+    return _compiled() if device.type == "cuda" else flex_attention
 
 
 @cache

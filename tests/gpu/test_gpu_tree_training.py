@@ -1,4 +1,8 @@
-"""What only a CUDA device can show: `python -m pytest tests/gpu`. Skipped where there is none."""
+"""What only a CUDA device can show. Skipped where there is none.
+
+`python -m pytest --noconftest tests/gpu tests/unit/rl` needs torch, transformers, pytest and
+hypothesis, nothing of the services.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +28,16 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 VOCABULARY = 512
 
 
-def model_of(device: str) -> Any:
+def model_of(device: str, *, head_dim: int = 64, heads: int = 4) -> Any:
     torch.manual_seed(0)
     shape = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=heads,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=head_dim,
     )
     return Qwen3ForCausalLM(shape).to(device)
 
@@ -69,15 +73,19 @@ def gradient_on(device: str, *, budget: int, autocast: torch.dtype | None) -> Gr
 
 
 @pytest.mark.parametrize("window", [None, 90])
-@pytest.mark.parametrize("start", [0, 350])
-def test_flex_attention_and_its_backward_equal_dense_calls(start: int, window: int | None) -> None:
-    """Compiled, in fp32, with a prefix and without, against the CPU's calls in fp64."""
+@pytest.mark.parametrize("start", [0, 350, 650])
+@pytest.mark.parametrize(("heads", "size"), [(4, 64), (16, 128)])
+def test_flex_attention_and_its_backward_equal_dense_calls(
+    heads: int, size: int, start: int, window: int | None
+) -> None:
+    """Compiled, in fp32, with a prefix and without, of one block of queries and of several, against
+    the CPU's calls in fp64."""
     schedule = schedule_of(start)
     torch.manual_seed(0)
     own = schedule.tokens - schedule.prefix
     host = [
-        torch.randn(1, heads, tokens, 64, dtype=torch.float64, requires_grad=True)
-        for heads, tokens in ((4, own), (2, schedule.tokens), (2, schedule.tokens))
+        torch.randn(1, heads, tokens, size, dtype=torch.float64, requires_grad=True)
+        for heads, tokens in ((heads, own), (2, schedule.tokens), (2, schedule.tokens))
     ]
     device = [x.detach().float().cuda().requires_grad_() for x in host]
     expected = tree_attention(*host, schedule, scale=0.125, window=window)
@@ -103,3 +111,45 @@ def test_bf16_with_an_fp32_head_stays_close() -> None:
     expected = gradient_on("cpu", budget=1 << 30, autocast=None)
     found = gradient_on("cuda", budget=1 << 30, autocast=torch.bfloat16)
     assert max(relative_errors(found, expected)) <= 0.1
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_model_of_grouped_heads_is_merged_and_steps(autocast: torch.dtype | None) -> None:
+    """The heads of Qwen 3: the check of a few tokens passes, and an update is made of a relayed
+    tree, at the learning rate and with the statistics of a CPU."""
+    results = []
+    for device in ("cpu", "cuda"):
+        policy = TreePolicy(model_of(device, head_dim=128, heads=16), autocast=autocast)
+        policy.check()
+        assert not policy.unmerged
+        learner = Learner(policy, LearnerConfig(token_budget=200))
+        result = learner.step(learner.plan(forest()), weight_version=4)
+        assert not result.skipped and not result.memory_retries
+        results.append(result)
+    host, device_result = results
+    assert device_result.grad_norm == pytest.approx(host.grad_norm, rel=0.05)
+    assert device_result.stats.entropy == pytest.approx(host.stats.entropy, rel=0.01)
+
+
+def test_a_pass_that_does_not_fit_is_cut_smaller() -> None:
+    """The allocator's own error: the gradient is that of the whole tree, in smaller passes."""
+    rng = Random(7)
+    ids = [rng.randrange(VOCABULARY) for _ in range(16_000)]
+    samples = [make_sample(ids, (15_000, 16_000), rng=rng)]
+    learner = Learner(TreePolicy(model_of("cuda")), LearnerConfig(token_budget=1 << 30))
+    plan = learner.plan(samples)
+    learner.accumulate(plan)  # what libraries allocate once
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    loss, _ = learner.accumulate(plan)
+    limit = before + (torch.cuda.max_memory_reserved() - before) * 3 // 4
+    torch.cuda.empty_cache()
+    try:
+        device_bytes = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(limit / device_bytes)
+        result = learner.step(plan, weight_version=4)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert result.memory_retries and not result.skipped
+    assert result.loss == pytest.approx(loss, rel=1e-3)

@@ -58,7 +58,7 @@ def error_of(
     expected = reference_gradient(model, samples, balance_coef=coef)
     model = tiny_model(family, dtype)
     if checkpointing:
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
         model.train()
     policy = TreePolicy(model, balance_coef=coef, group=group)
     # A small budget makes several trees; each is computed by all ranks.

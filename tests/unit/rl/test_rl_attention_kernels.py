@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import flex_attention as flex_kernel
 
 from forge.core.packing import plan_trees
-from forge.rl import attention_kernels, tree_attention
+from forge.rl import attention_kernels, flex_attention, tree_attention
 from forge.rl.attention_kernels import Portable
 from forge.rl.attention_schedule import AttentionSchedule
 from forge.rl.flex_attention import flex_tree_attention
@@ -80,3 +83,38 @@ def test_flex_attention_sees_the_same_tree(start: int, window: int | None) -> No
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
     (mask,) = schedule.block_masks.values()
     assert mask.full_kv_num_blocks is not None and mask.sparsity() > 0
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_computes_in_the_type_of_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast norms leave queries and keys in fp32: bf16 is what the kernel is given."""
+    given: list[torch.dtype] = []
+
+    def watch(*columns: Tensor, **options: Any) -> Any:
+        given.extend(column.dtype for column in columns)
+        return flex_kernel(*columns, **options)
+
+    monkeypatch.setattr(flex_attention, "_kernel", lambda _: watch)
+    schedule = schedule_of()
+    q, k, v = (x.detach().float() for x in inputs(schedule))
+    out = flex_tree_attention(q, k, v.bfloat16(), schedule, scale=0.3)
+    assert {*given, out.dtype} == {torch.bfloat16}
+
+
+def test_few_compilations_serve_all_trees_and_none_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lengths, prefixes and windows are read at run time. What torch does tell apart (types, heads,
+    one block or several) is more than the eight variants it would compile before it gave up."""
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(flex_kernel, backend=counter, dynamic=True)
+    monkeypatch.setattr(flex_attention, "_kernel", lambda _: compiled)
+    torch._dynamo.reset()
+    kinds = [(heads, dtype) for heads in (2, 4) for dtype in (torch.float32, torch.bfloat16)]
+    for heads, dtype in kinds:
+        for start in (0, 50, 200, 400, 450):
+            for window in (None, 70, 90):
+                schedule = schedule_of(start=start)
+                q, k, v = (x.detach().to(dtype) for x in inputs(schedule))
+                flex_tree_attention(q[:, :heads], k, v, schedule, scale=0.3, window=window)
+    assert 8 < counter.frame_count <= 4 * len(kinds)

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.core.packing import Node, Sample, TreePlan, plan_trees
@@ -56,6 +56,7 @@ def plan_of(sequences: list[list[int]]) -> TreePlan:
     return plan
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=12),
     st.sampled_from([1, 30, 1000, 1 << 30]),
@@ -82,6 +83,7 @@ def test_every_pair_is_computed_exactly_once(
     assert schedule.depth == max(map(len, sequences))
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=12),
     st.integers(1, 12),

@@ -162,7 +162,7 @@ def test_gradient_checkpointing_changes_nothing(budget: int) -> None:
     samples = forest("forked")
     model = tiny_model("qwen3", torch.float32)
     expected = reference_gradient(model, samples)
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     model.train()
     config = LearnerConfig(objective=ObjectiveConfig(ratio_cap=CAP), token_budget=budget)
     learner = Learner(TreePolicy(model), config)

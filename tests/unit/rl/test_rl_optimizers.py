@@ -18,6 +18,8 @@ from tests.support.rl_models import make_sample, tiny_model
 
 
 def learner(name: OptimizerName) -> Learner:
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
     config = LearnerConfig(learning_rate=1e-2, optimizer=OptimizerConfig(name=name))
     return Learner(TreePolicy(tiny_model("qwen3", torch.float32)), config)
 
@@ -90,6 +92,7 @@ def test_muon_turns_matrices_and_leaves_the_rest_to_adamw() -> None:
 
 def test_eight_bits_are_kept_for_large_weights() -> None:
     """A quarter of the memory, and nearly AdamW's steps."""
+    pytest.importorskip("bitsandbytes")
     updates: dict[str, torch.Tensor] = {}
     for name in ("adamw", "adamw_8bit"):
         torch.manual_seed(0)
