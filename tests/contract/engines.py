@@ -149,7 +149,12 @@ class Pair:
         await self.decode.load(tensors, version=version)
 
     async def sample(
-        self, ids: list[int], sampling: Sampling = GREEDY, *, on_piece: Any = None
+        self,
+        ids: list[int],
+        sampling: Sampling = GREEDY,
+        *,
+        on_piece: Any = None,
+        on_fetch: Any = None,
     ) -> Answer:
         prompt = Prompt(
             request_id=f"request-{next(_request_numbers)}",
@@ -165,6 +170,8 @@ class Pair:
             span = await self.prefill.fetch_kv(prompt.request_id, from_token=from_token)
             self.prefill.release(prompt.request_id)
             answer.fetched_tokens = span.tokens
+            if on_fetch is not None:
+                await on_fetch()
             return span
 
         pieces = self.decode.decode(prompt, prefilled.first, fetch_kv, stream=bool(on_piece))

@@ -207,8 +207,9 @@ class DecodeActor(ThreadActor):
             raise
         del self._reserved[prompt.request_id]
         blocks = None
-        # A swap since the reservation emptied the cache: what the span continues is not there.
-        if span.version == reserved.version == self._policy.version:
+        # What was read by other weights than what continues it makes a whole of none.
+        of_one = not match.tokens or span.version == reserved.version
+        if of_one and span.version == self._policy.version:
             self._cache.store(prompt.ids, fetched, from_token=match.tokens)
             blocks = self._cache.match(prompt.ids, pin=True)
         room = self._policy.limits.context_tokens - prompt.tokens
@@ -220,7 +221,7 @@ class DecodeActor(ThreadActor):
                 asked_s=join.asked_s,
                 sampled=array("i", join.first.ids),
                 most_sampled=min(prompt.sampling.max_tokens, room),
-                version=span.version,
+                version=span.version if of_one else _MIXED,
                 arrived=_Arrived(cached=match, fetched=fetched),
                 matcher=join.matcher,
                 prompt_blocks=blocks,

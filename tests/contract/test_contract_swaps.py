@@ -1,0 +1,35 @@
+"""Weights that change while a request is between its two engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.contract import engines
+from tests.contract.engines import prompt_ids, published, reference
+from tests.contract.test_contract_engines import greedy_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+
+
+@pytest.mark.parametrize("engine", engines.ENGINES)
+async def test_a_prompt_of_two_weights_is_never_cached(engine: str, tmp_path: Path) -> None:
+    """What decode had of it was read by old weights, what it fetched by new ones: though these are
+    in service by then, it is of neither."""
+    new = reference("qwen3", seed=1)
+    ids = prompt_ids(60)
+    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    async with engines.ENGINES[engine](tmp_path) as pair:
+        await pair.load(published(reference("qwen3")), version=1)
+        await pair.sample(ids)
+        await pair.prefill.load(published(new), version=2)
+
+        async def swap() -> None:
+            await pair.decode.load(published(new), version=2)
+
+        mixed = await pair.sample(ids, on_fetch=swap)
+        assert mixed.fetched_tokens < 60
+        after = await pair.sample(ids)
+        assert after.fetched_tokens == 60
+        assert after.ids == greedy_of(new, ids, 16)
