@@ -380,9 +380,8 @@ class DecodeActor(ThreadActor):
 
     def _refuse(self, sequence: _Sequence, reason: str) -> None:
         request = sequence.prompt.request_id
-        self._send_error(
-            sequence, ResourceExhausted(f"request {request} {reason}", retry_after_s=0.5)
-        )
+        refusal = ResourceExhausted(f"request {request} {reason}", retry_after_s=0.5)
+        self._send_error(sequence, refusal)
 
     def _send_error(self, sequence: _Sequence, error: ForgeError) -> None:
         if sequence.unsent:
