@@ -39,6 +39,12 @@ def user(text: str) -> dict[str, Any]:
         (b'{"model": "policy", "messages": ' + b"[" * 100_000, 400, "not valid"),
         (b'{"model": "policy", "messages": [{"role":"user"}], "n": 0.5}', 400, "$.n"),
         (b'{"model": "policy", "messages": [{"role":"user"}], "top_p": 7}', 400, "top_p = 7"),
+        (b'{"model": "policy", "messages": [{"role":"user"}], "n": 0}', 400, "n = 0 must be"),
+        (
+            b'{"model": "policy", "messages": [{"role":"user"}], "max_tokens": 0}',
+            400,
+            "max_tokens = 0 must be from 1 to 2147483647",
+        ),
         (
             b'{"model": "policy", "messages": [{"role":"user","content":[{"type":"image_url"}]}]}',
             400,

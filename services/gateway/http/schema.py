@@ -259,7 +259,7 @@ def choices_of(request: ChatCompletionRequest) -> int:
     for modality in request.modalities or ():
         if modality != "text":
             raise InvalidArgument(f"modalities has {modality[:40]!r}; the model answers in text")
-    return int(_within("n", request.n or 1, 1, MAX_CHOICES))
+    return int(_within("n", 1 if request.n is None else request.n, 1, MAX_CHOICES))
 
 
 def rewards_of(request: CloseRequest) -> list[common_pb2.RewardEvent]:
@@ -322,5 +322,5 @@ def _text(content: str | list[Part] | None) -> str:
 def _within(name: str, value: float, low: float, high: float) -> float:
     # Written so that NaN is refused too.
     if not low <= value <= high:
-        raise InvalidArgument(f"{name} = {value:g} must be from {low:g} to {high:g}")
+        raise InvalidArgument(f"{name} = {value:.10g} must be from {low:g} to {high:.10g}")
     return value

@@ -124,5 +124,8 @@ async def test_what_no_handler_sees_has_the_shape_too(url: str) -> None:
     assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
     async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/messages") as got:
         assert (got.status, (await got.json())["type"]) == (405, "error")
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/chat/completions") as got:
+        kind = (await got.json())["error"]["type"]
+        assert (got.status, kind) == (405, "invalid_request_error")
     async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/nothing") as got:
         assert (got.status, "type" in await got.json()) == (404, False)
