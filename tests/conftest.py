@@ -17,6 +17,10 @@ from rich.console import Console
 from forge.runtime.coordination import Coordinator
 from tests.support.etcd import EtcdServer
 
+# Before torch comes: two workers whose threads spin for each other on two cores take ten times as
+# long. Processes that tests start have one thread each, too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _clusters = itertools.count()
 
 # No test asserts a time: on a busy machine an example may take as long as it likes.
@@ -72,12 +76,10 @@ def forge_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with starting weights for the tiny model, from a course so short that they can hold a
     conversation and hardly solve anything: runs are tested with them, not learning."""
     # Here, since few tests need torch.
-    import torch
     from filelock import FileLock
 
     from services.trainer.warm_start import Course, warm_start
 
-    torch.set_num_threads(1)
     root = _shared_by_workers(tmp_path_factory) / "forge"
     course = Course(flawless_steps=150, imperfect_steps=50, batch_tokens=512)
     model = root / "models" / "tiny-seed0"

@@ -1,0 +1,124 @@
+"""Ten thousand random trees: none of them, and no split and no relay, changes loss or gradient.
+
+In fp64, against the model's own code and stock attention, one sample at a time. CISPO's loss is a
+sum over samples, so the gradient of each sample is computed once so, and what a forest must give
+is their sum. Experts, whose balance loss is no such sum, are in `test_rl_exactness.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from forge.core.packing import Sample
+from forge.rl import attention_schedule
+from forge.rl.learner import Learner
+from forge.rl.losses import ObjectiveConfig
+from forge.rl.policy import TreePolicy
+from forge.rl.step import LearnerConfig
+from tests.support.rl_models import (
+    CAP,
+    Gradient,
+    gradients,
+    make_sample,
+    reference_gradient,
+    relative_errors,
+    tiny_model,
+    wide_norms,
+)
+
+TREES = 10_000
+FORESTS = 3_200
+"""Of some three to four trees each."""
+SAMPLES = 200
+"""Of which forests are drawn; over three tokens, so that they share prefixes of every length."""
+ROOTS, LONGEST = 8, 10
+UNSPLIT = 1 << 30
+# What takes longest comes up less often.
+FAMILIES = ("qwen3", "qwen3", "qwen3", "gemma3")
+BUDGETS = (UNSPLIT, UNSPLIT, UNSPLIT, 12, 12, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A model, and what each sample by itself does to it."""
+
+    learner: Learner
+    apart: list[Gradient]
+
+
+@cache
+def samples() -> list[Sample]:
+    rng = Random(0)
+    made = []
+    for number in range(SAMPLES):
+        ids = [rng.randrange(ROOTS), *(rng.randrange(3) for _ in range(1 + number % (LONGEST - 1)))]
+        start = rng.randrange(1, len(ids))
+        made.append(make_sample(ids, (start, rng.randrange(start, len(ids)) + 1), rng=rng))
+    return made
+
+
+@cache
+def known(family: str) -> Known:
+    model = tiny_model(family, torch.float64)
+    apart = [reference_gradient(model, [one]) for one in samples()]
+    config = LearnerConfig(objective=ObjectiveConfig(ratio_cap=CAP))
+    return Known(learner=Learner(TreePolicy(model), config), apart=apart)
+
+
+def together(family: str, drawn: Sequence[int]) -> Gradient:
+    """The token mean over those samples, from the means over each."""
+    apart = [known(family).apart[index] for index in drawn]
+    tokens_N = torch.tensor([samples()[index].trained_tokens for index in drawn]).double()
+    weights_N = tokens_N / tokens_N.sum()
+
+    def mean(values: Sequence[float]) -> float:
+        return float(weights_N @ torch.tensor(values, dtype=torch.float64))
+
+    def sum_of(name: str) -> Tensor:
+        return torch.tensordot(weights_N, torch.stack([one.of[name] for one in apart]), dims=1)
+
+    return Gradient(
+        loss=mean([one.loss for one in apart]),
+        of={name: sum_of(name) for name in apart[0].of},
+        loss_scale=mean([one.loss_scale for one in apart]),
+        scale={name: mean([one.scale[name] for one in apart]) for name in apart[0].scale},
+    )
+
+
+@pytest.mark.timeout(900)
+def test_any_forest_is_exact() -> None:
+    """Loss and every gradient agree to 1e-12: dense models and ones with a sliding window, whole,
+    split and relayed, as blocks and as slabs, with samples that come twice."""
+    trees = 0
+
+    @settings(max_examples=FORESTS, deadline=None, database=None)
+    @given(
+        st.lists(st.integers(0, SAMPLES - 1), min_size=1, max_size=12),
+        st.sampled_from(FAMILIES),
+        st.sampled_from(BUDGETS),
+        st.sampled_from([0.0, 6e6]),
+    )
+    def is_exact(drawn: list[int], family: str, budget: int, call_flops: float) -> None:
+        nonlocal trees
+        trees += len({samples()[index].ids[0] for index in drawn})
+        with wide_norms(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention_schedule, "CALL_FLOPS", call_flops)
+            learner = known(family).learner
+            model = learner.policy.model
+            learner.token_budget = budget
+            model.zero_grad()
+            loss, _ = learner.accumulate(learner.plan([samples()[index] for index in drawn]))
+            found = Gradient(loss=loss, of=gradients(model))
+        assert max(relative_errors(found, together(family, drawn))) <= 1e-12
+
+    is_exact()
+    assert trees >= TREES
