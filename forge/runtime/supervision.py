@@ -89,6 +89,10 @@ class Cell(ABC):
             self._escalate(self.name, error)
         finally:
             self._close()
+            if not self.ready.done():
+                self.ready.set_exception(
+                    ActorStopped(f"actor {self.name} was stopped in its start")
+                )
 
     @abstractmethod
     async def _live(self, actor: Any) -> BaseException | None:

@@ -189,21 +189,29 @@ class Leadership:
         """End it without a word, as if the process had died: the next leader waits for the TTL."""
         self._task.cancel()
         await asyncio.wait({self._task})
+        # A task that had not begun has set nothing.
         self._ended.set()
 
     async def _keep(self) -> None:
+        try:
+            await self._renew()
+        finally:
+            # Whatever ended it: who leads must not wait for a loss that nobody would tell.
+            self._ended.set()
+        log.warning("leadership_lost", name=self._name, fence=self.fence)
+        # Should etcd thaw with the lease still running, let the next one be elected.
+        await self._lease.revoke()
+
+    async def _renew(self) -> None:
+        """Returns when the lease is over."""
         pause_s = self._lease.period_s
         while True:
             await asyncio.sleep(min(pause_s, self._lease.left_s))
             if not self._lease.alive:
-                break
+                return
             try:
                 if not await self._lease.renew(timeout_s=self._lease.left_s):
-                    break
+                    return
                 pause_s = self._lease.period_s
             except Unavailable:
                 pause_s = _RETRY_S
-        log.warning("leadership_lost", name=self._name, fence=self.fence)
-        self._ended.set()
-        # Should etcd thaw with the lease still running, let the next one be elected.
-        await self._lease.revoke()

@@ -168,6 +168,20 @@ async def test_stop_cuts_off_a_message_that_takes_too_long(system: ActorSystem) 
         await stuck
 
 
+async def test_stop_in_the_middle_of_a_start_reaches_who_spawns(system: ActorSystem) -> None:
+    """Nobody waits for an actor that will never be there."""
+
+    class Slow(Doubler):
+        async def started(self) -> None:
+            await asyncio.Event().wait()
+
+    spawning = asyncio.create_task(system.spawn(Slow, name="slow"))
+    await asyncio.sleep(0)
+    await system.stop(timeout_s=0.01)
+    with pytest.raises(ActorStopped, match="slow was stopped in its start"):
+        await asyncio.wait_for(spawning, 5)
+
+
 async def test_stop_ends_a_back_off_at_once(system: ActorSystem) -> None:
     """Who is asked to stop does not sit out the pause before a restart."""
     ref = await system.spawn(Doubler, name="a", restart=Restart(backoff_s=300, max_backoff_s=300))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,7 +17,7 @@ from forge.runtime.coordination.directory import (
     Directory,
     Instance,
 )
-from forge.runtime.coordination.leases import Lease
+from forge.runtime.coordination.leases import Leadership, Lease
 
 
 @dataclass
@@ -101,6 +102,20 @@ async def test_lease_that_etcd_forgot_is_dead_at_once_and_for_good() -> None:
     lease = await granted(store)
     assert not await lease.renew(timeout_s=1)
     assert not lease.alive
+
+
+async def test_leadership_that_cannot_be_kept_is_lost_whatever_the_reason() -> None:
+    """A defect in its renewal leaves nobody waiting for a loss that is never told."""
+
+    class Broken(FakeStore):
+        async def renew(self, lease_id: int, *, timeout_s: float) -> bool:
+            raise ValueError("a defect")
+
+    lease = await granted(Broken(clock=FakeTime()), ttl_s=0.04)
+    leadership = Leadership(lease, name="scheduler", fence=1)
+    async with asyncio.timeout(5):
+        await leadership.lost()
+    assert not leadership.alive
 
 
 async def test_revoking_in_an_outage_ends_it_here_all_the_same() -> None:
