@@ -66,15 +66,20 @@ class Submission:
 def read_tasks(file: Path, defaults: common_pb2.Task) -> list[common_pb2.Task]:
     """The tasks of the file, without ids. Raises InvalidArgument naming the line."""
     try:
-        lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"{file}: {error}") from None
+        # Not by splitlines, which knows more ends of a line than JSON Lines does.
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise InvalidArgument(f"{file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{file} is not UTF-8: {error}") from None
     tasks = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             tasks.append(_task(json.loads(line), defaults))
+        except json.JSONDecodeError as error:
+            raise InvalidArgument(f"{file}, line {number} is not JSON: {error}") from None
         except (ValueError, TypeError, InvalidArgument) as error:
             raise InvalidArgument(f"{file}, line {number}: {error}") from None
     if not tasks:

@@ -25,7 +25,8 @@ Conversation = Mapping[str, Any]
 def read_conversations(path: Path) -> list[Conversation]:
     """One JSON object per line. Raises `NotFound`, `InvalidArgument` naming the line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not by splitlines, which knows more ends of a line than JSON Lines does.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise NotFound(f"data = {str(path)!r}: {error.strerror}") from error
     found = []

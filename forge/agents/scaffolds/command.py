@@ -233,5 +233,5 @@ def _written(answer_file: Path) -> str:
 
 
 def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else ""
+    # A text may hold what splitlines takes for the end of a line, U+2028 for one.
+    return re.split(r"[\r\n]", text.strip())[-1].strip()

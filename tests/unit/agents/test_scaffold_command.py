@@ -53,6 +53,13 @@ async def test_an_unmodified_program_finds_the_model() -> None:
     assert gateway.session("token").requests[0][0]["content"] == "What makes 4?"
 
 
+@pytest.mark.parametrize("printed", ["one\u2028two\x85three", "10 %\rone\u2028two\x85three\r\n"])
+async def test_the_last_line_is_whole(printed: str) -> None:
+    """Only line feeds and carriage returns end a line."""
+    program = f"import sys; sys.stdout.buffer.write({printed!r}.encode())"
+    assert await answer_of(python(program)) == "one\u2028two\x85three"
+
+
 async def test_a_prompt_is_one_word_whatever_is_in_it() -> None:
     """Shell syntax in a prompt stays text."""
     program = "import sys; print(len(sys.argv) - 1, sys.argv[1])"

@@ -78,6 +78,16 @@ def test_line_overrides_what_the_command_says(tmp_path: Path) -> None:
     assert (other.domain, other.group_size, other.scaffold) == ("code", 2, "blackbox")
 
 
+def test_a_line_ends_where_json_lines_ends_it(tmp_path: Path) -> None:
+    """Texts from the web hold separators of their own."""
+    prompt = "one\u2028two\x85three"
+    file = tmp_path / "tasks.jsonl"
+    line = json.dumps({"payload": {"prompt": prompt}}, ensure_ascii=False)
+    file.write_text(f"{line}\r\n{line}\n", encoding="utf-8")
+    tasks = read_tasks(file, DEFAULTS)
+    assert [json.loads(task.payload_json)["prompt"] for task in tasks] == [prompt, prompt]
+
+
 @pytest.mark.parametrize(
     "line",
     ["[1]", '{"q": 1}', '{"payload": {}, "dificulty": 1}', "{", '{"payload": {}, "domain": 3}'],

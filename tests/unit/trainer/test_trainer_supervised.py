@@ -84,6 +84,14 @@ def test_arguments_of_calls_are_objects_to_the_template(
     assert words(array("i", sample.ids)).endswith("assistant call two end")
 
 
+def test_a_line_ends_where_json_lines_ends_it(tmp_path: Path) -> None:
+    """Texts from the web hold separators of their own."""
+    said = {"messages": [{"role": "user", "content": "one\u2028two\x85three"}]}
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps(said, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_conversations(file) == [said]
+
+
 @pytest.mark.parametrize("line", ["{", '{"messages": 3}', "[]"])
 def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> None:
     """By file and number."""
