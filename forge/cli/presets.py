@@ -11,8 +11,17 @@ from dataclasses import dataclass, field
 
 from forge.core.errors import InvalidArgument
 
-PROCESSES = ("pool", "scheduler", "trainer", "prefill", "decode", "router", "gateway", "runner")
-"""The processes of a run, in the order they start."""
+PROCESSES = {
+    "pool": "services.pool",
+    "scheduler": "services.scheduler",
+    "trainer": "services.trainer",
+    "prefill": "services.inference",
+    "decode": "services.inference",
+    "router": "services.inference",
+    "gateway": "services.gateway",
+    "runner": "forge.agents",
+}
+"""The processes of a run, in the order they start, and the module of each."""
 
 Settings = Mapping[str, Mapping[str, str]]
 """Settings by process name, as its `--print-config` names them."""

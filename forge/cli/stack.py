@@ -12,6 +12,7 @@ import importlib.util
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 
 from forge.cli.presets import PROCESSES, Settings
 from forge.cli.rundir import RunDirectory
-from forge.core.errors import NotFound, Unavailable
+from forge.core.errors import InvalidArgument, NotFound, Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.processes import ProcessEvent, ProcessSpec, ProcessSupervisor
 
@@ -66,28 +67,45 @@ def members(plan: StackPlan) -> list[Member]:
     run = plan.directory
     model = {"model_path": plan.model_path}
 
-    def member(
-        name: str, module: str, settings: Mapping[str, str], drain_s: float = DRAIN_S
-    ) -> Member:
+    def member(name: str, settings: Mapping[str, str], drain_s: float = DRAIN_S) -> Member:
         chosen = dict(settings) | dict(plan.settings.get(name, {}))
-        return Member(name=name, module=module, settings=chosen, drain_s=drain_s)
+        return Member(name=name, module=PROCESSES[name], settings=chosen, drain_s=drain_s)
 
     trainer = model | {
         "checkpoint_dir": str(run.checkpoints),
         "metrics_file": str(run.metrics_file),
     }
     services = [
-        member("pool", "services.pool", {"data_dir": str(run.pool("0")), "shard": "0"}),
-        member("scheduler", "services.scheduler", {}),
-        member("trainer", "services.trainer", trainer, TRAINER_DRAIN_S),
-        member("prefill", "services.inference", model | {"role": "prefill"}),
-        member("decode", "services.inference", model | {"role": "decode"}),
-        member("router", "services.inference", model | {"role": "router"}),
-        member("gateway", "services.gateway", model | _lasting_ports()),
+        member("pool", {"data_dir": str(run.pool("0")), "shard": "0"}),
+        member("scheduler", {}),
+        member("trainer", trainer, TRAINER_DRAIN_S),
+        member("prefill", model | {"role": "prefill"}),
+        member("decode", model | {"role": "decode"}),
+        member("router", model | {"role": "router"}),
+        member("gateway", model | _lasting_ports()),
     ]
     if plan.runner:
-        services.append(member("runner", "forge.agents", {}))
+        services.append(member("runner", {}))
     return services
+
+
+def check_settings(settings: Settings) -> None:
+    """Have each process read its settings. Raises `InvalidArgument` with what it says of them."""
+    readers = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", PROCESSES[name], "--print-config", *_flags(chosen)],
+            env=_quiet_environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, chosen in settings.items()
+    }
+    said = {name: reader.communicate()[1] for name, reader in readers.items()}
+    for name, reader in readers.items():
+        if reader.returncode != 0:
+            why = said[name].strip().rpartition("\n")[2].partition(": ")[2]
+            raise InvalidArgument(f"{name} cannot start: {why}")
 
 
 class Stack:
@@ -156,13 +174,9 @@ class Stack:
             "key_file": str(self.plan.directory.key_file),
             "drain_s": str(member.drain_s),
         }
-        flags = [
-            f"--{key.replace('_', '-')}={value}"
-            for key, value in (shared | dict(member.settings)).items()
-        ]
         return ProcessSpec(
             name=member.name,
-            argv=(sys.executable, "-m", member.module, *flags),
+            argv=(sys.executable, "-m", member.module, *_flags(shared | dict(member.settings))),
             env=_quiet_environment(),
             log_path=self.plan.directory.log_file(member.name),
             stop_s=member.drain_s + _EXIT_S,
@@ -204,6 +218,10 @@ def etcd_binary() -> str:
             "cluster with --etcd host:port"
         )
     return found
+
+
+def _flags(settings: Mapping[str, str]) -> list[str]:
+    return [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
 
 
 def _lasting_ports() -> dict[str, str]:

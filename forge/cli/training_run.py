@@ -17,7 +17,7 @@ from forge.cli.models import ensure_model
 from forge.cli.plot import draw
 from forge.cli.presets import Preset, Settings, merged, preset_for
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
-from forge.cli.stack import Stack, StackPlan
+from forge.cli.stack import Stack, StackPlan, check_settings
 from forge.client.operator import Operator
 from forge.core.errors import ForgeError
 from forge.runtime.coordination import Coordinator
@@ -53,19 +53,24 @@ def directory_of(options: RunOptions) -> RunDirectory:
 
 
 def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
-    """The run's state, remembered or new, with its starting weights on disk."""
-    state = directory.load()
-    if state is None:
+    """The run's state, remembered or new, with its starting weights on disk.
+
+    Raises `InvalidArgument` for settings that a process will not have, before weights are made.
+    """
+    state = directory.load() or RunState(
+        model=options.model,
+        model_path="",
+        seed=options.seed,
+        steps=preset_for(options.model).steps,
+    )
+    state = replace(state, steps=options.steps or state.steps)
+    preset = preset_of(options, state)
+    chosen = merged(run_settings(state, preset), preset.settings, options.settings)
+    check_settings({name: chosen[name] for name in options.settings})
+    if not state.model_path:
         path = ensure_model(options.model, seed=options.seed, root=options.root)
         directory.create()
-        state = RunState(
-            model=options.model,
-            model_path=str(path),
-            seed=options.seed,
-            steps=options.steps or preset_for(options.model).steps,
-        )
-    elif options.steps:
-        state = replace(state, steps=options.steps)
+        state = replace(state, model_path=str(path))
     directory.save(state)
     return state
 

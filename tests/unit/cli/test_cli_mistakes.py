@@ -20,6 +20,11 @@ FILE = "{tmp}/file"
     ("words", "said"),
     [
         (("run", "--set", "inference.x=1"), "there is no inference; name one of pool, scheduler"),
+        (
+            ("run", "--set", "scheduler.mode=lifo", "--root", "{tmp}/new"),
+            "scheduler cannot start: --mode: mode = 'lifo' is not allowed: ",
+        ),
+        (("up", "--set", "runner.speed=1", "--root", "{tmp}/new"), "no setting speed"),
         (("run", "--root", FILE), "Not a directory; name another place with --root"),
         (("up", "--run-dir", f"{FILE}/run"), "Not a directory; name another place with --root"),
         (("key", "{tmp}/none/key"), "/none/key': No such file or directory"),
@@ -38,6 +43,7 @@ def test_mistake_is_one_line(tmp_path: Path, words: tuple[str, ...], said: str) 
     assert ended.stderr.startswith("forge: ")
     assert ended.stderr.count("\n") == 1
     assert said.format(tmp=tmp_path) in ended.stderr
+    assert not (tmp_path / "new" / "models").exists(), "weights take a minute"
 
 
 def test_doctor_names_a_root_that_cannot_be_used(tmp_path: Path) -> None:
