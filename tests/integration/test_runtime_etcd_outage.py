@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from structlog.testing import capture_logs
 
 from forge.core.errors import Unavailable
 from forge.runtime.coordination import Coordinator
@@ -233,3 +235,30 @@ async def test_lost_data_directory_is_survived(
     second = await member.register("pool", "q", "h:2", ttl_s=TTL_S)
     await discovery.wait(count=2, timeout_s=30)
     await second.close()
+
+
+async def test_a_member_without_a_leader_is_watched_no_longer(tmp_path: Path) -> None:
+    """It would be told nothing of what the others agree on, and would not say so."""
+    first, *others = await asyncio.to_thread(EtcdServer.members, tmp_path, 3)
+    observer = await Coordinator.connect(first.endpoint, cluster="outage")
+    try:
+        with capture_logs() as logs:
+            watched = asyncio.Event()
+            watching = asyncio.create_task(watch(observer, "config/x", watched))
+            await watched.wait()
+            for other in others:
+                other.kill()
+            await until(lambda: any("no leader" in line.get("error", "") for line in logs))
+        watching.cancel()
+        await asyncio.wait({watching})
+    finally:
+        await observer.close()
+        first.kill()
+        for other in others:
+            other.kill()
+
+
+async def watch(observer: Coordinator, key: str, watched: asyncio.Event) -> None:
+    async with aclosing(observer.follow(key)) as values:
+        async for _ in values:
+            watched.set()

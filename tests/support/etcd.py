@@ -51,15 +51,31 @@ class Certificates:
 
 
 class EtcdServer:
-    """One single-member etcd on loopback, with its data in `folder`."""
+    """One etcd on loopback, with its data in `folder`; by itself unless made by `members`."""
 
-    def __init__(self, folder: Path, *, tls: Certificates | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, tls: Certificates | None = None, name: str = "test"
+    ) -> None:
+        self._name = name
         self._folder = folder
         self._tls = tls
         self._client_port = free_port()
         self._peer_port = free_port()
         self._metrics_port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
+        self._initial_cluster = f"{name}=http://127.0.0.1:{self._peer_port}"
+
+    @classmethod
+    def members(cls, folder: Path, count: int) -> list[EtcdServer]:
+        """Of one etcd, started: the first to be healthy needs most of the others."""
+        made = [cls(folder / f"m{number}", name=f"m{number}") for number in range(count)]
+        initial_cluster = ",".join(member._initial_cluster for member in made)
+        for member in made:
+            member._initial_cluster = initial_cluster
+            member._launch()
+        for member in made:
+            member._await_health()
+        return made
 
     @property
     def endpoint(self) -> str:
@@ -72,20 +88,29 @@ class EtcdServer:
 
     def start(self) -> None:
         """Returns once it is healthy. It does not outlive the tests, even when they are killed."""
+        self._launch()
+        self._await_health()
+
+    def _launch(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "etcd.log").open("ab") as log:
             self._process = subprocess.Popen(
                 dying_with_parent([str(ETCD_BINARY), *self._flags()]), stdout=log, stderr=log
             )
-        self._await_health()
 
     def _flags(self) -> list[str]:
         scheme = "https" if self._tls else "http"
         client, peer = f"{scheme}://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
-        flags = ["--name", "test", "--data-dir", str(self._folder / "data"), "--unsafe-no-fsync"]
+        flags = [
+            "--name",
+            self._name,
+            "--data-dir",
+            str(self._folder / "data"),
+            "--unsafe-no-fsync",
+        ]
         flags += ["--listen-client-urls", client, "--advertise-client-urls", client]
         flags += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-        flags += ["--initial-cluster", f"test={peer}"]
+        flags += ["--initial-cluster", self._initial_cluster]
         flags += ["--listen-metrics-urls", f"http://127.0.0.1:{self._metrics_port}"]
         if self._tls:
             flags += ["--cert-file", self._tls.cert, "--key-file", self._tls.key]

@@ -27,6 +27,8 @@ from forge.runtime.telemetry import log
 
 TIMEOUT_S = 5.0
 _DELETE = 1
+_REQUIRE_LEADER = (("hasleader", "true"),)
+"""With a watch: a member that the others have left behind ends it, instead of keeping silent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +145,7 @@ class Etcd:
         yield Change(snapshot=True, present=self._versioned(found.kvs))
         # The client's own watch reconnects from a revision that it may not have seen up to, and
         # hangs on one that was compacted; this one ends in both cases.
-        stream = self._watches.Watch()
+        stream = self._watches.Watch(metadata=_REQUIRE_LEADER)
         try:
             create = WatchCreateRequest(
                 key=start.encode(), range_end=end, start_revision=found.header.revision + 1
