@@ -69,7 +69,7 @@ bench: setup  ## What training and the gateway cost, on this machine and beside 
 	@$(PY) -m benchmarks.gateway
 	@$(PY) -m benchmarks.pool
 
-bench-peers: .venv-peers/.installed  ## Install what the benchmarks compare with
+bench-peers: .venv-peers/.installed .venv-trl/.installed  ## Install what the benchmarks compare with
 
 # Peers pin what they like, so they have an environment of their own.
 .venv-peers/.installed: benchmarks/peers.txt

@@ -8,6 +8,7 @@ One forward and backward of CISPO over the same samples, interleaved in one proc
     varlen          samples packed into one sequence, each attending itself alone
     trajectories    each trajectory merged by itself, as trainers of whole trajectories have it
     prefix_grouper  the peer of that name, where one prompt has answers and nothing else
+    trl             forward and backward of TRL's GRPOTrainer, in padded batches of requests
 
 `flop_bound` is the ratio of operations, per request over tree: what merging could gain at equal
 speed per operation, and `efficiency` how much of that was gained. Per-request *is* how a trainer
@@ -25,12 +26,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks.support.report import arguments, keep
-from benchmarks.support.training_ways import Bench, has_prefix_grouper, packs_of
+from benchmarks.support.training_ways import UNSPLIT, Bench, has_prefix_grouper, packs_of
 from benchmarks.support.tree_workloads import Workload, make_workloads
+from benchmarks.support.trl_peer import has_trl
 from forge.core.packing import Sample
 from forge.rl.batch_plan import BatchPlan
 
-WAYS = ("per_request", "padded", "varlen", "trajectories", "prefix_grouper")
+WAYS = ("per_request", "padded", "varlen", "trajectories", "prefix_grouper", "trl")
 
 
 def measure(
@@ -54,6 +56,8 @@ def measure(
     }
     if workload.name == "trajectory" and has_prefix_grouper():
         ways["prefix_grouper"] = lambda: bench.prefix_grouper(samples)
+    if has_trl():
+        ways["trl"] = lambda: bench.trl(samples, budget)
     ways["per_request"] = lambda: bench.per_request(samples)  # the last one: its gradient stays
     for way in without:
         ways.pop(way, None)
@@ -128,7 +132,10 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.threads == 1 else time.perf_counter
     bench = Bench(hidden=128, layers=2) if options.quick else Bench(hidden=256, layers=4)
-    bench.tree(make_workloads(16)[0].samples)  # first calls allocate and choose kernels
+    small = make_workloads(16)[0].samples  # first calls allocate, import and choose kernels
+    bench.tree(small)
+    if has_trl():
+        bench.trl(small, UNSPLIT)
     columns = (*(f"speedup_vs_{way}" for way in WAYS), "flop_bound", "efficiency", "plan_share")
     print(f"{'workload':<12}{'tokens':>18}" + "".join(f"{_short(name):>19}" for name in columns))
     numbers: dict[str, float] = {}
@@ -136,7 +143,7 @@ def main() -> None:
         if options.only and workload.name not in options.only:
             continue
         rounds = 1 if options.quick else options.rounds
-        without = [*options.without, *(["padded"] if options.quick else [])]
+        without = [*options.without, *(["padded", "trl"] if options.quick else [])]
         found = measure(bench, workload, rounds=rounds, clock=clock, without=without)
         numbers |= {f"{workload.name}.{key}": value for key, value in found.items()}
         tokens = f"{found['sample_tokens']:.0f} > {found['tree_tokens']:.0f}"

@@ -6,12 +6,15 @@ what a way computes again is all that differs; attention is torch's for every on
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.support.tree_workloads import VOCABULARY
+from benchmarks.support.trl_peer import bare_trainer, collated, fuse_head
 from forge.core.packing import Node, Sample, TreePlan, plan_trees
 from forge.core.token_prefixes import common_tokens
 from forge.rl.batch_plan import BatchPlan
@@ -120,6 +124,32 @@ class Bench:
                 logits_TV = self.model.lm_head(hidden_BLC.flatten(0, 1)[torch.cat(rows)])
                 total += _backward(logits_TV, torch.cat(targets), pack, count)
         return total
+
+    def trl(self, samples: Sequence[Sample], budget: int) -> float:
+        """TRL's GRPO step with its CISPO loss: prompts padded on the left, answers on the right, in
+        batches of at most `budget` tokens with padding."""
+        self._peer.zero_grad()
+        count = torch.tensor(sum(one.trained_tokens for one in samples))
+        total = 0.0
+        for pack in packs_of(samples, budget, padded=True):
+            loss = self._trainer._compute_loss(self._peer, collated(pack, count))
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+    @cached_property
+    def _peer(self) -> Any:
+        """The model with TRL's head."""
+        model = copy.deepcopy(self.model)
+        model.set_attn_implementation("sdpa")
+        fuse_head(model)
+        return model
+
+    @cached_property
+    def _trainer(self) -> Any:
+        options = {"loss_type": "cispo", "epsilon_high": RATIO_CAP}
+        with TemporaryDirectory() as folder:
+            return bare_trainer(self._peer, Path(folder), options=options, answers=2, longest=512)
 
     def prefix_grouper(self, samples: Sequence[Sample]) -> float:
         """The peer of that name, on a prompt with its answers in one row."""

@@ -1,25 +1,20 @@
 """Forge's objectives on merged trees equal TRL's on padded batches: `make test-trl`.
 
-TRL's own `_compute_loss` and its own log-probs run here, on trainers that were given what their
-constructors would have set; only generation, rewards and the distributed launcher are left out.
+TRL's own `_compute_loss` and its own log-probs run here (`benchmarks.support.trl_peer`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.trainer.utils import add_fused_lm_head
 
+from benchmarks.support.trl_peer import bare_trainer, fuse_head
 from forge.core.packing import Sample
 from forge.core.trajectory import float32_bytes, int32_bytes
 from forge.rl.learner import Learner
@@ -158,36 +153,12 @@ def of_forge(case: Case, behavior: list[list[float]]) -> tuple[float, dict[str, 
 
 
 def trl_trainer(case: Case, model: Any, folder: Path) -> Any:
-    """A trainer with the settings of its config and no launcher."""
     options = dict(case.trl)
     rloo = options.pop("trainer", "grpo") == "rloo"
-    config_type: Any = RLOOConfig if rloo else GRPOConfig
-    args = config_type(
-        output_dir=str(folder), use_cpu=True, bf16=False, report_to="none",
-        per_device_train_batch_size=len(ANSWERS), num_generations=len(ANSWERS),
-        max_completion_length=LENGTH, **options,
-    )  # fmt: skip
-    trainer: Any = object.__new__(RLOOTrainer if rloo else GRPOTrainer)
-    for name in (
-        "loss_type", "importance_sampling_level", "off_policy_mask_threshold",
-        "top_entropy_quantile", "max_completion_length", "beta",
-    ):  # fmt: skip
-        setattr(trainer, name, getattr(args, name, None))
-    trainer.args, trainer.model = args, model
-    trainer.epsilon_low = args.epsilon
-    trainer.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    trainer.aux_loss_enabled = trainer._entropy_bonus_enabled = False
-    trainer.use_vllm = trainer.vllm_importance_sampling_correction = case.capped > 0
-    trainer.current_gradient_accumulation_steps = 1
-    trainer._metrics = defaultdict(lambda: defaultdict(list))
-    trainer.accelerator = SimpleNamespace(
-        num_processes=1,
-        is_main_process=False,
-        autocast=nullcontext,
-        gather=lambda value: value,
-        gather_for_metrics=lambda value: value,
-        reduce=lambda value, reduction: value,
+    trainer = bare_trainer(
+        model, folder, options=options, answers=len(ANSWERS), longest=LENGTH, rloo=rloo
     )
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = case.capped > 0
     return trainer
 
 
@@ -196,7 +167,7 @@ def of_trl(
 ) -> tuple[float, dict[str, Tensor]]:
     model = tiny_model("qwen3", torch.float32).train()
     own = padded(policy_logprobs(model))
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    fuse_head(model)
     sampling = padded(behavior)
     inputs = {
         "prompt_ids": torch.tensor([PROMPT] * len(ANSWERS)),

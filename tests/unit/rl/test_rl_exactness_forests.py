@@ -84,7 +84,8 @@ def together(family: str, drawn: Sequence[int]) -> Gradient:
         return float(weights_N @ torch.tensor(values, dtype=torch.float64))
 
     def sum_of(name: str) -> Tensor:
-        return torch.tensordot(weights_N, torch.stack([one.of[name] for one in apart]), dims=1)
+        stacked = torch.stack([one.of[name] for one in apart])
+        return torch.einsum("n,n...->...", weights_N, stacked)
 
     return Gradient(
         loss=mean([one.loss for one in apart]),
