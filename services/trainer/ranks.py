@@ -5,7 +5,8 @@ rank is a child process with a replica of its own, which is built, stepped and r
 orders, so that all replicas stay the same. How a tree is shared is `forge.rl.context_parallel`.
 
 A rank that fails ends all of them: the others meet its closed connection in their next exchange.
-The learner's actor is then restarted like after any crash, with new ranks.
+Before it closes it leaves its error where all ranks met, so that who ends in consequence names the
+cause. The learner's actor is then restarted like after any crash, with new ranks.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import multiprocessing
 import shutil
 import signal
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from forge.runtime.telemetry import log
+from forge.core.errors import ForgeError
+from forge.rl.exchange import RankLost
+from forge.runtime.telemetry import configure_logging, log
 from services.trainer.config import TrainerConfig
 from services.trainer.replica import Order, Replica, Take
 
@@ -30,6 +35,12 @@ _FOREVER = timedelta(days=3650)
 """A rank waits for orders as long as there are none."""
 _END_S = 5.0
 _LOOK_S = 0.05
+_FAILURE = "failure"
+"""Key of the first rank's error."""
+
+
+class RankFailed(RuntimeError):
+    """A further rank failed, and with it the group: which one, and of what."""
 
 
 class Ranks:
@@ -52,7 +63,7 @@ class Ranks:
             process.start()
         try:
             self._await(meeting)
-            self.group = _join(meeting, rank=0, ranks=config.ranks)
+            self.group, self._store = _join(meeting, rank=0, ranks=config.ranks)
         except BaseException:
             self.close()
             raise
@@ -67,10 +78,35 @@ class Ranks:
                     raise RuntimeError(f"rank {rank} ended with {process.exitcode} as it began")
 
     def tell(self, order: Order) -> None:
-        """To all others. Raises `RuntimeError` when one of them is gone."""
+        """To all others. Raises `RankFailed` when one of them is gone."""
         if isinstance(order, Take):  # ids travel and are planned anew: trees are many times larger
             order = replace(order, plan=replace(order.plan, trees=()))
-        dist.broadcast_object_list([order], src=0, group=self.group)
+        with self.together():
+            try:
+                dist.broadcast_object_list([order], src=0, group=self.group)
+            except RuntimeError as error:
+                raise RankLost(str(error)) from error
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What rank 0 does with the others. Raises `RankFailed` when one of them is gone."""
+        try:
+            yield
+        except RankLost as consequence:
+            raise RankFailed(self._cause() or str(consequence)) from consequence
+
+    def _cause(self) -> str:
+        """What the first rank that failed said, or how one ended that could not; "" if neither."""
+        if self._store.check([_FAILURE]):
+            said: str = self._store.get(_FAILURE).decode()
+            return f"{said}; its log has more, other ranks ended in consequence"
+        for rank, process in enumerate(self._processes, start=1):
+            process.join(_END_S)
+            if (code := process.exitcode) is not None and code < 0:
+                return f"rank {rank} failed: {signal.Signals(-code).name} ended it"
+            if code:
+                return f"rank {rank} failed: it ended with {code}"
+        return ""
 
     def close(self) -> None:
         """End them, whatever they do."""
@@ -89,28 +125,38 @@ def _here(meeting: str, rank: int) -> Path:
     return Path(f"{meeting}-{rank}")
 
 
-def _join(meeting: str, *, rank: int, ranks: int) -> dist.ProcessGroup:
+def _join(meeting: str, *, rank: int, ranks: int) -> tuple[dist.ProcessGroup, FileStore]:
     _here(meeting, rank).touch()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting}",
-        rank=rank,
-        world_size=ranks,
-        timeout=_FOREVER,
-    )
+    store = FileStore(meeting, ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_FOREVER)
     group = dist.group.WORLD
     assert group is not None
-    return group
+    return group, store
 
 
 def _follow(rank: int, config: TrainerConfig, meeting: str) -> None:
-    """The life of a rank: until it is killed, or rank 0 is gone."""
+    """The life of a rank: until it is killed, it fails, or rank 0 is gone."""
     # Whoever stops the service may signal all its processes; the step in hand is still to end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    configure_logging("trainer", config.instance_id, level=config.log_level, file=config.log_file)
     torch.set_num_threads(config.threads())
-    group = _join(meeting, rank=rank, ranks=config.ranks)
-    replica = Replica(config, group=group)
+    group, store = _join(meeting, rank=rank, ranks=config.ranks)
+    try:
+        _obey(Replica(config, group=group), group)
+    except RankLost as consequence:
+        cause = store.get(_FAILURE).decode() if store.check([_FAILURE]) else str(consequence)
+        log.warning("rank_ended", rank=rank, because=cause)
+    except Exception as error:
+        known = isinstance(error, ForgeError)  # its one line says it all
+        log.error("rank_failed", rank=rank, error=repr(error), exc_info=not known)
+        # Unless another one came first.
+        store.compare_set(_FAILURE, "", f"rank {rank} failed: {type(error).__name__}: {error}")
+        raise SystemExit(1) from None
+
+
+def _obey(replica: Replica, group: dist.ProcessGroup) -> None:
+    """Order by order, until rank 0 is gone. Raises `RankLost` when any rank is in between."""
     replica.check()
     orders: list[Order | None] = [None]
     while True:

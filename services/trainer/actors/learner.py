@@ -87,9 +87,11 @@ class LearnerActor(ThreadActor):
         return super().receive(message)
 
     def _order(self, order: Order) -> Any:
-        if self._ranks is not None:
-            self._ranks.tell(order)
-        return self._replica.obey(order)
+        if self._ranks is None:
+            return self._replica.obey(order)
+        self._ranks.tell(order)
+        with self._ranks.together():
+            return self._replica.obey(order)
 
     def _snapshot(self, step: int) -> Snapshot:
         name_of_type = self._config.publish_dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActo
     return started_learner(model_path, checkpoints, **settings)
 
 
+# The tests that need no such pair come before those that do: there is one group in a process.
 @pytest.fixture(scope="module")
 def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LearnerActor]:
     actor = learner(model_path, tmp_path_factory.mktemp("checkpoints"), ranks=2)
@@ -85,6 +87,25 @@ def test_a_rank_that_ends_as_it_begins_is_not_waited_for(
     ranks.Ranks(config).close()
 
 
+def test_the_rank_that_failed_is_named_with_its_error(model_path: Path, tmp_path: Path) -> None:
+    """Not the closed connection that the others find: that is told as a consequence."""
+    log = tmp_path / "log"
+    actor = learner(
+        model_path, tmp_path, ranks=3, algorithm="tests.support.failing_loss:on_rank_1",
+        log_file=str(log),
+    )  # fmt: skip
+    said = "rank 1 failed: LookupError: no such loss here"
+    with pytest.raises(ranks.RankFailed, match=f"^{said}"):
+        step(actor, 0)
+    assert actor._ranks is not None
+    for process in actor._ranks._processes:
+        process.join(30)
+    actor.stopped()
+    told = {one["rank"]: one for one in map(json.loads, log.read_text().splitlines())}
+    assert told[1]["event"] == "rank_failed" and "failing_loss.py" in told[1]["exception"]
+    assert told[2]["event"] == "rank_ended" and told[2]["because"] == said
+
+
 def test_memory_that_ends_on_one_rank_cuts_the_batch_on_both(
     pair: LearnerActor, model_path: Path, tmp_path: Path
 ) -> None:
@@ -135,7 +156,7 @@ def test_a_rank_that_is_gone_ends_the_step_and_not_the_run(pair: LearnerActor) -
     step(pair, 0)
     os.kill(process.pid, signal.SIGKILL)
     process.join(30)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ranks.RankFailed, match="rank 1 failed: SIGKILL ended it"):
         for seed in range(2):
             step(pair, seed)
     pair.stopped()
