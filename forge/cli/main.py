@@ -224,10 +224,11 @@ def agents(context: typer.Context) -> None:
 def _model(name: str, seed: int, root: Path) -> None:
     from forge.cli.models import ensure_model
 
-    try:
-        console.print(f"{name}: {ensure_model(name, seed=seed, root=root)}", highlight=False)
-    except ForgeError as error:
-        fail(error)
+    async def main() -> None:
+        path = await ensure_model(name, seed=seed, root=root)
+        console.print(f"{name}: {path}", highlight=False, soft_wrap=True)
+
+    finish(main, "Interrupted.")
 
 
 if __name__ == "__main__":

@@ -6,15 +6,17 @@ of its own, so that the command line stays light.
 
 from __future__ import annotations
 
+import asyncio
 import os
-import subprocess
+import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from forge.core.errors import FailedPrecondition
 
 
-def ensure_model(model: str, *, seed: int, root: Path) -> Path:
+async def ensure_model(model: str, *, seed: int, root: Path) -> Path:
     """Directory of the model's starting weights, made or fetched when it is not there yet.
 
     Raises `FailedPrecondition` when that fails; the process has said why by then.
@@ -35,8 +37,23 @@ def ensure_model(model: str, *, seed: int, root: Path) -> Path:
             raise FailedPrecondition(
                 f"{models}: {error.strerror}; name another place with --root"
             ) from None
-        # Threads that spin while they wait would starve each other on a busy machine.
-        environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
-        if subprocess.run([sys.executable, "-m", *command], env=environment).returncode != 0:
+        if await _run(command) != 0:
             raise FailedPrecondition(f"no starting weights for model {model!r}")
     return path.resolve()
+
+
+async def _run(module: Sequence[str]) -> int:
+    """The exit code of `python -m`. Cancelled, it takes the process and its children along."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", *module),
+        # Threads that spin while they wait would starve each other on a busy machine.
+        env={"OMP_WAIT_POLICY": "passive"} | os.environ,
+        # A Ctrl-C is ours alone: it would answer with a traceback.
+        start_new_session=True,
+    )
+    try:
+        return await process.wait()
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()

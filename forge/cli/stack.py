@@ -98,6 +98,8 @@ def check_settings(settings: Settings) -> None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            # A Ctrl-C is ours alone: what it makes of it is no word on its settings.
+            start_new_session=True,
         )
         for name, chosen in settings.items()
     }

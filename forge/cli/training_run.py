@@ -52,7 +52,7 @@ def directory_of(options: RunOptions) -> RunDirectory:
     return choose_run_directory(options.root.resolve(), model=options.model, seed=options.seed)
 
 
-def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
+async def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
     """The run's state, remembered or new, with its starting weights on disk.
 
     Raises `InvalidArgument` for settings that a process will not have, before weights are made.
@@ -68,7 +68,7 @@ def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
     chosen = merged(run_settings(state, preset), preset.settings, options.settings)
     check_settings({name: chosen[name] for name in options.settings})
     if not state.model_path:
-        path = ensure_model(options.model, seed=options.seed, root=options.root)
+        path = await ensure_model(options.model, seed=options.seed, root=options.root)
         directory.create()
         state = replace(state, model_path=str(path))
     directory.save(state)
@@ -113,7 +113,7 @@ async def train(options: RunOptions, console: Console) -> None:
     started = time.monotonic()
     directory = directory_of(options)
     with directory.locked():
-        state = open_run(options, directory)
+        state = await open_run(options, directory)
         preset = preset_of(options, state)
         plan = plan_of(options, directory, state, preset)
         with RunDisplay(console, total_steps=preset.steps) as display:
@@ -176,7 +176,7 @@ async def serve(options: RunOptions, console: Console) -> None:
     """Start the stack and keep it until cancelled. Raises `ForgeError` with what to do."""
     directory = directory_of(options)
     with directory.locked():
-        state = open_run(options, directory)
+        state = await open_run(options, directory)
         preset = preset_of(options, state)
         plan = plan_of(options, directory, state, preset)
         with RunDisplay(console, total_steps=preset.steps) as display:

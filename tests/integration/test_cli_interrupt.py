@@ -1,0 +1,39 @@
+"""Ctrl-C while a command makes starting weights, which is what a first run begins with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+WAIT_S = 60.0
+
+
+@pytest.mark.parametrize("words", [("run",), ("model", "init")])
+def test_ctrl_c_while_weights_are_made(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """One line and exit code 130, at once; no process and no half-made model is left."""
+    command = subprocess.Popen(
+        [sys.executable, "-m", "forge.cli.main", *words, "--root", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline_s = time.monotonic() + WAIT_S
+    while not (makers := psutil.Process(command.pid).children(recursive=True)):
+        assert time.monotonic() < deadline_s and command.poll() is None
+        time.sleep(0.05)
+    # As a terminal does it: to the whole group.
+    os.killpg(command.pid, signal.SIGINT)
+    said, errors = command.communicate(timeout=WAIT_S)
+    assert command.returncode == 130
+    assert said.splitlines()[-1].startswith("Interrupted.")
+    assert errors == ""
+    assert psutil.wait_procs(makers, timeout=WAIT_S)[1] == []
+    assert not list(tmp_path.glob("models/*/config.json"))
