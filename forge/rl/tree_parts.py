@@ -44,7 +44,7 @@ class HeadRows:
         rows = HeadRows(
             places_R=self.places_R[first:last],
             temperatures_R=self.temperatures_R[first:last],
-            rows_E=self.rows_E[begin:stop] - first,
+            rows_E=_lowered(self.rows_E[begin:stop], first),
             targets_E=self.targets_E[begin:stop],
         )
         return rows, slice(begin, stop)
@@ -114,11 +114,16 @@ def cut_part(layout: TreeLayout, span: Span) -> TreePart:
         positions_L=layout.positions_L[start:end],
         weights_L=layout.weights_L[start:end],
         schedule=schedule_attention(nodes, channels=layout.channels, prefix=prefix),
-        head=replace(head, places_R=head.places_R - start),
+        head=replace(head, places_R=_lowered(head.places_R, start)),
         edges_E=torch.arange(edges.start, edges.stop),
         places_L=torch.arange(start, end),
         prefix_P=_indices(path),
     )
+
+
+def _lowered(indices: Tensor, by: int) -> Tensor:
+    """Counted from there on; no copy where that changes nothing, as in a tree of one part."""
+    return indices - by if by else indices
 
 
 def single_sequences(layout: TreeLayout) -> Iterator[TreePart]:

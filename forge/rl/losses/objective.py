@@ -108,14 +108,13 @@ class Objective:
                 f"algorithm = {self.config.algorithm!r} returned shape {tuple(loss_T.shape)}; one "
                 f"loss per token is expected: {tuple(tokens.logprobs.shape)}"
             )
-        nothing_T = torch.zeros_like(tokens.logprobs, dtype=torch.bool)
-        masked_T = nothing_T
+        masked_T = _zeros(tokens, torch.bool)
         weights_T = self.config.correction.weights(tokens)
         if weights_T is not None:
             masked_T = weights_T == 0
             # Not multiplied by 0: a masked token may well be the one that is infinite.
             loss_T = torch.where(masked_T, 0.0, loss_T * weights_T)
-        distance_T = torch.zeros_like(tokens.logprobs)
+        distance_T = _zeros(tokens, tokens.logprobs.dtype)
         if tokens.reference is not None:
             distance_T = kl_mean(tokens)
             if self.config.kl_coef and self.config.kl_estimator != "k1":
@@ -151,7 +150,7 @@ class Objective:
             gaps_T = tokens.logprobs.detach().float() - tokens.old.float()
             return gaps_T.exp() > self.config.ratio_cap
         if not self.clip_high:
-            return torch.zeros_like(tokens.logprobs, dtype=torch.bool)
+            return _zeros(tokens, torch.bool)
         return clipped_tokens(tokens, name, clip_low=self.clip_low, clip_high=self.clip_high)
 
     def _objective(self) -> LossFunction:
@@ -175,6 +174,11 @@ class Objective:
         return cispo_loss(
             tokens.logprobs, tokens.old, tokens.advantages, ratio_cap=self.config.ratio_cap
         )
+
+
+def _zeros(tokens: TrainedTokens, dtype: torch.dtype) -> Tensor:
+    """[T], of one element: these are held while the model is differentiated."""
+    return tokens.logprobs.new_zeros((), dtype=dtype).expand(tokens.logprobs.shape)
 
 
 _CLIPPED = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "ppo", "ppo_clip")

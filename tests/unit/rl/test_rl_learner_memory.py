@@ -101,3 +101,12 @@ def test_another_error_is_not_taken_for_a_shortage() -> None:
         patch.setattr(one.policy, "logprobs", broken)
         with pytest.raises(RuntimeError, match="shapes"):
             one.step(one.plan(samples()), weight_version=1)
+
+
+def test_a_tree_of_one_part_is_not_held_twice() -> None:
+    """What its pass is told of is what the layout holds, not a copy of it."""
+    (tree,) = learner(1000).plan(samples()).trees
+    (part,) = tree.parts
+    for name in ("places_R", "temperatures_R", "rows_E", "targets_E"):
+        own, whole = getattr(part.head, name), getattr(tree.layout.head, name)
+        assert own.data_ptr() == whole.data_ptr() and len(own) == len(whole)
