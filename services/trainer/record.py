@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from forge.core.errors import Unavailable
+from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.sinks import Sink
 
@@ -35,6 +35,8 @@ class TrainingRecord:
         self._news = asyncio.Event()
         self._closed = False
         self._file = Path(metrics_file) if metrics_file else None
+        self._behind = False
+        """The file could not take all that there is."""
         self._sinks = sinks
 
     @property
@@ -50,23 +52,16 @@ class TrainingRecord:
     def append(self, metrics: pb.StepMetrics) -> None:
         """One more step was taken."""
         self._steps.append(metrics)
-        if self._file is not None:
-            with self._file.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(_to_json(metrics)) + "\n")
+        self._keep(anew=self._behind)
         for sink in self._sinks:
             sink.write(metrics)
         self._wake()
 
     def rewind(self, history: Sequence[dict[str, Any]]) -> None:
         """Training goes on from a checkpoint with this history: later steps never were."""
-        self._steps = [json_format.ParseDict(entry, pb.StepMetrics()) for entry in history]
+        self._steps = [_filled(pb.StepMetrics(), entry) for entry in history]
         self._rewinds.append(self.step)
-        if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            text = "".join(json.dumps(_to_json(metrics)) + "\n" for metrics in self._steps)
-            temporary = self._file.with_name(self._file.name + ".new")
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(self._file)
+        self._keep(anew=True)
         for sink in self._sinks:
             sink.begin(self.step)
         self._wake()
@@ -114,6 +109,28 @@ class TrainingRecord:
         for sink in self._sinks:
             sink.close()
 
+    def _keep(self, *, anew: bool) -> None:
+        """The newest step, or all of them, in the file. A full disk is told and stops nothing."""
+        if self._file is None:
+            return
+        steps = self._steps if anew else self._steps[-1:]
+        text = "".join(json.dumps(_to_json(metrics)) + "\n" for metrics in steps)
+        try:
+            if anew:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                temporary = self._file.with_name(self._file.name + ".new")
+                temporary.write_text(text, encoding="utf-8")
+                temporary.replace(self._file)
+            else:
+                with self._file.open("a", encoding="utf-8") as lines:
+                    lines.write(text)
+        except OSError as error:
+            if not self._behind:
+                log.warning("metrics_not_written", file=str(self._file), error=str(error))
+            self._behind = True
+        else:
+            self._behind = False
+
     def _wake(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
@@ -131,3 +148,18 @@ def _to_json(metrics: Message) -> dict[str, Any]:
             }
         fields[field.name] = value
     return fields
+
+
+def _filled(metrics: Any, fields: Mapping[str, Any]) -> Any:
+    """`metrics` with what `_to_json` made of another: protobuf's own parser takes no NaN."""
+    for name, value in fields.items():
+        if not isinstance(value, dict):
+            setattr(metrics, name, value)
+            continue
+        entries = getattr(metrics, name)
+        for key, entry in value.items():
+            if isinstance(entry, dict):
+                _filled(entries[key], entry)
+            else:
+                entries[key] = entry
+    return metrics

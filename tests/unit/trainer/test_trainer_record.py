@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,33 @@ async def test_steps_taken_again_come_again() -> None:
     again = await anext(watch)
     assert (again.step, again.mean_reward) == (2, 0.5)
     assert one.step == 2
+
+
+def test_a_number_that_is_none_can_be_gone_back_to() -> None:
+    """Draft heads may diverge for a step; what is read of a checkpoint is JSON."""
+    one = record()
+    one.append(step(1, reward=float("inf")))
+    one.append(pb.StepMetrics(step=2, mtp_loss=float("nan")))
+    one.rewind(json.loads(json.dumps(one.history())))
+    first, second = one.steps
+    assert first == step(1, reward=float("inf"))
+    assert second.step == 2 and math.isnan(second.mtp_loss)
+
+
+def test_a_full_disk_stops_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says so, and what is missing in the file comes with the first step it takes."""
+    file = tmp_path / "metrics.jsonl"
+    file.symlink_to("/dev/full")
+    one = record(file)
+    one.append(step(1))
+    file.unlink()
+    (tmp_path / "metrics.jsonl.new").symlink_to("/dev/full")
+    one.append(step(2))
+    (tmp_path / "metrics.jsonl.new").unlink()
+    one.append(step(3))
+    one.append(step(4))
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3, 4]
+    assert capsys.readouterr().out.count("metrics_not_written") == 1
 
 
 async def test_watchers_are_told_when_it_ends() -> None:
