@@ -284,3 +284,40 @@ async def test_a_shard_cannot_be_renamed_by_a_setting(start, pool, tmp_path, etc
     exit_code, stderr = await asyncio.to_thread(other.wait)
     assert (exit_code, stderr.count("\n")) == (2, 1)
     assert "'s1'" in stderr and "'s0'" in stderr
+
+
+async def test_a_compaction_ends_with_its_call_and_with_its_process(start, pool):
+    """Whoever hangs up gives it up, and the shard can be compacted again; a process that is asked
+    to stop does not wait for it, and leaves nothing of the copy."""
+    client = await start()
+    await client.append([make_turn()])
+    request = pool_pb2.CompactShardRequest()
+    inode = (pool.data_dir / "data.mdb").stat().st_ino
+    call = client.stub.CompactShard(request, timeout=CALL_S)
+    assert (await call.read()).total_bytes > 0
+    call.cancel()
+    while left_of_copies(pool):
+        await asyncio.sleep(0.05)
+    assert (pool.data_dir / "data.mdb").stat().st_ino == inode
+    responses = []
+    while not responses:
+        try:
+            async with translated():
+                responses = [one async for one in client.stub.CompactShard(request, timeout=CALL_S)]
+        except FailedPrecondition:
+            await asyncio.sleep(0.05)  # The first is still on its way out.
+    assert responses[-1].after_bytes > 0
+    assert (pool.data_dir / "data.mdb").stat().st_ino != inode
+    last = client.stub.CompactShard(request, timeout=CALL_S)
+    await last.read()
+    pool.terminate()
+    assert (await asyncio.to_thread(pool.wait))[0] == 0
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        while (await last.read()) is not grpc.aio.EOF:
+            pass
+    assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert not left_of_copies(pool)
+
+
+def left_of_copies(pool: PoolProcess) -> list[Path]:
+    return [path for path in pool.data_dir.iterdir() if "compacted" in path.name]
