@@ -156,7 +156,7 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseBatch(self, request, context):
-        """Gives a batch back untrained, or tombstones its groups when `reason` is set. Idempotent.
+        """Gives a batch back untrained, or tombstones groups of it when `reason` is set. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

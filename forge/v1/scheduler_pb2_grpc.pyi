@@ -60,7 +60,7 @@ class SchedulerServiceStub:
     the last checkpoint and Rewind. FAILED_PRECONDITION when another step committed it.
     """
     ReleaseBatch: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ReleaseBatchRequest, _scheduler_pb2.ReleaseBatchResponse]
-    """Gives a batch back untrained, or tombstones its groups when `reason` is set. Idempotent."""
+    """Gives a batch back untrained, or tombstones groups of it when `reason` is set. Idempotent."""
     Rewind: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RewindRequest, _scheduler_pb2.RewindResponse]
     """Makes every group trained after `step` visible again and takes back open batches: a
     trainer calls it after it restored the checkpoint of `step`. Idempotent.
@@ -103,7 +103,7 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     the last checkpoint and Rewind. FAILED_PRECONDITION when another step committed it.
     """
     ReleaseBatch: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ReleaseBatchRequest, _scheduler_pb2.ReleaseBatchResponse]  # type: ignore[assignment]
-    """Gives a batch back untrained, or tombstones its groups when `reason` is set. Idempotent."""
+    """Gives a batch back untrained, or tombstones groups of it when `reason` is set. Idempotent."""
     Rewind: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RewindRequest, _scheduler_pb2.RewindResponse]  # type: ignore[assignment]
     """Makes every group trained after `step` visible again and takes back open batches: a
     trainer calls it after it restored the checkpoint of `step`. Idempotent.
@@ -191,7 +191,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.ReleaseBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.ReleaseBatchResponse, _abc.Awaitable[_scheduler_pb2.ReleaseBatchResponse]]:
-        """Gives a batch back untrained, or tombstones its groups when `reason` is set. Idempotent."""
+        """Gives a batch back untrained, or tombstones groups of it when `reason` is set. Idempotent."""
 
     @_abc_1.abstractmethod
     def Rewind(

@@ -132,7 +132,8 @@ class PrepareRelease:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyRelease:
     batch_id: str
-    reason: str = ""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """By task id, why a group is tombstoned; the others go back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,16 +236,10 @@ class CommitBatch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseBatch:
     batch_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GiveUp:
-    """Groups of a batch cannot be trained on; the others go back. To the queue, too."""
-
-    batch_id: str
-    reasons: Mapping[str, str]
-    """By task id."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """By task id, why a group is tombstoned; the others go back."""
+    reason: str = ""
+    """The same of all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,8 +128,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise
         lost = _lost(batch.groups, groups)
         if lost:
-            give_up = m.GiveUp(batch_id=batch.batch_id, reasons=lost)
-            await office.ledger.ask(give_up, timeout_s=WRITE_S)
+            release = m.ReleaseBatch(batch_id=batch.batch_id, reasons=lost)
+            await office.ledger.ask(release, timeout_s=WRITE_S)
             return scheduler_pb2.LeaseBatchResponse()
         return _fitting(
             scheduler_pb2.LeaseBatchResponse(
@@ -161,7 +161,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.ReleaseBatchResponse:
         office = await self._lead(context)
         ask = m.ReleaseBatch(
-            batch_id=validation.check_batch_id(request.batch_id), reason=request.reason
+            batch_id=validation.check_batch_id(request.batch_id),
+            reasons=dict.fromkeys(request.task_ids, request.reason) if request.reason else {},
+            reason=request.reason,
         )
         await office.ledger.ask(ask, timeout_s=WRITE_S)
         return scheduler_pb2.ReleaseBatchResponse()

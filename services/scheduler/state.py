@@ -212,7 +212,7 @@ class TermState:
     def prepare_release(self, batch_id: str, *, now_s: float) -> dict[str, list[str]]:
         return self.by_shard(self.queue.batches.prepare_release(batch_id, now_s=now_s))
 
-    def give_up(self, batch_id: str, reasons: Mapping[str, str]) -> None:
+    def release(self, batch_id: str, reasons: Mapping[str, str]) -> None:
         """Take a batch back and tombstone the groups of it that have a reason. Idempotent."""
         books = self.queue.books
         held = [

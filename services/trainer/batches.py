@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,14 @@ class PreparedBatch:
     claim: Claim
     samples: BatchSamples
     plan: BatchPlan
+
+
+class _Unreadable(Exception):
+    """Trajectories that the pool has lost; by id, what it said of each."""
+
+    def __init__(self, lost: Mapping[str, str]) -> None:
+        super().__init__(next(iter(lost.values())))
+        self.lost = lost
 
 
 class BatchSource:
@@ -123,9 +131,11 @@ class BatchSource:
         await self._call("CommitBatch", request)
         self._done(claim)
 
-    async def tombstone(self, claim: Claim, reason: str) -> None:
-        """The batch is never to be trained on."""
-        request = scheduler_pb2.ReleaseBatchRequest(batch_id=claim.batch_id, reason=reason)
+    async def tombstone(self, claim: Claim, reason: str, *, task_ids: Sequence[str] = ()) -> None:
+        """The batch, or those groups of it, are never to be trained on; the others go back."""
+        request = scheduler_pb2.ReleaseBatchRequest(
+            batch_id=claim.batch_id, reason=reason, task_ids=task_ids
+        )
         await self._call("ReleaseBatch", request)
         self._done(claim)
 
@@ -166,10 +176,13 @@ class BatchSource:
             )
             try:
                 return await self._prepared(claim, lease.groups)
-            except DataLoss as error:
-                # Nobody can ever read it again: going on without it is the only way on.
-                log.error("batch_unreadable", batch_id=claim.batch_id, error=str(error))
-                await self.tombstone(claim, f"data loss: {error}")
+            except _Unreadable as error:
+                # Nobody can ever read them again: going on without them is the only way on.
+                groups = _groups_with(error.lost, lease.groups)
+                log.error(
+                    "groups_unreadable", batch_id=claim.batch_id, groups=groups, error=str(error)
+                )
+                await self.tombstone(claim, f"data loss: {error}", task_ids=groups)
             except BaseException:
                 claim.renewal.cancel()
                 raise
@@ -228,25 +241,38 @@ class BatchSource:
         wanted: dict[str, list[str]] = {}
         for group in groups:
             wanted.setdefault(group.group.pool_shard, []).extend(_sealed(group))
+        lost: dict[str, str] = {}
         shards = await asyncio.gather(
-            *(self._fetch_shard(shard, ids) for shard, ids in wanted.items())
+            *(self._fetch_shard(shard, ids, lost) for shard, ids in wanted.items())
         )
+        if lost:
+            raise _Unreadable(lost)
         found = {key: value for shard in shards for key, value in shard.items()}
         return [[found[trajectory_id] for trajectory_id in _sealed(group)] for group in groups]
 
     async def _fetch_shard(
-        self, shard: str, trajectory_ids: Sequence[str]
+        self, shard: str, trajectory_ids: Sequence[str], lost: dict[str, str]
     ) -> dict[str, common_pb2.Trajectory]:
-        """All of them, in as many streams as it takes: what has arrived is not asked for again."""
+        """All of them, in as many streams as it takes: what has arrived is not asked for again.
+
+        What cannot be read is entered in `lost`, and the rest is fetched all the same.
+        """
         found: dict[str, common_pb2.Trajectory] = {}
+        together = len(trajectory_ids)
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + self._settings.patience_s
         backoff_s = _FIRST_BACKOFF_S
-        while missing := [each for each in trajectory_ids if each not in found]:
+        while missing := [i for i in trajectory_ids if i not in found and i not in lost]:
+            asked = missing[:together]
+            together = len(trajectory_ids)
             try:
-                await self._stream(shard, missing, found)
-            except NotFound as error:
-                raise DataLoss(str(error)) from error
+                await self._stream(shard, asked, found)
+            except (NotFound, DataLoss) as error:
+                if len(asked) == 1:
+                    lost[asked[0]] = str(error)
+                else:
+                    # A whole page fails for one of its own: alone, each tells whether it is that.
+                    together = 1
             except ForgeError as error:
                 if not error.retryable or loop.time() > give_up_s:
                     raise
@@ -291,6 +317,15 @@ class BatchSource:
         finally:
             call.cancel()
             hurried.cancel()
+
+
+def _groups_with(lost: Mapping[str, str], groups: Sequence[scheduler_pb2.BatchGroup]) -> list[str]:
+    """Task ids of the groups that have a lost trajectory."""
+    return [
+        group.group.task.task_id
+        for group in groups
+        if any(trajectory_id in lost for trajectory_id in _sealed(group))
+    ]
 
 
 def _sealed(group: scheduler_pb2.BatchGroup) -> list[str]:

@@ -35,9 +35,6 @@ class Ledger(Actor):
                 return await self._commit(message)
             case m.ReleaseBatch():
                 return await self._release(message)
-            case m.GiveUp():
-                # In its turn: a commit of the same batch may be half written.
-                return await self._queue.ask(message, timeout_s=ASK_S)
             case m.Rewind(step=step):
                 return await self._rewind(step)
             case m.SetActivity(activity=activity):
@@ -63,12 +60,15 @@ class Ledger(Actor):
         log.info("batch_committed", batch_id=request.batch_id, step=request.step)
 
     async def _release(self, request: m.ReleaseBatch) -> None:
-        if request.reason:
+        reasons: dict[str, str] = {}
+        if request.reason or request.reasons:
             prepare = m.PrepareRelease(batch_id=request.batch_id)
-            groups = await self._queue.ask(prepare, timeout_s=ASK_S)
-            tombstoned = common_pb2.GROUP_STATE_TOMBSTONED
-            await self._shards.set_states(_changes(groups, tombstoned, reason=request.reason))
-        apply = m.ApplyRelease(batch_id=request.batch_id, reason=request.reason)
+            groups: Mapping[str, Sequence[str]] = await self._queue.ask(prepare, timeout_s=ASK_S)
+            held = [task_id for ids in groups.values() for task_id in ids]
+            given = request.reasons or dict.fromkeys(held, request.reason)
+            reasons = {task_id: given[task_id] for task_id in held if task_id in given}
+            await self._shards.set_states(_tombstones(groups, reasons))
+        apply = m.ApplyRelease(batch_id=request.batch_id, reasons=reasons)
         await self._queue.ask(apply, timeout_s=ASK_S)
 
     async def _rewind(self, step: int) -> int:
@@ -88,12 +88,26 @@ def _changes(
     *,
     batch_id: str = "",
     step: int = 0,
-    reason: str = "",
 ) -> dict[str, list[Change]]:
     return {
         shard: [
-            Change(task_id=task_id, state=state, batch_id=batch_id, step=step, reason=reason)
+            Change(task_id=task_id, state=state, batch_id=batch_id, step=step)
             for task_id in task_ids
+        ]
+        for shard, task_ids in groups.items()
+    }
+
+
+def _tombstones(
+    groups: Mapping[str, Sequence[str]], reasons: Mapping[str, str]
+) -> dict[str, list[Change]]:
+    """Of those that have a reason."""
+    state = common_pb2.GROUP_STATE_TOMBSTONED
+    return {
+        shard: [
+            Change(task_id=task_id, state=state, reason=reasons[task_id])
+            for task_id in task_ids
+            if task_id in reasons
         ]
         for shard, task_ids in groups.items()
     }

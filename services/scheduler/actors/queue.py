@@ -110,10 +110,8 @@ class QueueActor(Actor):
                 state.queue.batches.commit(batch_id, step=step)
             case m.PrepareRelease(batch_id=batch_id):
                 return state.prepare_release(batch_id, now_s=now_s)
-            case m.ApplyRelease(batch_id=batch_id, reason=reason):
-                state.queue.batches.release(batch_id, reason=reason)
-            case m.GiveUp(batch_id=batch_id, reasons=reasons):
-                state.give_up(batch_id, reasons)
+            case m.ApplyRelease(batch_id=batch_id, reasons=reasons):
+                state.release(batch_id, reasons)
             case m.PrepareRewind(step=step):
                 return state.prepare_rewind(step)
             case m.ApplyRewind(step=step):

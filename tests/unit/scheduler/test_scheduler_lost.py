@@ -85,17 +85,33 @@ async def test_loss_that_is_told_late_harms_no_other_batch(
     """Two calls of one trainer find the same loss; the second finds nothing left to give up."""
     await complete(term, "a", "b")
     batch_id = (await lease_batch(servicer)).batch_id
-    loss = m.GiveUp(batch_id=batch_id, reasons={"a": "lost"})
+    loss = m.ReleaseBatch(batch_id=batch_id, reasons={"a": "lost"})
     await term.ledger.ask(loss, timeout_s=ASK_S)
     batch = await lease_batch(servicer)
     assert [group.group.task.task_id for group in batch.groups] == ["b"]
     for task_id in ("a", "b"):
-        late = m.GiveUp(batch_id=batch_id, reasons={task_id: "lost"})
+        late = m.ReleaseBatch(batch_id=batch_id, reasons={task_id: "lost"})
         await term.ledger.ask(late, timeout_s=ASK_S)
     request = scheduler_pb2.CommitBatchRequest(batch_id=batch.batch_id, step=1, task_ids=["b"])
     await servicer.CommitBatch(request, None)
     status = await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
     assert (status.trained, status.tombstoned) == (1, 1)
+
+
+async def test_trainer_gives_up_groups_of_a_batch(
+    term: TermActors, shards: FakeShards, servicer: SchedulerServicer
+) -> None:
+    """Those it names, whatever else it names; the others are handed out again."""
+    await complete(term, "a", "b")
+    batch = await lease_batch(servicer)
+    release = scheduler_pb2.ReleaseBatchRequest(
+        batch_id=batch.batch_id, reason="data loss", task_ids=["a", "another"]
+    )
+    for _ in range(2):
+        await servicer.ReleaseBatch(release, None)
+    assert shards.states() == {"a": common_pb2.GROUP_STATE_TOMBSTONED}
+    (group,) = (await lease_batch(servicer)).groups
+    assert group.group.task.task_id == "b"
 
 
 async def test_groups_are_listed_without_what_is_lost(

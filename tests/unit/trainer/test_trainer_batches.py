@@ -30,6 +30,7 @@ class FakeScheduler:
         self.renewed = asyncio.Event()
         self.renewal_fault: ForgeError | None = None
         self.lease_s = 60.0
+        self.groups_per_batch = 1
         self._issued = 0
 
     async def call(self, method: str, request: Any, **_: Any) -> Any:
@@ -48,7 +49,9 @@ class FakeScheduler:
             self._issued += 1
         batch_id = self.held[request.trainer_id]
         return scheduler_pb2.LeaseBatchResponse(
-            batch_id=batch_id, lease_s=self.lease_s, groups=[group(batch_id)]
+            batch_id=batch_id,
+            lease_s=self.lease_s,
+            groups=[group(batch_id, number) for number in range(self.groups_per_batch)],
         )
 
     async def _RenewBatch(self, _: Any) -> None:
@@ -70,29 +73,29 @@ class FakeScheduler:
         self.held = {name: held for name, held in self.held.items() if held != batch_id}
 
 
-def group(batch_id: str) -> scheduler_pb2.BatchGroup:
+def group(batch_id: str, number: int) -> scheduler_pb2.BatchGroup:
     """Two rollouts that are sealed and one that was abandoned."""
+    task_id = f"{batch_id}-task-{number}" if number else f"{batch_id}-task"
     states = (
         common_pb2.TRAJECTORY_STATE_SEALED,
         common_pb2.TRAJECTORY_STATE_ABANDONED,
         common_pb2.TRAJECTORY_STATE_SEALED,
     )
     return scheduler_pb2.BatchGroup(
-        group=common_pb2.GroupRecord(
-            task=common_pb2.Task(task_id=f"{batch_id}-task"), pool_shard="s0"
-        ),
+        group=common_pb2.GroupRecord(task=common_pb2.Task(task_id=task_id), pool_shard="s0"),
         trajectories=[
-            common_pb2.TrajectorySummary(trajectory_id=f"{batch_id}-task:{n}:0", state=state)
+            common_pb2.TrajectorySummary(trajectory_id=f"{task_id}:{n}:0", state=state)
             for n, state in enumerate(states)
         ],
     )
 
 
 class FakePool:
-    """Streams trajectories; a fault cuts the stream after the first."""
+    """Streams trajectories; a fault cuts the stream after the first, a damaged one before it."""
 
     def __init__(self) -> None:
         self.fault: ForgeError | None = None
+        self.damaged: set[str] = set()
         self.fetched: list[list[str]] = []
 
     async def pick(self, *, where: Callable[[Any], bool], timeout_s: float) -> tuple[None, Any]:
@@ -103,6 +106,8 @@ class FakePool:
     ) -> AsyncIterator[pool_pb2.FetchTrajectoriesResponse]:
         self.fetched.append(list(request.trajectory_ids))
         for trajectory_id in request.trajectory_ids:
+            if trajectory_id in self.damaged:
+                raise DataLoss(f"checksum of {trajectory_id}")
             trajectory = common_pb2.Trajectory(
                 trajectory_id=trajectory_id,
                 domain="code",
@@ -212,18 +217,22 @@ async def test_a_cut_stream_is_taken_up_where_it_broke(cluster: Cluster) -> None
     assert cluster.pool.fetched[1] == ["batch-0-task:2:0"]
 
 
-async def test_an_unreadable_batch_is_tombstoned(cluster: Cluster) -> None:
-    """With the reason; the next one takes its place."""
-    cluster.pool.fault = DataLoss("checksum of batch-0-task:0:0")
+async def test_groups_with_an_unreadable_trajectory_are_tombstoned(cluster: Cluster) -> None:
+    """They alone, with the reason: the others go back, and the next batch takes their place."""
+    cluster.scheduler.groups_per_batch = 3
+    cluster.pool.damaged = {"batch-0-task-1:2:0"}
     cluster.scheduler.available.release()
     cluster.scheduler.available.release()
     batch = await cluster.source.take(wait_s=5)
     assert batch is not None and batch.claim.batch_id == "batch-1"
     (release,) = cluster.scheduler.asked("ReleaseBatch")
-    assert (release.batch_id, release.reason) == (
+    assert (release.batch_id, release.reason, list(release.task_ids)) == (
         "batch-0",
-        "data loss: checksum of batch-0-task:0:0",
+        "data loss: checksum of batch-0-task-1:2:0",
+        ["batch-0-task-1"],
     )
+    # What had been read is not read again to find it.
+    assert sum(ids.count("batch-0-task:0:0") for ids in cluster.pool.fetched) == 1
 
 
 async def test_what_was_prepared_in_vain_is_given_back(cluster: Cluster) -> None:
