@@ -120,7 +120,18 @@ class Optimizers:
         """Raises `InvalidArgument` for the state of another optimizer."""
         self.check_state(state)
         for part, own in zip(self._parts, state["parts"], strict=True):
-            part.load_state_dict(own)
+            load_moments(part, own)
+
+
+def load_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """What it has seen, from its `state_dict()`; its constants stay this run's, not the saved."""
+    constants = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, constants, strict=True):
+        group.update(own)
 
 
 def _sizes(parts: Iterable[Mapping[str, Any]]) -> list[int]:

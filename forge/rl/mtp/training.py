@@ -31,6 +31,7 @@ from forge.rl.exchange import all_reduce
 from forge.rl.logprobs import CHUNK_ELEMENTS
 from forge.rl.mtp.heads import MtpHeads
 from forge.rl.mtp.losses import MtpLoss, acceptance, topk_kl, total_variation
+from forge.rl.optimizers import load_moments
 from forge.rl.policy import TreePolicy
 from forge.rl.tree_batch import TreeBatch
 from forge.rl.tree_parts import HeadRows, parents
@@ -230,4 +231,4 @@ class MtpTraining:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises `InvalidArgument` when it is of other heads."""
         self.heads.load_tensors(state["heads"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        load_moments(self._optimizer, state["optimizer"])

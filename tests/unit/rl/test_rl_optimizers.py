@@ -17,10 +17,10 @@ from forge.rl.step import LearnerConfig
 from tests.support.rl_models import make_sample, tiny_model
 
 
-def learner(name: OptimizerName) -> Learner:
+def learner(name: OptimizerName, **constants: Any) -> Learner:
     if name == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
-    config = LearnerConfig(learning_rate=1e-2, optimizer=OptimizerConfig(name=name))
+    config = LearnerConfig(learning_rate=1e-2, optimizer=OptimizerConfig(name=name, **constants))
     return Learner(TreePolicy(tiny_model("qwen3", torch.float32)), config)
 
 
@@ -52,6 +52,19 @@ def test_every_optimizer_goes_on_from_its_state_bit_for_bit(name: OptimizerName)
     step(other)
     mine, theirs = weights(one), weights(other)
     assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_constants_are_those_of_the_run_that_goes_on(name: OptimizerName) -> None:
+    """A setting changed between two runs is heard: the checkpoint has moments, not constants."""
+    one = learner(name)
+    step(one)
+    other = learner(name, betas=(0.5, 0.6), weight_decay=0.25, muon_momentum=0.3)
+    other.load_state_dict(one.state_dict())
+    groups = [group for part in other._optimizer._parts for group in part.param_groups]
+    assert {group["betas"] for group in groups if "betas" in group} == {(0.5, 0.6)}
+    assert {group["momentum"] for group in groups if "momentum" in group} <= {0.3}
+    assert 0.25 in {group["weight_decay"] for group in groups}
 
 
 def test_no_memory_for_the_state_is_a_setting_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
