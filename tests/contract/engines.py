@@ -93,6 +93,12 @@ def published(model: PreTrainedModel) -> dict[str, NamedTensor]:
     return tensors
 
 
+def is_greedy(model: PreTrainedModel, ids: list[int], sampled: list[int]) -> bool:
+    """Whether each token is the likeliest after all before it, by one full forward."""
+    logits = model(torch.tensor([ids + sampled])).logits[0, len(ids) - 1 : -1]
+    return logits.argmax(-1).tolist() == sampled
+
+
 def prompt_ids(tokens: int, *, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCABULARY, tokens).tolist()
 

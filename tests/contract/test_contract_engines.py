@@ -13,10 +13,18 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from forge.core.errors import NotFound, ResourceExhausted, Unavailable
+from forge.core.errors import NotFound, Unavailable
 from services.inference.engines.base import BrokenWeights, Finish, NamedTensor, UnfitWeights
 from tests.contract import engines
-from tests.contract.engines import GREEDY, SAMPLED, Pair, prompt_ids, published, reference
+from tests.contract.engines import (
+    GREEDY,
+    SAMPLED,
+    Pair,
+    is_greedy,
+    prompt_ids,
+    published,
+    reference,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 
@@ -46,12 +54,6 @@ def greedy_of(model: Any, ids: list[int], tokens: int) -> list[int]:
         torch.tensor([ids]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
     )
     return out[0, len(ids) :].tolist()
-
-
-def is_greedy(model: Any, ids: list[int], sampled: list[int]) -> bool:
-    """Whether each token is the likeliest after all before it, by one full forward."""
-    logits = model(torch.tensor([ids + sampled])).logits[0, len(ids) - 1 : -1]
-    return logits.argmax(-1).tolist() == sampled
 
 
 def logprobs_of(model: Any, ids: list[int], sampled: list[int]) -> torch.Tensor:
@@ -268,49 +270,6 @@ async def test_more_requests_than_slots_all_finish(start: Start) -> None:
         prompts = [prompt_ids(10 + n, seed=n) for n in range(10)]
         answers = await asyncio.gather(*(pair.sample(ids) for ids in prompts))
     assert [answer.ids for answer in answers] == [greedy_of(model, ids, 16) for ids in prompts]
-
-
-async def test_the_prefix_cache_is_bounded(start: Start) -> None:
-    """The least recently used prefix is forgotten once the cache is full."""
-    token_bytes = 3 * 2 * 2 * 16 * 4
-    async with start(cache_bytes=96 * token_bytes) as pair:
-        await pair.load(published(reference("qwen3")), version=1)
-        old, recent, newest = (prompt_ids(48, seed=n) for n in range(3))
-        for ids in (old, recent, newest):
-            await pair.sample(ids, replace(GREEDY, max_tokens=1))
-        assert (await pair.sample(newest)).cached_tokens == 40
-        assert (await pair.sample(old)).cached_tokens == 0
-
-
-async def test_the_youngest_gives_way_when_memory_is_full(start: Start) -> None:
-    """Under memory pressure old requests finish and the youngest is told to come again."""
-    token_bytes = 3 * 2 * 2 * 16 * 4
-    async with start(kv_bytes=(256 + 512) * token_bytes) as pair:
-        await pair.load(published(reference("qwen3")), version=1)
-        long = replace(GREEDY, max_tokens=400)
-        outcomes = await asyncio.gather(
-            *(pair.sample(prompt_ids(20, seed=n), long) for n in range(3)),
-            return_exceptions=True,
-        )
-    assert any(isinstance(outcome, ResourceExhausted) for outcome in outcomes)
-    assert any(isinstance(outcome, engines.Answer) for outcome in outcomes)
-
-
-@pytest.mark.parametrize("group", [3, 4, 5])
-async def test_who_gives_way_leaves_the_others_whole(start: Start, group: int) -> None:
-    """A group whose rollouts outgrow their rows in the same step: the oldest finish as if alone."""
-    token_bytes = 3 * 2 * 2 * 16 * 4
-    model = reference("qwen3")
-    async with start(kv_bytes=7 * 64 * token_bytes) as pair:
-        await pair.load(published(model), version=1)
-        long = replace(GREEDY, max_tokens=100)
-        outcomes = await asyncio.gather(
-            *(pair.sample(prompt_ids(40), long) for _ in range(group)), return_exceptions=True
-        )
-    answers = [outcome for outcome in outcomes if isinstance(outcome, engines.Answer)]
-    refused = [outcome for outcome in outcomes if isinstance(outcome, ResourceExhausted)]
-    assert len(answers) + len(refused) == group and answers and refused
-    assert all(is_greedy(model, prompt_ids(40), answer.ids) for answer in answers)
 
 
 async def test_a_released_prompt_is_gone(pair: Pair) -> None:

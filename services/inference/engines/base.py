@@ -184,9 +184,9 @@ class Engine(Protocol):
 
 class PrefillEngine(Engine, Protocol):
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
-        """Read the prompt and sample its first token.
+        """Read the prompt and sample its first token, once there is room to hold it.
 
-        Raises ResourceExhausted when no room is left to hold it, Unavailable without weights,
+        Raises ResourceExhausted for one too long to be held at all, Unavailable without weights,
         InvalidArgument for a grammar that does not compile: nothing has been read then.
         """
 

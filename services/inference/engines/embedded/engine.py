@@ -11,9 +11,10 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from forge.core.errors import ForgeError, NotFound, ResourceExhausted
+from forge.core.errors import ForgeError, NotFound
 from forge.runtime.actor import ActorRef, ActorSystem, Restart
 from services.inference.engines.base import (
     EngineStatus,
@@ -28,6 +29,7 @@ from services.inference.engines.base import (
 )
 from services.inference.engines.embedded import tensors
 from services.inference.engines.embedded.decode import Abort, DecodeActor, Join, Reserve
+from services.inference.engines.embedded.held import HeldPrompts
 from services.inference.engines.embedded.kv_cache import KvCache, prefix
 from services.inference.engines.embedded.policy import Policy
 from services.inference.engines.embedded.prefill import HeldPrompt, PrefillActor, Read, Swap
@@ -139,22 +141,16 @@ class _Embedded:
         await self._actor.stop()
 
 
-@dataclass(slots=True, kw_only=True)
-class _Held:
-    prompt: HeldPrompt
-    expires_s: float
-
-    @property
-    def bytes(self) -> int:
-        return self.prompt.kv.nbytes
-
-
 class EmbeddedPrefill(_Embedded):
     """Reads prompts; holds their keys and values until they are fetched and released."""
 
     def __init__(self, policy: Policy, actor: ActorRef, options: EmbeddedOptions) -> None:
         super().__init__(policy, actor, options)
-        self._held: dict[str, _Held] = {}
+        self._held = HeldPrompts(
+            capacity_bytes=options.kv_bytes,
+            token_bytes=policy.kv_shape.token_bytes,
+            on_release=partial(self._work.add, -1),
+        )
 
     @classmethod
     async def start(cls, actors: ActorSystem, options: EmbeddedOptions) -> EmbeddedPrefill:
@@ -174,56 +170,46 @@ class EmbeddedPrefill(_Embedded):
 
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
         now_s = time.monotonic()
-        self._expire(now_s)
-        needed = prompt.tokens * self._policy.kv_shape.token_bytes
-        held = sum(held.bytes for held in self._held.values())
-        if held + needed > self._options.kv_bytes:
-            raise ResourceExhausted(
-                f"{held} bytes of prompts are held and {needed} more exceed "
-                f"{self._options.kv_bytes}",
-                retry_after_s=0.5,
-            )
         self._work.add(1)
         try:
             matcher = await self._grammars.matcher(prompt)
-            outcome: HeldPrompt = await self._actor.ask(
-                Read(prompt=prompt, asked_s=now_s, matcher=matcher),
-                timeout_s=self._options.ask_timeout_s,
-            )
+            async with self._held.reading(prompt):
+                outcome: HeldPrompt = await self._actor.ask(
+                    Read(prompt=prompt, asked_s=now_s, matcher=matcher),
+                    timeout_s=self._options.ask_timeout_s,
+                )
+                self._held.hold(prompt, outcome, hold_s=hold_s)
         except BaseException:
             self._work.add(-1)
             raise
-        self._held[prompt.request_id] = _Held(prompt=outcome, expires_s=time.monotonic() + hold_s)
         return outcome.prefilled
 
     async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:
-        self._expire(time.monotonic())
         held = self._held.get(request_id)
         if held is None:
             raise NotFound(f"no keys and values are held for request {request_id}")
-        kv = held.prompt.kv[:, :, :, from_token:]
+        kv = held.kv[:, :, :, from_token:]
         return KvSpan(
             from_token=from_token,
             tokens=kv.shape[3],
-            version=held.prompt.version,
+            version=held.version,
             dtype=tensors.NAMES[kv.dtype],
             shape=tuple(kv.shape),
             data=tensors.to_bytes(kv),
         )
 
     def release(self, request_id: str) -> None:
-        if self._held.pop(request_id, None) is not None:
-            self._work.add(-1)
+        self._held.release(request_id)
+
+    async def close(self) -> None:
+        self._held.clear()
+        await super().close()
 
     def status(self) -> EngineStatus:
         held = len(self._held)
         return EngineStatus(
             version=self._policy.version, running=self._work.count - held, queued=held
         )
-
-    def _expire(self, now_s: float) -> None:
-        for request_id in [key for key, held in self._held.items() if held.expires_s < now_s]:
-            self.release(request_id)
 
 
 class EmbeddedDecode(_Embedded):

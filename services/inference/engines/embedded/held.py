@@ -1,0 +1,102 @@
+"""The prompts of a prefill instance: those being read, those held for a decode instance.
+
+Owns their memory: a prompt whose keys and values do not fit waits, in the order of arrival, until
+others were fetched, released or held for too long. Equal prompts are read once and counted once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from forge.core.errors import ResourceExhausted
+from services.inference.engines.base import TOKEN_BYTES, Prompt
+from services.inference.engines.embedded.prefill import HeldPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    prompt: HeldPrompt
+    expiry: asyncio.TimerHandle
+
+
+class HeldPrompts:
+    """At most `capacity_bytes` of keys and values, read or being read."""
+
+    def __init__(
+        self, *, capacity_bytes: int, token_bytes: int, on_release: Callable[[], None]
+    ) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._token_bytes = token_bytes
+        self._on_release = on_release
+        self._held: dict[str, _Held] = {}
+        self._reading: Counter[bytes] = Counter()
+        """By ids: how many wait for the same read."""
+        self._line: deque[tuple[Prompt, asyncio.Future[None]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @asynccontextmanager
+    async def reading(self, prompt: Prompt) -> AsyncIterator[None]:
+        """Around the reading of a prompt, once there is room for it.
+
+        Raises ResourceExhausted for one that has no room even alone.
+        """
+        needed = prompt.tokens * self._token_bytes
+        if needed > self._capacity_bytes:
+            raise ResourceExhausted(
+                f"a prompt of {prompt.tokens} tokens takes {needed} bytes of keys and values, more "
+                f"than all of {self._capacity_bytes} (kv_mib)",
+                retry_after_s=0.5,
+            )
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append((prompt, granted))
+        self._advance()
+        try:
+            await granted
+            yield
+        finally:
+            if granted.done() and not granted.cancelled():
+                self._reading -= Counter([prompt.ids])
+            self._advance()
+
+    def hold(self, prompt: Prompt, read: HeldPrompt, *, hold_s: float) -> None:
+        """Keep it for `hold_s`. To be called while it counts as being read."""
+        expiry = asyncio.get_running_loop().call_later(hold_s, self.release, prompt.request_id)
+        self._held[prompt.request_id] = _Held(read, expiry)
+
+    def get(self, request_id: str) -> HeldPrompt | None:
+        held = self._held.get(request_id)
+        return None if held is None else held.prompt
+
+    def release(self, request_id: str) -> None:
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            held.expiry.cancel()
+            self._on_release()
+            self._advance()
+
+    def clear(self) -> None:
+        for request_id in list(self._held):
+            self.release(request_id)
+
+    def _advance(self) -> None:
+        while self._line:
+            prompt, granted = self._line[0]
+            # Done here means that its caller has gone.
+            if not granted.done():
+                own = 0 if prompt.ids in self._reading else prompt.tokens * self._token_bytes
+                if self._bytes() + own > self._capacity_bytes:
+                    return
+                self._reading[prompt.ids] += 1
+                granted.set_result(None)
+            self._line.popleft()
+
+    def _bytes(self) -> int:
+        read = {id(held.prompt.kv): held.prompt.kv.nbytes for held in self._held.values()}
+        being_read = sum(len(ids) // TOKEN_BYTES for ids in self._reading)
+        return sum(read.values()) + being_read * self._token_bytes

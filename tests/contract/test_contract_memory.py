@@ -1,0 +1,116 @@
+"""What every engine must do when its memory is full: keep within it, and lose nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+
+from forge.core.errors import ResourceExhausted
+from services.inference.engines.base import Prompt
+from tests.contract import engines
+from tests.contract.engines import GREEDY, Pair, is_greedy, prompt_ids, published, reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+
+TOKEN_BYTES = 3 * 2 * 2 * 16 * 4
+"""Of the model's keys and values: layers, two, heads, their size, float32."""
+
+
+class Start(Protocol):
+    def __call__(self, **options: Any) -> AbstractAsyncContextManager[Pair]: ...
+
+
+@pytest.fixture(params=engines.ENGINES)
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
+    """Starts an engine on the Qwen3-type model, without weights."""
+    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    factory = engines.ENGINES[request.param]
+    return lambda **options: factory(tmp_path, **options)
+
+
+async def test_the_prefix_cache_is_bounded(start: Start) -> None:
+    """The least recently used prefix is forgotten once the cache is full."""
+    async with start(cache_bytes=96 * TOKEN_BYTES) as pair:
+        await pair.load(published(reference("qwen3")), version=1)
+        old, recent, newest = (prompt_ids(48, seed=n) for n in range(3))
+        for ids in (old, recent, newest):
+            await pair.sample(ids, replace(GREEDY, max_tokens=1))
+        assert (await pair.sample(newest)).cached_tokens == 40
+        assert (await pair.sample(old)).cached_tokens == 0
+
+
+async def test_the_youngest_gives_way_when_memory_is_full(start: Start) -> None:
+    """Under memory pressure old requests finish and the youngest is told to come again."""
+    async with start(kv_bytes=(256 + 512) * TOKEN_BYTES) as pair:
+        await pair.load(published(reference("qwen3")), version=1)
+        long = replace(GREEDY, max_tokens=400)
+        outcomes = await asyncio.gather(
+            *(pair.sample(prompt_ids(20, seed=n), long) for n in range(3)),
+            return_exceptions=True,
+        )
+    assert any(isinstance(outcome, ResourceExhausted) for outcome in outcomes)
+    assert any(isinstance(outcome, engines.Answer) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("group", [3, 4, 5])
+async def test_who_gives_way_leaves_the_others_whole(start: Start, group: int) -> None:
+    """A group whose rollouts outgrow their rows in the same step: the oldest finish as if alone."""
+    model = reference("qwen3")
+    async with start(kv_bytes=7 * 64 * TOKEN_BYTES) as pair:
+        await pair.load(published(model), version=1)
+        long = replace(GREEDY, max_tokens=100)
+        outcomes = await asyncio.gather(
+            *(pair.sample(prompt_ids(40), long) for _ in range(group)), return_exceptions=True
+        )
+    answers = [outcome for outcome in outcomes if isinstance(outcome, engines.Answer)]
+    refused = [outcome for outcome in outcomes if isinstance(outcome, ResourceExhausted)]
+    assert len(answers) + len(refused) == group and answers and refused
+    assert all(is_greedy(model, prompt_ids(40), answer.ids) for answer in answers)
+
+
+async def test_prompts_wait_for_room_to_be_held(start: Start) -> None:
+    """However many arrive at once, no more are read than can be held; release, expiry and whoever
+    gives up make room, in the order of arrival."""
+    async with start(kv_bytes=220 * TOKEN_BYTES) as pair, asyncio.timeout(60):
+        await pair.load(published(reference("qwen3")), version=1)
+
+        def read(name: str, *, hold_s: float = 60.0) -> asyncio.Task[Any]:
+            ids = np.asarray(prompt_ids(100, seed=ord(name)), dtype="<i4").tobytes()
+            prompt = Prompt(request_id=name, ids=ids, sampling=GREEDY)
+            return asyncio.create_task(pair.prefill.prefill(prompt, hold_s=hold_s))
+
+        first, second, third, leaver, last = read("a", hold_s=0.5), *map(read, "bcde")
+        await asyncio.gather(first, second)
+        assert not any(waiting.done() for waiting in (third, leaver, last))
+        leaver.cancel()
+        # The first is held for half a second and never fetched.
+        await third
+        assert not last.done()
+        pair.prefill.release("b")
+        await last
+
+
+async def test_equal_prompts_take_room_once(start: Start) -> None:
+    """A group's first turns are one piece of work, and one of memory."""
+    async with start(kv_bytes=120 * TOKEN_BYTES) as pair, asyncio.timeout(60):
+        await pair.load(published(reference("qwen3")), version=1)
+        ids = np.asarray(prompt_ids(100), dtype="<i4").tobytes()
+        prompts = [Prompt(request_id=f"{n}", ids=ids, sampling=GREEDY) for n in range(8)]
+        read = [pair.prefill.prefill(prompt, hold_s=60) for prompt in prompts]
+        assert len(await asyncio.gather(*read)) == 8
+        spans = [await pair.prefill.fetch_kv(each.request_id, from_token=0) for each in prompts]
+    assert len({span.data for span in spans}) == 1
+
+
+async def test_a_prompt_that_has_no_room_even_alone_is_refused(start: Start) -> None:
+    """At once, with both sizes."""
+    async with start(kv_bytes=99 * TOKEN_BYTES) as pair:
+        await pair.load(published(reference("qwen3")), version=1)
+        with pytest.raises(ResourceExhausted, match=f"{100 * TOKEN_BYTES} bytes"):
+            await pair.sample(prompt_ids(100))
