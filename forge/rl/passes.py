@@ -41,6 +41,8 @@ class Passes:
     """How many of the last ones are held rather than run again."""
     extra_loss: Callable[[PassOutput], Tensor | None]
     """A loss of a pass beside that on its log-probs, once all have been run forward."""
+    device: torch.device
+    """Where they compute. What one draws at random there, or on the host, it draws again."""
 
 
 def run_passes(passes: Passes) -> tuple[Tensor, Tensor]:
@@ -59,8 +61,9 @@ class _Passes(torch.autograd.Function):
     def forward(ctx: Any, _: Tensor, passes: Passes, differentiable: bool) -> tuple[Tensor, ...]:
         count = len(passes.edges)
         first_kept = count - passes.kept if differentiable else count
-        outputs = []
+        outputs, ctx.draws = [], []
         for index in range(count):
+            ctx.draws.append(_random_state(passes.device))
             with torch.set_grad_enabled(index >= first_kept):
                 outputs.append(passes.run(index))
         ctx.passes, ctx.kept = passes, dict(enumerate(outputs[first_kept:], first_kept))
@@ -74,7 +77,7 @@ class _Passes(torch.autograd.Function):
         passes: Passes = ctx.passes
         for index in reversed(range(len(passes.edges))):
             with torch.enable_grad():
-                output = ctx.kept.pop(index, None) or passes.run(index)
+                output = ctx.kept.pop(index, None) or _again(passes, index, ctx.draws[index])
                 extra = passes.extra_loss(output)
             roots, grads = [output.logprobs_E], [grad_E[passes.edges[index].to(grad_E.device)]]
             if extra is not None:
@@ -82,6 +85,22 @@ class _Passes(torch.autograd.Function):
                 grads.append(torch.ones_like(extra))
             torch.autograd.backward(roots, grads)
         return None, None, None
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Of the host, and of the device if it is another."""
+    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), own
+
+
+def _again(passes: Passes, index: int, draws: tuple[Tensor, Tensor | None]) -> PassOutput:
+    """A pass with its random draws; what is drawn after it is as if it had not been run again."""
+    host, own = draws
+    with torch.random.fork_rng(devices=[] if own is None else [passes.device]):
+        torch.set_rng_state(host)
+        if own is not None:
+            torch.cuda.set_rng_state(own, passes.device)
+        return passes.run(index)
 
 
 def _gathered(passes: Passes, columns: Sequence[Tensor]) -> Tensor:

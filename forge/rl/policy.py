@@ -206,7 +206,9 @@ class TreePolicy:
             return self.balance.loss(output.mass_X)
 
         edges = [part.edges_E for part in parts]
-        return run_passes(Passes(run=run, edges=edges, kept=kept, extra_loss=extra_loss))
+        return run_passes(
+            Passes(run=run, edges=edges, kept=kept, extra_loss=extra_loss, device=self.device)
+        )
 
     def _by_rank(self, batch: TreeBatch, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         mine = rank_part(

@@ -97,14 +97,11 @@ class BaseReference:
         self._layers = layers
 
     def logprobs(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
-        """Of the frozen weights, without dropout."""
-        model, training = self._policy.model, self._policy.model.training
+        """Of the frozen weights; an adapter left out draws no dropout either."""
         self._enable(False)
-        model.eval()
         try:
             return self._policy.plain().logprobs(batch)
         finally:
-            model.train(training)
             self._enable(True)
 
     def _enable(self, enabled: bool) -> None:

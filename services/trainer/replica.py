@@ -128,7 +128,7 @@ class Replica:
         path = Path(self._config.reference_path or self._model_path)
         if isinstance(self._trainee, LoraTrainee) and path == self._model_path:
             return self._trainee.base_reference(policy)
-        return self._policy(load_model(path).requires_grad_(False).eval())
+        return self._policy(load_model(path).requires_grad_(False))
 
     def _take(self, order: Take) -> StepResult:
         plan = order.plan
