@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import psutil
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.markup import escape
 
@@ -20,6 +22,13 @@ from forge.cli.stack import etcd_binary
 from forge.core.errors import ForgeError
 
 GIB = 1 << 30
+EXTRAS = ("gateway", "pool", "inference", "trainer", "agents")
+"""What a run on one machine needs besides the core and an etcd."""
+_TORCH = """
+import torch
+devices = (torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count()))
+print(torch.__version__, *devices, sep=", ")
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +45,7 @@ def examine(root: Path, console: Console) -> int:
     checks: list[Callable[[], Finding]] = [
         _python,
         _packages,
+        _torch,
         _etcd,
         _loopback,
         lambda: _disk(root),
@@ -59,12 +69,34 @@ def _python() -> Finding:
 
 
 def _packages() -> Finding:
-    needed = ("grpc", "etcd3aio", "lmdb", "torch", "transformers", "tokenizers", "openai")
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    wrong = set()
+    for one in map(Requirement, metadata.requires("forge-rl") or ()):
+        if one.marker and not any(one.marker.evaluate({"extra": extra}) for extra in EXTRAS):
+            continue
+        try:
+            found = metadata.version(one.name)
+        except metadata.PackageNotFoundError:
+            wrong.add(f"{one.name} is missing")
+        else:
+            if not one.specifier.contains(found, prereleases=True):
+                wrong.add(f"{one.name} {found} is not {one.specifier}")
     return Finding(
-        ok=not missing,
-        text="packages" if not missing else f"packages missing: {', '.join(missing)}",
+        ok=not wrong,
+        text=f"packages: {', '.join(wrong)}" if wrong else "packages",
         remedy='Run `make setup`, or install the extra of the service, e.g. "forge-rl[gateway]".',
+    )
+
+
+def _torch() -> Finding:
+    # In a process of its own: it takes seconds and a broken one may take the process along.
+    tried = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True)
+    if tried.returncode == 0:
+        return Finding(ok=True, text=f"torch {tried.stdout.strip()}")
+    why = tried.stderr.strip().rpartition("\n")[2] or f"exit code {tried.returncode}"
+    return Finding(
+        ok=False,
+        text=f"torch cannot be imported: {why}",
+        remedy="Install it anew: pip install --force-reinstall --no-deps torch",
     )
 
 

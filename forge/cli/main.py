@@ -153,7 +153,7 @@ def plot(
 
 @app.command()
 def doctor(root: Root = Path(".forge")) -> None:
-    """Check this machine: Python, packages, etcd, loopback, disk, memory, open files.
+    """Check this machine: Python, packages, torch, etcd, loopback, disk, memory, open files.
 
     Each line says what was checked and, where something is wrong, what to do about it.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from io import StringIO
 from pathlib import Path
 
@@ -52,6 +53,26 @@ def test_doctor_names_a_root_that_cannot_be_used(tmp_path: Path) -> None:
     ended = CliRunner().invoke(app, ["doctor", "--root", str(tmp_path / "file" / "root")])
     assert ended.exit_code == 1
     assert f"BAD {tmp_path}/file is no directory" in ended.stdout
+
+
+def test_doctor_names_packages_that_are_not_what_forge_needs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One too old, one missing, and a torch that is there and broken."""
+    installed = metadata.version
+
+    def version(name: str) -> str:
+        if name == "lmdb":
+            raise metadata.PackageNotFoundError(name)
+        return "2.5.1" if name == "torch" else installed(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    (tmp_path / "torch.py").write_text("raise ImportError('libgomp.so.1: cannot open')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ended = CliRunner().invoke(app, ["doctor", "--root", str(tmp_path)])
+    assert ended.exit_code == 1
+    assert "BAD packages: lmdb is missing, torch 2.5.1 is not >=2.11\n" in ended.stdout
+    assert "BAD torch cannot be imported: ImportError: libgomp.so.1: cannot open" in ended.stdout
 
 
 def test_last_words_of_a_process_are_shown_as_they_are() -> None:
