@@ -82,7 +82,7 @@ def _packages() -> Finding:
                 wrong.add(f"{one.name} {found} is not {one.specifier}")
     return Finding(
         ok=not wrong,
-        text=f"packages: {', '.join(wrong)}" if wrong else "packages",
+        text=f"packages: {', '.join(sorted(wrong))}" if wrong else "packages",
         remedy='Run `make setup`, or install the extra of the service, e.g. "forge-rl[gateway]".',
     )
 
