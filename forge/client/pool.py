@@ -22,6 +22,7 @@ from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import translated
+from forge.runtime.rpc.streams import flowing
 from forge.v1 import common_pb2, pool_pb2
 from forge.v1.pool_pb2_grpc import PoolServiceStub
 
@@ -188,11 +189,13 @@ class PoolReader:
         stub = await self._find(shard)
         request = pool_pb2.FetchTrajectoriesRequest(trajectory_ids=trajectory_ids)
         joiner = Joiner()
-        async with translated():
-            async for piece in stub.FetchTrajectories(request):
-                whole = joiner.add(piece.trajectory)
-                if whole is not None:
-                    yield common_pb2.Trajectory.FromString(whole)
+        pieces = flowing(
+            stub.FetchTrajectories(request), silence_s=CALL_S, source=f"pool shard {shard}"
+        )
+        async for piece in pieces:
+            whole = joiner.add(piece.trajectory)
+            if whole is not None:
+                yield common_pb2.Trajectory.FromString(whole)
 
     # Any, as the stub's own type knows only blocking streams.
     async def _find(self, shard: str) -> Any:

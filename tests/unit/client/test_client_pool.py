@@ -1,0 +1,39 @@
+"""Reading the pool: a shard that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from forge.client.pool import PoolReader
+from forge.core.errors import DeadlineExceeded
+from forge.v1 import pool_pb2
+
+
+class HangingPool:
+    """Stands in for the Remote of a pool whose one shard sends nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    async def pick(self, **_: Any) -> tuple[None, HangingPool]:
+        return None, self
+
+    async def FetchTrajectories(
+        self, request: pool_pb2.FetchTrajectoriesRequest
+    ) -> AsyncIterator[pool_pb2.FetchTrajectoriesResponse]:
+        await asyncio.Event().wait()
+        yield pool_pb2.FetchTrajectoriesResponse()
+
+
+async def test_shard_that_hangs_in_a_fetch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export that waited for ever would say nothing of why."""
+    monkeypatch.setattr("forge.client.pool.Remote", HangingPool)
+    monkeypatch.setattr("forge.client.pool.CALL_S", 0.01)
+    reader: Any = PoolReader
+    with pytest.raises(DeadlineExceeded, match=r"pool shard s0 sent nothing for 0\.01 s"):
+        async for _ in reader(None, None, retry_for_s=0.0).fetch("s0", ["a:0:0"]):
+            pass
