@@ -49,20 +49,30 @@ class Worker(rpc.PrefillServiceServicer, rpc.DecodeServiceServicer):
         self.takes_s: list[float] = []
         """How long each of the next prefills takes, before the worker gives it up."""
         self.now_s = 0.0
+        self.refusals = 0
+        """Decodes that are yet to be refused, before anything was fetched."""
+        self.held: set[str] = set()
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.PrefillResponse:
         if self.takes_s:
             self.now_s += self.takes_s.pop(0)
             of_ours = ((ERROR_KEY, "Unavailable"),)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "gave way", of_ours)
+        self.held.add(request.request_id)
         return pb.PrefillResponse(first=tokens(0, top=request.sampling.top_logprobs))
 
     async def ReleaseKv(self, request: pb.ReleaseKvRequest, context: Any) -> pb.ReleaseKvResponse:
+        self.held.discard(request.request_id)
         return pb.ReleaseKvResponse()
 
     async def Decode(
         self, request: pb.DecodeRequest, context: Any
     ) -> AsyncIterator[pb.DecodeResponse]:
+        if self.refusals:
+            self.refusals -= 1
+            of_ours = ((ERROR_KEY, "ResourceExhausted"),)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many wait", of_ours)
+        self.held.discard(request.request_id)
         most, top = request.sampling.max_tokens, request.sampling.top_logprobs
         for start in range(1, most, self.portion):
             end = min(most, start + self.portion)
@@ -183,6 +193,15 @@ async def test_the_wait_for_a_worker_begins_when_one_is_lost(
         with pytest.raises(Unavailable, match="gave way"):
             _ = [said async for said in one.run(most=10).responses()]
         assert len(worker.takes_s) == 1
+
+
+async def test_a_prompt_that_is_read_anew_is_held_once() -> None:
+    """What a decode worker refused before it fetched it is released, not left until hold_s."""
+    worker = Worker()
+    async with routed(worker) as one:
+        worker.refusals = 2
+        assert [len(said.tokens.ids) async for said in one.run(most=100).responses()] == [4 * 100]
+        assert worker.held == set()
 
 
 async def test_a_caller_that_leaves_takes_nothing_along() -> None:

@@ -173,10 +173,7 @@ class Run:
         self._finish = self._finish_of(read.first)
         yield
         if self._finish is not None:
-            # Only memory is at stake, and not for longer than hold_s.
-            release = pb.ReleaseKvRequest(request_id=request.request_id)
-            with suppress(grpc.aio.AioRpcError):
-                await self._prefill_stub(address).ReleaseKv(release, timeout=_RELEASE_TIMEOUT_S)
+            await self._release_kv(address, request.request_id)
             return
         decode = self._decode(
             pb.DecodeRequest(
@@ -188,9 +185,23 @@ class Run:
                 first=read.first,
             )
         )
-        async with aclosing(decode):
-            async for _ in decode:
-                yield
+        fetched = False
+        try:
+            async with aclosing(decode):
+                async for _ in decode:
+                    fetched = True
+                    yield
+        except _MOVES:
+            # The prompt is read anew: held as well, it would keep others from being read.
+            if not fetched:
+                await self._release_kv(address, request.request_id)
+            raise
+
+    async def _release_kv(self, address: str, request_id: str) -> None:
+        """Only memory is at stake, and not for longer than hold_s."""
+        release = pb.ReleaseKvRequest(request_id=request_id)
+        with suppress(grpc.aio.AioRpcError):
+            await self._prefill_stub(address).ReleaseKv(release, timeout=_RELEASE_TIMEOUT_S)
 
     async def _prefill(self, request: pb.PrefillRequest) -> tuple[str, pb.PrefillResponse]:
         """The address of who read the prompt, and what it said."""
