@@ -52,6 +52,9 @@ class TrainerConfig(ServiceConfig):
         0, help="threads of the tensor library; 0: half the cores, inference has the rest",
         minimum=0,
     )  # fmt: skip
+    device: str = setting(
+        "cpu", help="torch device, e.g. cpu or cuda:0; cuda with ranks: one device for each"
+    )
     ranks: int = setting(
         1, help="processes on this machine that compute each tree together", minimum=1, maximum=64
     )

@@ -62,11 +62,12 @@ class Replica:
     def __init__(self, config: TrainerConfig, *, group: dist.ProcessGroup | None = None) -> None:
         """Starts over. The ranks of `group` get the same orders.
 
-        Raises `ConfigError` for a model that ranks cannot share.
+        Raises `ConfigError` for a device that is not there.
         """
         self._config = config
         self._group = group
         self._model_path = Path(config.model_path)
+        self._device = _device(config.device, rank=dist.get_rank(group) if group else 0)
         self._start_over()
 
     @property
@@ -106,7 +107,7 @@ class Replica:
 
     def _start_over(self) -> None:
         torch.manual_seed(self._config.seed)
-        model = load_model(self._model_path)
+        model = load_model(self._model_path, device=self._device)
         lora = self._config.lora()
         self._trainee = (
             LoraTrainee(model, lora, model_path=self._model_path) if lora else Trainee(model)
@@ -128,7 +129,7 @@ class Replica:
         path = Path(self._config.reference_path or self._model_path)
         if isinstance(self._trainee, LoraTrainee) and path == self._model_path:
             return self._trainee.base_reference(policy)
-        return self._policy(load_model(path).requires_grad_(False))
+        return self._policy(load_model(path, device=self._device).requires_grad_(False))
 
     def _take(self, order: Take) -> StepResult:
         plan = order.plan
@@ -171,6 +172,17 @@ class Replica:
 
     def _heads(self) -> dict[str, Tensor]:
         return self._learner.mtp.heads.named_tensors() if self._learner.mtp else {}
+
+
+def _device(setting: str, *, rank: int) -> torch.device:
+    """That of a rank. Raises `ConfigError` when there is none."""
+    try:
+        device = torch.device("cuda", rank) if setting == "cuda" else torch.device(setting)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device = {setting!r} cannot be had on rank {rank}: {reason}") from error
+    return device
 
 
 def _trunk_type(setting: str, device: torch.device) -> torch.dtype | None:

@@ -63,9 +63,9 @@ class Trainee:
             tensor.copy_(weights[name])
 
 
-def load_model(path: Path) -> Any:
-    """The causal language model in a model directory, in float32, without dropout of its own: the
-    engine that samples has none, so ratios would be its noise.
+def load_model(path: Path, *, device: torch.device | str = "cpu") -> Any:
+    """The causal language model in a model directory, on `device`, in float32, and without dropout
+    of its own: the engine that samples has none, so ratios would be its noise.
 
     Raises `NotFound` when there is none, `InvalidArgument` when transformers cannot read it.
     """
@@ -75,7 +75,7 @@ def load_model(path: Path) -> Any:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InvalidArgument(f"model_path = {str(path)!r}: {error}") from error
-    return model.eval()
+    return model.eval().to(device)
 
 
 def own_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -99,7 +99,7 @@ class LearnerActor(ThreadActor):
             name_of_type = str(self._replica.trunk_type).removeprefix("torch.")
         tensors = []
         for name, tensor in self._replica.published():
-            copy = tensor.to(_DTYPES[name_of_type], copy=True).contiguous()
+            copy = tensor.to("cpu", _DTYPES[name_of_type], copy=True).contiguous()
             data: Any = copy.reshape(-1).view(torch.uint8).numpy()
             tensors.append(
                 NamedTensor(

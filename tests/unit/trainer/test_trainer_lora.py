@@ -115,9 +115,9 @@ def test_the_reference_is_the_base_without_adapters(
     shutil.copytree(model_path, copied)
     loads: list[Path] = []
 
-    def counted(path: Path) -> Any:
+    def counted(path: Path, **named: Any) -> Any:
         loads.append(path)
-        return load_model(path)
+        return load_model(path, **named)
 
     monkeypatch.setattr("services.trainer.replica.load_model", counted)
     settings = {"kl_coef": 0.3, "kl_estimator": "k3", "lora_dropout": dropout, "mtp_heads": 1}

@@ -1,0 +1,27 @@
+"""Where the trainer computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge.core.errors import ConfigError
+from services.trainer import replica
+from tests.support.learners import started_learner
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
+def test_a_device_that_is_not_there_is_told(device: str, model_path: Path, tmp_path: Path) -> None:
+    """One line with the setting, not a traceback of torch's; nothing is trained elsewhere."""
+    with pytest.raises(ConfigError, match=rf"device = '{device}' cannot be had on rank 0: "):
+        started_learner(model_path, tmp_path, device=device)
+
+
+def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cuda` is that of the rank's number; a device by number is what it says."""
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    assert replica._device("cuda", rank=3) == torch.device("cuda:3")
+    assert replica._device("cuda:1", rank=3) == torch.device("cuda:1")
+    assert replica._device("cpu", rank=3) == torch.device("cpu")
