@@ -21,9 +21,10 @@ from torch import Tensor
 from forge.core.errors import ConfigError
 from forge.rl.policy import TreePolicy
 from forge.rl.tree_batch import TreeBatch
-from services.trainer.trainee import Trainee, own_tensors
+from services.trainer.trainee import OWN_DIRECTORY, Trainee, own_tensors
 
 _ADAPTER = "default"
+_CONFIG_FILE = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
 _SAMPLED_ELEMENTS = 4096
 ALL_LINEAR = "all-linear"
@@ -51,6 +52,7 @@ class LoraTrainee(Trainee):
         own = own_tensors(model)
         self._names = list(own)
         self.base = _fingerprint(own)
+        self._alpha = settings.alpha
         self._config = _inject(model, settings, model_path)
         super().__init__(model)
         self._layers: dict[str, Any] = {
@@ -73,6 +75,17 @@ class LoraTrainee(Trainee):
             else:
                 yield name, plain[name] + layer.get_delta_weight(_ADAPTER)
 
+    def check(self, shapes: Mapping[str, Sequence[int]], *, base: str, source: Path) -> None:
+        """Raises `ConfigError` also when the adapters were trained on another scale: the policy
+        would jump."""
+        super().check(shapes, base=base, source=source)
+        alpha = json.loads((source.parent / _CONFIG_FILE).read_text(encoding="utf-8"))["lora_alpha"]
+        if alpha != self._alpha:
+            raise ConfigError(
+                f"{source} has adapters of lora_alpha = {alpha}, which is {self._alpha} in this "
+                f"run. {OWN_DIRECTORY}"
+            )
+
     def base_reference(self, policy: TreePolicy) -> BaseReference:
         """The model as it was before the adapters; `policy` is that of the adapted one."""
         return BaseReference(policy, list(self._layers.values()))
@@ -86,7 +99,7 @@ class LoraTrainee(Trainee):
         }
 
     def sidecars(self) -> Mapping[str, str]:
-        return {"adapter_config.json": self._config}
+        return {_CONFIG_FILE: self._config}
 
 
 class BaseReference:

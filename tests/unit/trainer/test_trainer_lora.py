@@ -137,7 +137,7 @@ def test_the_reference_is_the_base_without_adapters(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("other", ["base", "rank"])
+@pytest.mark.parametrize("other", ["base", "rank", "alpha"])
 def test_a_checkpoint_of_something_else_is_refused(
     trained: tuple[LearnerActor, Path], model_path: Path, tmp_path: Path, other: str
 ) -> None:
@@ -148,6 +148,8 @@ def test_a_checkpoint_of_something_else_is_refused(
             model.lm_head.weight.add_(1e-3)
         model.save_pretrained(tmp_path)
         base, settings, told = tmp_path, {}, "adapters of another base model"
+    elif other == "alpha":
+        base, settings, told = model_path, {"lora_alpha": 99.0}, "adapters of lora_alpha = .*99.0"
     else:
         base, settings, told = model_path, {"lora_rank": 2}, r"lora_A.weight is \(4, .*\(2, "
     with pytest.raises(ConfigError, match=rf"adapter_model.safetensors .*{told}.*checkpoint_dir"):
