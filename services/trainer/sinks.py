@@ -49,16 +49,28 @@ class QueuedSink:
         self._sink = sink
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._failed = False
+        self._to_begin: int | None = None
+        """A beginning that the sink has not taken yet: each step tries it again."""
 
     def begin(self, step: int) -> None:
-        self._submit(lambda: self._sink.begin(step))
+        self._submit(lambda: self._begin(step))
 
     def write(self, metrics: pb.StepMetrics) -> None:
-        self._submit(lambda: self._sink.write(metrics))
+        self._submit(lambda: self._write(metrics))
 
     def close(self) -> None:
         self._submit(self._sink.close)
         self._thread.shutdown()
+
+    def _begin(self, step: int) -> None:
+        self._to_begin = step
+        self._sink.begin(step)
+        self._to_begin = None
+
+    def _write(self, metrics: pb.StepMetrics) -> None:
+        if self._to_begin is not None:
+            self._begin(self._to_begin)
+        self._sink.write(metrics)
 
     def _submit(self, work: Callable[[], None]) -> None:
         self._thread.submit(work).add_done_callback(self._done)

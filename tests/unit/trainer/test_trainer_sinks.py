@@ -82,6 +82,27 @@ def test_steps_go_to_wandb_and_a_restore_begins_a_run(monkeypatch: pytest.Monkey
     assert calls == ["c-from-0", (3, 0.5), "finish", "c-from-0", "finish"]
 
 
+def test_a_sink_that_could_not_begin_does_so_with_a_later_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An outage as training starts costs the steps of the outage, not the run."""
+    calls: list[Any] = []
+
+    def init(**settings: Any) -> Any:
+        calls.append(settings["name"])
+        if len(calls) < 3:
+            raise ConnectionError("no network")
+        return SimpleNamespace(log=lambda values, step: calls.append(step), finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    run = record(wandb_project="p", cluster="c")
+    run.rewind([])
+    for number in (1, 2, 3):
+        run.append(pb.StepMetrics(step=number))
+    run.close_sinks()
+    assert calls == ["c-from-0", "c-from-0", "c-from-0", 2, 3]
+
+
 def test_a_sink_that_fails_stops_nothing_and_is_one_line(tmp_path: Path) -> None:
     """However many steps it fails for."""
     (tmp_path / "file").touch()
