@@ -121,15 +121,22 @@ class Stack:
         self._given_up: asyncio.Future[ProcessEvent] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
-        """Start every process. Raises `NotFound` without an etcd binary."""
+        """Start every process.
+
+        Raises `NotFound` without an etcd binary, `Unavailable` where etcd does not answer, and for
+        one of our own says why.
+        """
         self.plan.directory.create()
         if not self.endpoints:
             self.endpoints = await self._start_etcd()
         (self.plan.directory.path / "etcd.endpoints").write_text(self.endpoints + "\n")
         # Prove that etcd answers before seven processes each find out for themselves.
-        await (await Coordinator.connect(self.endpoints, cluster=self.plan.cluster)).close()
+        await self.guard(self._reach_etcd())
         for member in members(self.plan):
             await self.supervisor.start(self._spec(member))
+
+    async def _reach_etcd(self) -> None:
+        await (await Coordinator.connect(self.endpoints, cluster=self.plan.cluster)).close()
 
     async def guard(self, work: Coroutine[object, object, T]) -> T:
         """Do `work` while every process lives. Raises `Unavailable` when one is given up."""

@@ -248,10 +248,12 @@ def _last_line(path: Path) -> str:
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
     except OSError:
         return ""
-    last = next((line for line in reversed(lines) if line), "")
+    # Go, in which etcd is written, puts its stacks behind what it says.
+    panic = next((at for at, line in enumerate(lines) if line.startswith("panic: ")), None)
+    last = next((line for line in reversed(lines[:panic] or lines) if line), "")
     try:
         fields = json.loads(last)
-        said = [str(fields[key]) for key in ("event", "error") if fields.get(key)]
+        said = [str(fields[key]) for key in ("event", "msg", "error") if fields.get(key)]
         return ": ".join(said) or last
     except (ValueError, AttributeError, TypeError):
         return last

@@ -125,6 +125,19 @@ async def test_last_words_of_a_json_log_are_its_event_and_error(watched: Watched
     assert (await watched.until("crashed")).last_line == "crashed: boom"
 
 
+async def test_last_words_of_a_program_in_go_are_not_its_stack(watched: Watched) -> None:
+    """etcd's panic says what is wrong in a line of its log, and then a great deal more."""
+    code = """
+import json, sys
+print(json.dumps({"level": "panic", "msg": "failed to create WAL", "error": "no space left"}))
+print("panic: failed to create WAL\\n\\ngoroutine 1 [running]:\\nmain.main()\\n\\tmain.go:32 +0x45")
+sys.exit(2)
+"""
+    await watched.start("etcd", code)
+    event = await watched.until("gave_up")
+    assert event.line == "etcd cannot start: failed to create WAL: no space left"
+
+
 async def test_child_that_keeps_crashing_is_given_up(watched: Watched) -> None:
     """A service that cannot come up is not restarted for ever."""
     restart = Restart(max_restarts=2, backoff_s=0.01)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from forge.cli import stack
 from forge.cli.campaign import CampaignResult, Evaluation, evaluation
 from forge.cli.connection import of_run
 from forge.cli.dataset import held_out_tasks, interleave, training_tasks
@@ -165,3 +166,18 @@ def test_sparkline_spans_zero_to_one() -> None:
     """Rewards between 0 and 1 are comparable across domains; others widen the scale."""
     assert sparkline([0.0, 1.0]) == "▁█"
     assert sparkline([0.0, 2.0, 1.0]) == "▁█▅"
+
+
+async def test_an_etcd_of_our_own_that_cannot_start_ends_the_run_in_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for it, or is told to start one."""
+    program = tmp_path / "etcd"
+    program.write_text("#!/bin/sh\necho no space left on device >&2\nexit 2\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(stack, "etcd_binary", lambda: str(program))
+    plan = stack.StackPlan(directory=RunDirectory(tmp_path / "run"), model_path="", cluster="c")
+    started = stack.Stack(plan, on_event=lambda event: None)
+    with pytest.raises(Unavailable, match=r"^etcd cannot start: no space left on device; see "):
+        await started.start()
+    await started.stop()
