@@ -87,19 +87,20 @@ class Replica:
 
     def check(self) -> None:
         """Compare merged trees with the model's own forward, before anything is trained."""
-        policy = self._learner.policy
-        policy.check()
-        if policy.unmerged and self._group is not None:
-            raise ConfigError(
-                f"ranks = {self._config.ranks} is not allowed: {type(policy.model).__name__} is "
-                f"trained sequence by sequence, since {policy.unmerged}"
-            )
+        for policy in self._policies:
+            policy.check()
+            if policy.unmerged and self._group is not None:
+                raise ConfigError(
+                    f"ranks = {self._config.ranks} is not allowed: {type(policy.model).__name__} "
+                    f"is trained sequence by sequence, since {policy.unmerged}"
+                )
 
     def obey(self, order: Order) -> Any:
         """Carry out an order."""
         match order:
             case StartOver():
-                return self._start_over()
+                self._start_over()
+                return self.check()
             case Adopt(directory=directory):
                 return self.adopt(directory, *read(directory, self.weights_file))
             case Take():
@@ -113,7 +114,9 @@ class Replica:
             LoraTrainee(model, lora, model_path=self._model_path) if lora else Trainee(model)
         )
         policy = self._policy(model, balance_coef=self._config.balance_coef)
-        self._learner = Learner(policy, self._config.learner(), reference=self._reference(policy))
+        reference = self._reference(policy)
+        self._policies = [one for one in (policy, reference) if isinstance(one, TreePolicy)]
+        self._learner = Learner(policy, self._config.learner(), reference=reference)
         heads = read_heads(self._model_path) if self._learner.mtp else {}
         if self._learner.mtp and heads:
             self._learner.mtp.heads.load_tensors(heads)

@@ -1,0 +1,47 @@
+"""A model whose prefixes cannot be merged, as only its own forward tells, in a whole trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from forge.rl.batch_plan import plan_batch
+from forge.rl.step import StepResult
+from services.trainer.actors.learner import LearnerActor, Restore, Step
+from tests.support.learners import started_learner
+from tests.support.rl_models import SHAPE, make_sample
+
+
+@pytest.fixture
+def soft_capped(tmp_path: Path) -> Path:
+    """Its attention scores are, which merged trees do not do."""
+    torch.manual_seed(0)
+    shape = Gemma2Config(**SHAPE, head_dim=8, pad_token_id=0)
+    Gemma2ForCausalLM(shape).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def step(actor: LearnerActor) -> StepResult:
+    samples = [make_sample([1, 2, 3, n, n], (2, 5), rng=Random(n)) for n in range(4)]
+    plan = plan_batch(samples, token_budget=64, channels=32)
+    result: StepResult = actor.receive(Step(plan=plan, weight_version=1))
+    assert not result.skipped
+    return result
+
+
+def test_its_reference_is_not_merged_either(soft_capped: Path, tmp_path: Path) -> None:
+    """As the same weights they are as far apart as nothing."""
+    actor = started_learner(soft_capped, tmp_path, kl_coef=0.1)
+    assert step(actor).stats.reference_kl == pytest.approx(0.0, abs=1e-6)
+
+
+def test_nor_is_it_once_training_has_started_over(soft_capped: Path, tmp_path: Path) -> None:
+    """Without a checkpoint to go back to: the first step again is the first step."""
+    actor = started_learner(soft_capped, tmp_path)
+    first = step(actor)
+    assert actor.receive(Restore()) is None
+    assert step(actor).loss == first.loss
