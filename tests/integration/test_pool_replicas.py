@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import resource
 import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from forge.core.errors import ForgeError, Unavailable
+from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
@@ -78,8 +81,9 @@ async def pools(key_file: Path, coordinator: Coordinator) -> AsyncIterator[Remot
     await channels.close()
 
 
-async def put(client: PoolClient, task_id: str) -> None:
-    request = pool_pb2.PutGroupsRequest(groups=[make_group(task_id)], fence=1)
+async def put(client: PoolClient, task_id: str, *, payload_json: str = "{}") -> None:
+    group = make_group(task_id, payload_json=payload_json)
+    request = pool_pb2.PutGroupsRequest(groups=[group], fence=1)
     async with translated():
         await client.stub.PutGroups(request, timeout=10.0)
 
@@ -112,6 +116,25 @@ async def test_a_killed_leader_takes_nothing_acknowledged_with_it(shard, pools):
         for writer in writers:
             writer.cancel()
     await replicas.audit(ledger)
+
+
+async def test_a_follower_without_room_is_a_full_disk_to_who_writes(shard):
+    """Not a follower that is away: the status says so, naming it, until there is room again."""
+    replicas = shard()
+    client = await replicas.client()
+    await put_once_it_is_taken(client, "before")
+    leader, _ = await replicas.leader()
+    (follower,) = (each for each in replicas.processes if each is not leader)
+    _, most = resource.prlimit(follower.pid, resource.RLIMIT_FSIZE)
+    full_bytes = (follower.data_dir / "data.mdb").stat().st_size
+    resource.prlimit(follower.pid, resource.RLIMIT_FSIZE, (full_bytes, most))
+    with pytest.raises(ResourceExhausted, match="the follower of pool shard s0 has no room"):
+        for number in itertools.count():
+            # What was under way when it found out is told as it would be of one that went away.
+            with suppress(Unavailable):
+                await put(client, f"big-{number}", payload_json=json.dumps("x" * 500_000))
+    resource.prlimit(follower.pid, resource.RLIMIT_FSIZE, (most, most))
+    await put_once_it_is_taken(client, "after")
 
 
 async def test_a_deposed_leader_is_refused_everything(shard):
