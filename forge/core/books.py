@@ -202,6 +202,10 @@ class Books:
         """Training groups that were started, and neither trained on nor given up."""
         return sum(self._counts[False, phase] for phase in _STARTED)
 
+    def started_inside(self) -> int:
+        """Those of them that the window has reached."""
+        return sum(self.window.inside(phase) for phase in _STARTED)
+
     def running(self) -> int:
         """Groups of both purposes."""
         return self._running_groups

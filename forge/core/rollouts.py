@@ -178,7 +178,8 @@ class Rollouts:
         # complete beyond the window, and stay there until the head has moved.
         near = group.spec.index < books.window.head + min(books.window.size, limit)
         if adaptive:
-            return (near and running < limit) or adaptive.admits(untrained=books.untrained())
+            near = near and running < limit and books.started_inside() < adaptive.open_limit
+            return near or adaptive.admits(untrained=books.untrained())
         return self._settings.admits(
             place=group.place,
             head=books.window.head,

@@ -250,6 +250,14 @@ def test_head_starts_whatever_overtook_it_in_an_outage(settings: dict[str, objec
     assert take(queue, 2) == ("a0", "a1")
 
 
+def test_adaptive_keeps_its_bound_after_an_outage() -> None:
+    """Those that overtook the head are in the window, and can be trained on: the head waits."""
+    queue = make_outage(concurrency=64, mode=Mode.ADAPTIVE, batch_groups=2, max_staleness_p99=4.0)
+    complete(queue, *lease(queue))
+    queue.books.away = frozenset()
+    assert lease(queue) == ["a0", "a1", "a2"], "seven of three and a half steps, with four ahead"
+
+
 def make_priorities(*priorities: int, **settings: object) -> GenerationQueue:
     """A group for each: task `a<index>`."""
     queue = make_queue("", **settings)
