@@ -18,11 +18,11 @@ from typing import Any
 
 from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
 from forge.runtime.telemetry import log
+from services.trainer.contents import STATE_FILE
 
 KEPT = 2
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished"
-_STATE = "state.json"
 _LATEST = "latest"
 _FORMAT = 1
 
@@ -82,7 +82,7 @@ class CheckpointStore:
                 "files": files,
                 "history": history,
             }
-            (unfinished / _STATE).write_text(json.dumps(state))
+            (unfinished / STATE_FILE).write_text(json.dumps(state))
             for file in unfinished.iterdir():
                 _fsync(file)
             _fsync(unfinished)
@@ -137,11 +137,12 @@ class CheckpointStore:
 
 def _read(path: Path) -> Checkpoint:
     try:
-        state = json.loads((path / _STATE).read_text())
+        state = json.loads((path / STATE_FILE).read_text())
         if state["format"] != _FORMAT:
             # Not damage: to pass it over would be to train from the start, unasked.
             raise ConfigError(
-                f"{path / _STATE} is of format {state['format']!r}; this trainer reads {_FORMAT}"
+                f"{path / STATE_FILE} is of format {state['format']!r}; "
+                f"this trainer reads {_FORMAT}"
             )
         for name, size in state["files"].items():
             found = (path / name).stat().st_size

@@ -23,6 +23,10 @@ from services.trainer.trainee import OWN_DIRECTORY
 
 LEARNER_FILE = "learner.pt"
 HEADS_FILE = "mtp.safetensors"
+STATE_FILE = "state.json"
+"""Of a checkpoint, as which `services.trainer.checkpoints` knows it."""
+_OF_OTHER_WEIGHTS = (".index.json", STATE_FILE)
+"""What a directory that is trained from says of the weights in it."""
 UNREADABLE = (
     OSError,
     RuntimeError,
@@ -93,7 +97,8 @@ def write_model(
     _save_tensors(weights, directory / weights_file)
     for pattern in ("*.json", "*.jinja", "*.txt", "*.model"):
         for file in model_path.glob(pattern):
-            shutil.copyfile(file, directory / file.name)
+            if not file.name.endswith(_OF_OTHER_WEIGHTS):
+                shutil.copyfile(file, directory / file.name)
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:

@@ -46,6 +46,21 @@ def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
     assert (found[0].path / "model.bin").read_bytes() == b"weights"
 
 
+def test_a_run_may_begin_from_anothers_checkpoint(tmp_path: Path) -> None:
+    """Or from weights in several files: what is said there of those weights does not go along."""
+    source, store = tmp_path / "source", CheckpointStore(tmp_path / "checkpoints")
+    source.mkdir()
+    for name in ("config.json", "state.json", "model.safetensors.index.json"):
+        (source / name).write_text("{}")
+    contents = Contents(
+        weights={"w": torch.zeros(2)}, learner={}, weights_file="model.safetensors", sidecars={},
+        model_path=source,
+    )  # fmt: skip
+    path = store.save(contents.write, step=1, weight_version=2, history=[{"step": 1}])
+    assert names(path) == ["config.json", "learner.pt", "model.safetensors", "state.json"]
+    assert [one.path for one in store.newest_first()] == [path]
+
+
 def test_two_are_kept(tmp_path: Path) -> None:
     """Older ones go, in the order of their steps, not of their names' length."""
     store = CheckpointStore(tmp_path)
