@@ -1,7 +1,8 @@
 """What only a CUDA device can show. Skipped where there is none.
 
-`python -m pytest --noconftest tests/gpu tests/unit/rl` needs torch, transformers, pytest and
-hypothesis, nothing of the services.
+    OMP_NUM_THREADS=1 python -m pytest --noconftest tests/gpu tests/unit/rl
+
+needs torch, transformers, pytest and hypothesis, nothing of the services.
 """
 
 from __future__ import annotations
