@@ -158,8 +158,8 @@ class Sessions:
             await asyncio.wait_for(done, FLUSH_TIMEOUT_S)
         except TimeoutError:
             raise Unavailable(
-                f"pool shard {session.backlog.pool_shard} did not acknowledge all turns of "
-                f"{trajectory_id} within {FLUSH_TIMEOUT_S:g} s"
+                f"not all turns of {trajectory_id} were acknowledged within "
+                f"{FLUSH_TIMEOUT_S:g} s by {session.backlog.where}"
             ) from None
 
     async def sweep(self) -> None:

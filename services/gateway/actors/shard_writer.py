@@ -116,6 +116,8 @@ class Backlog:
     refused: dict[str, str] = field(default_factory=dict)
     """Why a turn of a trajectory was refused for good; of so many trajectories, the last ones."""
     flushes: dict[str, list[asyncio.Future[None]]] = field(default_factory=dict)
+    put_off: str = ""
+    """Why the shard takes no turns for now, a full disk for one; empty once it has taken one."""
 
     def __post_init__(self) -> None:
         BACKLOG.labels(self.pool_shard).set_function(lambda: self.bytes)
@@ -124,9 +126,13 @@ class Backlog:
         """Raises `ResourceExhausted` while too much waits already."""
         if self.bytes >= self.max_bytes:
             raise ResourceExhausted(
-                f"{self.bytes >> 20} MiB of turns wait for pool shard {self.pool_shard}",
-                retry_after_s=2.0,
+                f"{self.bytes >> 20} MiB of turns wait for {self.where}", retry_after_s=2.0
             )
+
+    @property
+    def where(self) -> str:
+        """The shard, and why turns wait for it, where it has said so."""
+        return f"pool shard {self.pool_shard}{self.put_off and f' ({self.put_off})'}"
 
     def add(self, turn: common_pb2.Turn) -> None:
         data = turn.SerializeToString()
@@ -326,6 +332,9 @@ class ShardWriter(Actor):
     def _acknowledged(self, response: pool_pb2.AppendTurnsResponse) -> None:
         backlog = self._backlog
         if response.status_code in _PASSING:
+            if not backlog.put_off:
+                log.warning("turns_put_off", pool_shard=backlog.pool_shard, error=response.error)
+            backlog.put_off = response.error
             asyncio.get_running_loop().call_later(_RETRY_S, self._resend, response.sequence)
             return
         if response.status_code == _TAKEN:
@@ -334,7 +343,9 @@ class ShardWriter(Actor):
         turn = backlog.remove(response.sequence)
         if turn is None:
             return
-        if response.status_code:
+        if not response.status_code:
+            backlog.put_off = ""
+        else:
             why = f"the pool refused turn {turn.turn_index}: {response.error}"
             backlog.refuse(turn.trajectory_id, why)
             REFUSED_TURNS.inc()

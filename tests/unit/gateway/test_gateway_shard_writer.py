@@ -265,16 +265,21 @@ async def test_a_turn_larger_than_a_message_goes_in_chunks(
         await asyncio.wait_for(await flush(writer, f"t:{number}:0"), WAIT_S)
 
 
-async def test_full_disk_is_waited_for(writer: ActorRef, shard: FakeShard) -> None:
-    """RESOURCE_EXHAUSTED refuses nothing for good: the turn is sent again on the same stream."""
+async def test_full_disk_is_waited_for(
+    writer: ActorRef, shard: FakeShard, backlog: Backlog
+) -> None:
+    """RESOURCE_EXHAUSTED refuses nothing for good: the turn is sent again on the same stream. Until
+    it is taken, whoever waits for the shard is told why."""
     writer.tell(turn(0))
     stream = await shard.next_stream()
     sequence, _ = await stream.turn()
     stream.answer(sequence, grpc.StatusCode.RESOURCE_EXHAUSTED)
     again, index = await stream.turn()
     assert (again, index) == (sequence, 0)
+    assert backlog.where.endswith(" (RESOURCE_EXHAUSTED)")
     stream.answer(again)
     await asyncio.wait_for(await flush(writer), WAIT_S)
+    assert backlog.where == f"pool shard {backlog.pool_shard}"
 
 
 async def test_refused_turn_fails_the_flush(writer: ActorRef, shard: FakeShard) -> None:
