@@ -48,7 +48,7 @@ def examine(root: Path, console: Console) -> int:
         _torch,
         _etcd,
         _loopback,
-        lambda: _disk(root),
+        lambda: disk(root),
         _memory,
         _files,
     ]
@@ -116,7 +116,8 @@ def _loopback() -> Finding:
         return Finding(ok=False, text=f"127.0.0.1: {error}", remedy="Bring the lo interface up.")
 
 
-def _disk(root: Path) -> Finding:
+def disk(root: Path) -> Finding:
+    """Whether a run under `root` has room for what it writes."""
     existing = next(p for p in (root.resolve(), *root.resolve().parents) if p.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         return Finding(
@@ -127,7 +128,7 @@ def _disk(root: Path) -> Finding:
     free = shutil.disk_usage(existing).free
     return Finding(
         ok=free > 4 * GIB,
-        text=f"{free / GIB:.0f} GiB free under {existing}",
+        text=f"{free / GIB:.1f} GiB free under {existing}",
         remedy="A run needs about 4 GiB; free some or name another place with --root.",
     )
 

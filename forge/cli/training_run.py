@@ -13,6 +13,7 @@ from rich.console import Console
 
 from forge.cli.campaign import Campaign, CampaignResult
 from forge.cli.display import RunDisplay, result_notes, result_table
+from forge.cli.doctor import disk
 from forge.cli.models import ensure_model
 from forge.cli.plot import draw
 from forge.cli.presets import Preset, Settings, merged, preset_for
@@ -150,6 +151,9 @@ async def running(
 ) -> AsyncIterator[tuple[Stack, Coordinator, Channels]]:
     """A ready stack and what it takes to talk to it; everything is stopped at the end."""
     stack = Stack(plan, on_event=display.process_event)
+    room = disk(plan.directory.path)
+    if not room.ok:
+        display.say(f"{room.text}. {room.remedy}")
     try:
         display.say("Starting etcd and the services ...")
         await stack.start()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+from io import StringIO
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -14,9 +17,10 @@ from forge.cli import stack
 from forge.cli.campaign import CampaignResult, Evaluation, evaluation
 from forge.cli.connection import of_run
 from forge.cli.dataset import held_out_tasks, interleave, training_tasks
-from forge.cli.display import result_table, sparkline
+from forge.cli.display import RunDisplay, result_table, sparkline
 from forge.cli.presets import PRESETS, merged, parse_overrides, preset_for
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
+from forge.cli.training_run import running
 from forge.client.operator import domain_results
 from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
 from forge.v1 import common_pb2 as pb
@@ -171,13 +175,16 @@ def test_sparkline_spans_zero_to_one() -> None:
 async def test_an_etcd_of_our_own_that_cannot_start_ends_the_run_in_its_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for it, or is told to start one."""
+    """Nobody waits for it, or is told to start one; that there is little room was told before."""
     program = tmp_path / "etcd"
     program.write_text("#!/bin/sh\necho no space left on device >&2\nexit 2\n")
     program.chmod(0o755)
     monkeypatch.setattr(stack, "etcd_binary", lambda: str(program))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=23 << 20))
     plan = stack.StackPlan(directory=RunDirectory(tmp_path / "run"), model_path="", cluster="c")
-    started = stack.Stack(plan, on_event=lambda event: None)
+    console = Console(file=StringIO(), width=200)
     with pytest.raises(Unavailable, match=r"^etcd cannot start: no space left on device; see "):
-        await started.start()
-    await started.stop()
+        async with running(plan, RunDisplay(console, total_steps=1)):
+            raise AssertionError("it did start")
+    assert isinstance(console.file, StringIO)
+    assert "0.0 GiB free" in console.file.getvalue()
