@@ -46,7 +46,7 @@ class Course:
     batch_tokens: int
     """Tokens of the conversations of an update, about."""
     eval_every: int
-    """Updates between two looks at what is held out."""
+    """Updates between two looks at what is held out; 0: only before and after."""
     seed: int
 
 
@@ -93,7 +93,7 @@ def teach(learner: Learner, taught: Lessons, held: Lessons, course: Course) -> N
         if result.skipped:
             raise InvalidArgument(f"update {update}: {result.skipped}")
         told = {"update": update, "loss": result.loss, "tokens": result.plan.trained_tokens}
-        if update % course.eval_every == 0:
+        if course.eval_every and update % course.eval_every == 0:
             told["held_out_loss"] = mean_loss(learner, held)
         _tell(**told)
     _tell(update=learner.steps, held_out_loss=mean_loss(learner, held))
@@ -168,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-tokens", type=int, default=65536, help="tokens of an update's conversations")
     add("--token-budget", type=int, default=16384, help="most tokens in one forward pass")
     add("--held-out", type=float, default=0.05, help="share of conversations only evaluated on")
-    add("--eval-every", type=int, default=50, help="updates between evaluations")
+    add("--eval-every", type=int, default=50, help="updates between evaluations; 0: none")
     add("--optimizer", choices=NAMES, default="adamw")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=1, help="threads torch computes with")

@@ -118,3 +118,15 @@ def test_a_model_learns_what_it_is_shown(
     assert PreTrainedTokenizerFast.from_pretrained(out).chat_template == TEMPLATE
     assert main(argv) == 2
     assert capsys.readouterr().err == f"supervised: out = {str(out)!r} is there already\n"
+
+
+def test_what_is_held_out_may_be_looked_at_before_and_after_alone(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--eval-every 0`."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"messages": TALK}) for _ in range(10)))
+    argv = ["--model", str(model), "--data", str(data), "--out", str(tmp_path / "out")]
+    assert main([*argv, "--held-out", "0.2", "--batch-tokens", "30", "--eval-every", "0"]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert ["held_out_loss" in one for one in told] == [True, *[False] * (len(told) - 2), True]
