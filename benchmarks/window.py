@@ -109,6 +109,9 @@ def measure(size: Size, seed: int) -> dict[str, Outcome]:
     transients = {
         "cold": started,
         "waves": replace(started, wave=2 * size.concurrency, steps=6 * BATCHES_PER_N),
+        # `fifo` with S = 8 gives out eight batches at a time: the two above are whole such rounds.
+        "cold_44": replace(started, steps=44),
+        "waves_36": replace(started, wave=36 * size.batch, steps=3 * 36),
         "change": replace(steady, skip=size.steps // 4, later=SLOWER),
     }
     chosen = dict(fixed_settings(size)) | dict(adaptive_settings(size))

@@ -11,7 +11,8 @@ batches of B groups, is kept in advance and not by feedback, so that tasks which
 break nothing:
 
 - At most (S - 1/2) B groups are started and not trained on. With S B all of them could still be
-  in time, but only in the order of a FIFO; half a batch less leaves room to choose.
+  in time, but only in the order of a FIFO; half a batch less leaves room to choose. At the end of
+  the queue, where all that is left makes S B or less, nothing is kept back for that.
 - A batch holds what would be late otherwise, or stay too far behind its place in a FIFO
   (`forge.core.deadlines`), and waits for it. Groups go on starting meanwhile.
 - The rest of it takes from each kind of group its share of the queue, oldest first, because short
@@ -34,7 +35,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from forge.core.deadlines import MAY_LAG, Deadlines
+from forge.core.deadlines import MAY_LAG, Deadlines, Due
 from forge.core.groups import Group, Phase
 from forge.core.window import Window
 
@@ -42,7 +43,8 @@ SAMPLE_BATCHES, SAMPLE_GROUPS = 8, 2048
 """At least so much of what has ended, in queue order, is what the queue is like."""
 DIFFICULTY_BINS = 4
 SPARE_BATCHES = 0.5
-"""How many of the S batches that could still be trained on in time are not started."""
+"""How many of the S batches that could still be trained on in time are not started, as long as the
+queue goes on."""
 LOOKS_PER_BATCH = 16
 
 
@@ -101,29 +103,34 @@ class Adaptive:
         """Of the last batch that was weighed."""
 
     @property
+    def most_open(self) -> int:
+        """How many groups may be started and not trained on and still be in time in some order."""
+        return self._deadlines.bound_steps * self._size
+
+    @property
     def open_limit(self) -> int:
-        """How many groups may be started and not trained on; those that run are among them."""
+        """How many may be while the queue goes on; those that run are among them."""
         batches = max(1.0, self._deadlines.bound_steps - SPARE_BATCHES)
         return math.ceil(batches * self._size)
 
     @property
     def running_limit(self) -> int:
         """Most training groups that may run."""
-        return min(self._bounds.concurrency, self.open_limit)
+        return min(self._bounds.concurrency, self.most_open)
 
     @property
     def window_size(self) -> int:
         """W."""
-        return 2 * self._deadlines.bound_steps * self._size
+        return 2 * self.most_open
 
     @property
     def staleness_p99(self) -> float:
         """Of the groups trained on last; 0 before the first."""
         return self._deadlines.staleness_p99
 
-    def admits(self, *, untrained: int) -> bool:
+    def admits(self, *, untrained: int, queued: int) -> bool:
         """Whether one more group may start; `untrained` are started and not trained on."""
-        return untrained < self.open_limit
+        return untrained < self.open_limit or untrained + queued <= self.most_open
 
     def started(self, group: Group, now_s: float) -> None:
         self._deadlines.started(group)
@@ -181,10 +188,10 @@ class Adaptive:
         if waiting and self._changes - self._weighed_at < size / LOOKS_PER_BATCH:
             return []
         self._weighed_at = self._changes
-        due, lacking = self._deadlines.due(
+        due = self._deadlines.due(
             size, batched=window.inside(Phase.BATCHED), edge=window.edge, away=away
         )
-        if waiting and lacking:
+        if waiting and due.lacking:
             return []
         picked = self._pick(window, size, away, due)
         if waiting and len(picked) < size:
@@ -199,12 +206,14 @@ class Adaptive:
         return sorted((group for _, group in picked), key=lambda group: group.spec.index)
 
     def _pick(
-        self, window: Window, size: int, away: frozenset[str], due: Sequence[Group]
+        self, window: Window, size: int, away: frozenset[str], due: Due
     ) -> list[tuple[Kind, Group]]:
         """What is due, then from each kind its share, oldest first; what is missing then from the
         oldest of all."""
-        picked = [(self._kinds.get(group.spec.index, UNKNOWN), group) for group in due]
-        held = {group.spec.index for group in due}
+        picked = [(self._kinds.get(group.spec.index, UNKNOWN), group) for group in due.groups]
+        held = {group.spec.index for group in due.groups}
+        among = {group.spec.index for group in due.among}
+        edge = max(among) + 1 if among else window.edge
         counts = Counter(kind for kind, _ in picked)
         fair: list[tuple[int, Kind]] = []
         left: dict[Kind, Iterator[int]] = {}
@@ -212,7 +221,7 @@ class Adaptive:
         for kind, order in self._complete.items():
             wanted = size * self._sampled[kind] / total + self._carry[kind] - counts[kind]
             quota = max(0, math.floor(wanted + 0.5))
-            left[kind] = self._usable(order, window.edge, away, held)
+            left[kind] = self._usable(order, edge, away, held, among)
             fair += [(index, kind) for index in islice(left[kind], quota)]
         # Rounded up more often than down: the youngest wait for the next batch.
         fair.sort()
@@ -224,10 +233,12 @@ class Adaptive:
         return (picked + [(kind, self._groups[index]) for index, kind in rest])[:size]
 
     def _usable(
-        self, order: Sequence[int], edge: int, away: frozenset[str], held: set[int]
+        self, order: Sequence[int], edge: int, away: frozenset[str], held: set[int], among: set[int]
     ) -> Iterator[int]:
         for index in islice(order, bisect_left(order, edge)):
-            if index not in held and self._groups[index].spec.shard not in away:
+            if index in held or (among and index not in among):
+                continue
+            if self._groups[index].spec.shard not in away:
                 yield index
 
     def _settle(self, counts: Counter[Kind], size: int) -> None:

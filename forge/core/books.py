@@ -206,6 +206,10 @@ class Books:
         """Those of them that the window has reached."""
         return sum(self.window.inside(phase) for phase in _STARTED)
 
+    def queued(self) -> int:
+        """Training groups that were not started."""
+        return self._counts[False, Phase.QUEUED]
+
     def running(self) -> int:
         """Groups of both purposes."""
         return self._running_groups

@@ -5,7 +5,8 @@ Owns the steps and the order groups were started in, and their staleness.
     bound  A group started after step s has until step s + S. Batches of B can keep all of that as
            long as at most S B groups are started and not trained on, and each batch holds what
            would not fit into the later ones: of the groups whose time ends within j more steps,
-           all but j B.
+           all but j B. Where that is a whole batch, the older half of it is certain, and the rest
+           is any of the oldest 2 B.
     pace   In a FIFO the k-th group started is in batch k / B. Here it is in that one or in the
            next `PACE_BATCHES` - 1: were it overtaken by more, ever more long groups would stay
            behind, and be due together.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, islice
 
 from forge.core.groups import Group, Phase
@@ -28,6 +30,18 @@ LATE_SHARE = 0.001
 PACE_BATCHES = 2
 MAY_LAG = 1
 """How many that run may be behind their pace without being waited for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """What the next batch must hold."""
+
+    groups: list[Group]
+    """All of these."""
+    among: list[Group]
+    """Unless it is empty, nothing that is not one of these: all of the batch is due."""
+    lacking: bool
+    """Whether more of what is due has still to complete."""
 
 
 class Deadlines:
@@ -106,16 +120,11 @@ class Deadlines:
                 return running
         return MAY_LAG + 1
 
-    def due(
-        self, size: int, *, batched: int, edge: int, away: frozenset[str]
-    ) -> tuple[list[Group], bool]:
-        """What the next batch must hold, and whether more of that has still to complete.
-
-        `batched`: groups in batches that go before; only those below `edge` and not on the pool
-        shards `away` count.
-        """
-        late, lacking = self._due_by_bound(size, batched=batched, edge=edge, away=away)
-        due = {group.spec.index: group for group in late}
+    def due(self, size: int, *, batched: int, edge: int, away: frozenset[str]) -> Due:
+        """What the next batch must hold. `batched`: groups in batches that go before; only those
+        below `edge` and not on the pool shards `away` count."""
+        bound = self._due_by_bound(size, batched=batched, edge=edge, away=away)
+        due = {group.spec.index: group for group in bound.groups}
         over = self._begun - len(self._order) + batched
         lagging = 0
         for before, group in self._visible(edge, away):
@@ -125,11 +134,13 @@ class Deadlines:
                 due[group.spec.index] = group
             else:
                 lagging += 1
-        return list(due.values())[:size], lacking or lagging > MAY_LAG
+        return Due(
+            groups=list(due.values())[:size],
+            among=bound.among,
+            lacking=bound.lacking or lagging > MAY_LAG,
+        )
 
-    def _due_by_bound(
-        self, size: int, *, batched: int, edge: int, away: frozenset[str]
-    ) -> tuple[list[Group], bool]:
+    def _due_by_bound(self, size: int, *, batched: int, edge: int, away: frozenset[str]) -> Due:
         next_step = self._step + math.ceil(batched / size) + 1
         due: list[Group] = []
         lacking = False
@@ -147,9 +158,13 @@ class Deadlines:
             if needed > len(due):
                 oldest_first = chain.from_iterable(older)
                 complete = (group for group in oldest_first if group.phase is Phase.COMPLETE)
-                due = list(islice(complete, needed))
+                found = list(islice(complete, needed if needed < size else 2 * size))
+                if len(found) >= size:
+                    certain = found[: max(len(due), size // 2)]
+                    return Due(groups=certain, among=found, lacking=lacking)
+                due = found
                 lacking = lacking or len(due) < needed
-        return due, lacking
+        return Due(groups=due, among=[], lacking=lacking)
 
     def _visible(self, edge: int, away: frozenset[str]) -> Iterator[tuple[int, Group]]:
         """What is in no batch, in order of the starts."""

@@ -179,7 +179,7 @@ class Rollouts:
         near = group.spec.index < books.window.head + min(books.window.size, limit)
         if adaptive:
             near = near and running < limit and books.started_inside() < adaptive.open_limit
-            return near or adaptive.admits(untrained=books.untrained())
+            return near or adaptive.admits(untrained=books.untrained(), queued=books.queued())
         return self._settings.admits(
             place=group.place,
             head=books.window.head,

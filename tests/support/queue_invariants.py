@@ -93,7 +93,7 @@ class QueueInvariants(RuleBasedStateMachine):
         edge = books.window.head + adaptive.running_limit
         near = sum(group.spec.index < edge for group in started)
         if near < len(started):
-            assert books.untrained() - near <= adaptive.open_limit, "it ran ahead"
+            assert books.untrained() - near <= adaptive.most_open, "it ran ahead"
 
     def check_order(self, claims: tuple[RolloutClaim, ...]) -> None:
         """Evaluation first, then by index; nothing that could go out was passed over."""

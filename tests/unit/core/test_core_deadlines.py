@@ -35,8 +35,8 @@ def train(deadlines: Deadlines, *groups: Group) -> None:
 
 def look(deadlines: Deadlines, size: int = 2, **changed: object) -> tuple[list[int], bool]:
     asked: dict[str, object] = {"batched": 0, "edge": EVERYTHING, "away": frozenset()}
-    due, lacking = deadlines.due(size, **(asked | changed))
-    return [group.spec.index for group in due], lacking
+    due = deadlines.due(size, **(asked | changed))
+    return [group.spec.index for group in due.groups], due.lacking
 
 
 def test_group_is_due_in_the_last_step_that_is_in_time() -> None:
@@ -57,8 +57,22 @@ def test_more_than_fit_into_the_last_batch_are_due_before() -> None:
     deadlines = Deadlines(2, history=1000)
     make_started(deadlines, 0, 1, 2, complete=True)
     assert look(deadlines) == ([0], False)
-    make_started(deadlines, 3, 4, complete=True)
-    assert look(deadlines) == ([0, 1], False)
+    make_started(deadlines, 3, complete=True)
+    make_started(deadlines, 4)
+    due = deadlines.due(2, batched=0, edge=EVERYTHING, away=frozenset())
+    assert [group.spec.index for group in due.groups] == [0], "the older half of it"
+    assert [group.spec.index for group in due.among] == [0, 1, 2, 3], "and any of the next"
+    assert not due.lacking
+
+
+def test_batch_that_is_due_and_not_complete_is_waited_for() -> None:
+    """Four of four are due and three complete: these are in it, and nothing is chosen."""
+    deadlines = Deadlines(1, history=1000)
+    make_started(deadlines, 0, 1, 2, complete=True)
+    make_started(deadlines, 3)
+    due = deadlines.due(4, batched=0, edge=EVERYTHING, away=frozenset())
+    assert [group.spec.index for group in due.groups] == [0, 1, 2]
+    assert (due.among, due.lacking) == ([], True)
 
 
 def test_batch_waits_for_what_is_due_and_runs() -> None:

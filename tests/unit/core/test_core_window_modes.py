@@ -142,6 +142,42 @@ def test_adaptive_starts_less_than_can_be_trained_on_in_time() -> None:
     assert queue.books.window.width == 40
 
 
+def test_adaptive_keeps_nothing_back_at_the_end_of_the_queue() -> None:
+    """What fits into S batches with all that is queued starts; with one group more it does not."""
+    asked: dict[str, object] = {"mode": Mode.ADAPTIVE, "batch_groups": 4, "max_staleness_p99": 5.0}
+    assert len(lease(make_queue("a" * 21, **asked))) == 18
+    queue = make_queue("a" * 20, **asked)
+    assert len(lease(queue)) == 20
+    assert queue.books.adaptive
+    assert queue.books.adaptive.running_limit == 20
+
+
+def test_adaptive_chooses_half_of_a_batch_that_is_all_due() -> None:
+    """Two batches must hold all eight: the first has the oldest two, and slow ones as it should."""
+    queue = make_queue("a" * 8, mode=Mode.ADAPTIVE, batch_groups=4, max_staleness_p99=2.0)
+    names = lease(queue)
+    complete(queue, *names[:4], now_s=1.0)
+    complete(queue, *names[4:], now_s=9.0)
+    assert take(queue, 4, now_s=9.0) == ("a0", "a1", "a4", "a5")
+
+
+def test_adaptive_batch_that_is_all_due_takes_no_younger_group() -> None:
+    """The head was away and started late: it has time, which those that overtook it have not."""
+    queue = make_queue("", mode=Mode.ADAPTIVE, batch_groups=4, max_staleness_p99=2.0)
+    for index in range(16):
+        shard = "s0" if index else "gone"
+        spec = GroupSpec(task_id=TaskId(f"a{index}"), index=index, domain="a", shard=shard, size=1)
+        queue.add(Group(spec), now_s=0.0)
+    queue.books.away = frozenset({"gone"})
+    complete(queue, *lease(queue))
+    assert take(queue, 4) == ("a1", "a2", "a3", "a4")
+    queue.batches.commit(queue.take(trainer_id="t", max_groups=4, now_s=0.0).batch_id, step=1)
+    queue.books.away = frozenset()
+    complete(queue, *lease(queue))
+    assert queue.books.group("a0").phase is Phase.COMPLETE
+    assert take(queue, 2) == ("a5", "a6")
+
+
 def test_adaptive_starts_a_whole_batch_whatever_the_bound() -> None:
     """With a bound of one step it is generation and training in turns, and no halt."""
     queue = make_queue("a" * 64, mode=Mode.ADAPTIVE, batch_groups=8, max_staleness_p99=1.0)
