@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from forge.core.errors import ResourceExhausted
 from services.inference.engines.base import Prompt
@@ -94,6 +95,19 @@ async def test_prompts_wait_for_room_to_be_held(start: Start) -> None:
         assert not last.done()
         pair.prefill.release("b")
         await last
+
+
+@pytest.mark.parametrize(("tokens", "warned"), [(512, 0), (511, 2)])
+async def test_memory_below_one_context_is_told_at_the_start(
+    start: Start, tokens: int, warned: int
+) -> None:
+    """By prefill and by decode, with what it takes."""
+    with capture_logs() as logged:
+        async with start(kv_bytes=tokens * TOKEN_BYTES):
+            pass
+    told = [line for line in logged if line["event"] == "context_exceeds_kv_mib"]
+    assert len(told) == warned
+    assert all(line["context_tokens"] == engines.CONTEXT_TOKENS for line in told)
 
 
 async def test_equal_prompts_take_room_once(start: Start) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from forge.core.errors import ForgeError, NotFound
 from forge.runtime.actor import ActorRef, ActorSystem, Restart
+from forge.runtime.telemetry import log
 from services.inference.engines.base import (
     EngineStatus,
     FetchKv,
@@ -122,6 +123,14 @@ class _Embedded:
         self._options = options
         self._grammars = Grammars(options.model_path, vocabulary=policy.limits.vocabulary)
         self._work = _Work()
+        context_bytes = policy.limits.context_tokens * policy.kv_shape.token_bytes
+        if context_bytes > options.kv_bytes:
+            log.warning(
+                "context_exceeds_kv_mib",
+                context_tokens=policy.limits.context_tokens,
+                needed_mib=-(-context_bytes >> 20),
+                kv_mib=options.kv_bytes >> 20,
+            )
 
     @property
     def cache_tokens(self) -> int:
