@@ -52,7 +52,10 @@ class _Lane:
 
     def first_ready(self) -> Slot | None:
         while self.ready and not _due(self.ready[0][3]):
-            heappop(self.ready)[3].rollout.listed = False
+            slot = heappop(self.ready)[3]
+            # A closed group has no rollouts: to look at one would make them anew.
+            if slot.group.phase.open:
+                slot.rollout.listed = False
         return self.ready[0][3] if self.ready else None
 
 

@@ -313,6 +313,17 @@ def test_group_is_accepted_once() -> None:
         add(queue, make_group("a", 1))
 
 
+def test_group_that_was_given_up_stays_small() -> None:
+    """Those of its rollouts that were still to go out are forgotten with it."""
+    queue = make_queue()
+    group = make_group("a", 0, size=8)
+    add(queue, group, make_group("b", 1))
+    assert fail(queue, *lease(queue, 1), permanent=True)
+    assert lease(queue) == ["b:0:0"]
+    assert group.phase is Phase.TOMBSTONED
+    assert group.rollouts == []
+
+
 def test_next_event_is_the_earliest_thing_time_alone_brings() -> None:
     """Whoever drives the queue need not poll it."""
     queue = make_queue(retry_backoff_s=3.0, rollout_lease_s=10.0, short_batch_after_s=1.0)
