@@ -118,7 +118,7 @@ async def test_pause_outlives_the_leader(forge: SchedulerCluster) -> None:
     await forge.leader(other_than=first.instance_id)
     status = await forge.status()
     assert (status.activity, status.mode) == (scheduler_pb2.ACTIVITY_PAUSED, "adaptive")
-    assert status.running_limit == 8, "N: less than 7.5 steps of 2 groups"
+    assert status.running_limit == 8, "N: less than eight steps of 2 groups"
     assert await forge.lease(1, wait_s=0.0) == []
     resumed = scheduler_pb2.SetActivityRequest(activity=scheduler_pb2.ACTIVITY_RUNNING)
     await forge.ask("SetActivity", resumed)
