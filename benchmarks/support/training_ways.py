@@ -42,8 +42,12 @@ PEERS = Path(__file__).parents[2] / ".venv-peers"
 class Bench:
     """One model, and the ways to get its gradient."""
 
-    def __init__(self, *, hidden: int, layers: int) -> None:
+    def __init__(
+        self, *, hidden: int, layers: int, device: str = "cpu", autocast: torch.dtype | None = None
+    ) -> None:
         torch.manual_seed(0)
+        self.device = torch.device(device)
+        self._autocast = autocast
         self.model: Any = Qwen3ForCausalLM(
             Qwen3Config(
                 vocab_size=VOCABULARY,
@@ -55,9 +59,9 @@ class Bench:
                 head_dim=64,
                 tie_word_embeddings=True,
             )
-        )
+        ).to(self.device)
         self.learner = Learner(
-            TreePolicy(self.model),
+            TreePolicy(self.model, autocast=autocast),
             LearnerConfig(objective=ObjectiveConfig(ratio_cap=RATIO_CAP), token_budget=UNSPLIT),
         )
 
@@ -93,12 +97,10 @@ class Bench:
         count = sum(one.trained_tokens for one in samples)
         with self._stock("sdpa"):
             for one in samples:
-                ids_L = _ids(one)
+                ids_L = _ids(one).to(self.device)
                 ((start, end),) = one.trained
-                rows = torch.arange(start - 1, end - 1)
-                logits_TV = self.model(
-                    input_ids=ids_L[None], logits_to_keep=rows, use_cache=False
-                ).logits[0]
+                hidden_LC = self._hidden(input_ids=ids_L[None])[0]
+                logits_TV = self.model.lm_head(hidden_LC[start - 1 : end - 1])
                 total += _backward(logits_TV, ids_L[start:end], [one], count)
         return total
 
@@ -118,12 +120,21 @@ class Bench:
                     ((start, end),) = one.trained
                     rows.append(torch.arange(start - 1, end - 1) + index * width)
                     targets.append(ids_L[start:end])
-                hidden_BLC = self.model.base_model(
-                    input_ids=ids_BL, attention_mask=real_BL, use_cache=False
-                ).last_hidden_state
-                logits_TV = self.model.lm_head(hidden_BLC.flatten(0, 1)[torch.cat(rows)])
-                total += _backward(logits_TV, torch.cat(targets), pack, count)
+                hidden_BLC = self._hidden(
+                    input_ids=ids_BL.to(self.device), attention_mask=real_BL.to(self.device)
+                )
+                places = torch.cat(rows).to(self.device)
+                logits_TV = self.model.lm_head(hidden_BLC.flatten(0, 1)[places])
+                total += _backward(logits_TV, torch.cat(targets).to(self.device), pack, count)
         return total
+
+    def _hidden(self, **inputs: Tensor) -> Tensor:
+        """Of the stock trunk, in fp32: what its head begins with."""
+        with torch.autocast(
+            self.device.type, dtype=self._autocast, enabled=self._autocast is not None
+        ):
+            states: Tensor = self.model.base_model(use_cache=False, **inputs).last_hidden_state
+        return states.float()
 
     def trl(self, samples: Sequence[Sample], budget: int) -> float:
         """TRL's GRPO step with its CISPO loss: prompts padded on the left, answers on the right, in
@@ -188,6 +199,11 @@ class Bench:
         Activations, logits, gradients of the weights and all that is passing; not the weights.
         """
         self.model.zero_grad()
+        if self.device.type == "cuda":
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            run()
+            return int(torch.cuda.max_memory_allocated() - before)
         cpu = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=cpu, profile_memory=True) as watched:
             run()
@@ -314,7 +330,7 @@ def _backward(logits_TV: Tensor, targets_T: Tensor, samples: Sequence[Sample], c
     behavior_T, advantages_T = (
         torch.frombuffer(
             bytearray(b"".join(getattr(one, name) for one in samples)), dtype=torch.float32
-        )
+        ).to(logits_TV.device)
         for name in ("behavior_logprobs", "advantages")
     )
     loss = cispo_loss(logprobs_T, behavior_T, advantages_T, ratio_cap=RATIO_CAP).sum() / count
