@@ -63,7 +63,9 @@ class Operator:
     @classmethod
     async def connect(cls, endpoints: str, *, cluster: str, security: Security) -> Self:
         """Find the system through etcd. Raises `Unavailable` when etcd does not answer."""
-        coordinator = await Coordinator.connect(endpoints, cluster=cluster)
+        coordinator = await Coordinator.connect(
+            endpoints, cluster=cluster, credentials=security.etcd_credentials(endpoints)
+        )
         return cls(coordinator, Channels(security))
 
     async def close(self) -> None:

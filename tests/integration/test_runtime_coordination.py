@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from forge.client.operator import Operator
 from forge.core.errors import ConfigError, StaleFence, Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.security import Keyring, Security
@@ -166,6 +167,7 @@ async def test_etcd_over_mutual_tls(tmp_path: Path) -> None:
         coordinator = await Coordinator.connect(endpoint, cluster="c", credentials=credentials)
         assert await coordinator.compare_and_swap("config/x", b"1", expected_revision=0)
         await coordinator.close()
+        await (await Operator.connect(endpoint, cluster="c", security=security)).close()
         with pytest.raises(ConfigError, match="is TLS, so tls_ca must be set"):
             await Coordinator.connect(endpoint, cluster="c")
         with pytest.raises(Unavailable):
