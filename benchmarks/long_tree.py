@@ -18,6 +18,7 @@ from benchmarks.support.training_ways import Bench
 from benchmarks.support.tree_workloads import VOCABULARY, turns
 from forge.rl.batch_plan import BatchPlan
 from forge.rl.logprobs import CHUNK_ELEMENTS, KEPT_ELEMENTS, KEPT_STATES
+from forge.rl.memory import recompute_activations
 from forge.rl.relay import shared_tokens
 
 GB = 1e9
@@ -96,8 +97,7 @@ def estimate(shape: Shape, passes: Passes, *, key_bytes: int) -> float:
 def measure(rollouts: int, budget: int) -> tuple[dict[str, float], Passes]:
     """The keys of the step, and its passes."""
     bench = Bench(hidden=64, layers=2)
-    bench.model.gradient_checkpointing_enable()
-    bench.model.train()
+    recompute_activations(bench.model)
     samples = turns("long", groups=rollouts, turn_count=12, system=8192, per_turn=250).samples
     _, plan = bench.tree(samples[:12], budget=budget)  # first calls choose kernels
     began = time.process_time()

@@ -1,11 +1,14 @@
-"""Memory that does not suffice: how it is recognized, and what is tried next.
+"""Memory that does not suffice: how it is recognized, what is tried next, and what saves it.
 
 Owns nothing of a step; `forge.rl.learner` does the trying.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 SHRINK = 0.5
 """Factor on the token budget when a pass did not fit."""
@@ -29,3 +32,16 @@ def smaller_budgets(budget: int, *, floor: int) -> list[int]:
         budget = max(floor, int(budget * SHRINK))
         budgets.append(budget)
     return budgets
+
+
+def recompute_activations(model: Any) -> None:
+    """Have each layer computed again on the way back, instead of keeping what is inside it.
+
+    Layers alone go into training mode, without which transformers keeps all: what is in them does
+    not, so no dropout begins. Raises `ValueError` when the model cannot.
+    """
+    enable = getattr(model, "activation_checkpointing_enable", None)  # its name from 5.20 or so
+    (enable or model.gradient_checkpointing_enable)()
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True

@@ -66,6 +66,10 @@ class TrainerConfig(ServiceConfig):
         "float32", help="type of the weights sent to inference; auto: the trunk's",
         choices=("auto", "float32", "bfloat16", "float16"),
     )  # fmt: skip
+    recompute_activations: bool = setting(
+        False, help="compute each layer again on the way back: a third more work, and of a pass "
+        "only what goes into the layers is kept",
+    )  # fmt: skip
     token_budget: int = setting(
         16384, help="most tokens in one forward pass; more accumulate gradients", minimum=1
     )

@@ -20,6 +20,7 @@ from torch import Tensor
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.batch_plan import BatchPlan
 from forge.rl.learner import Learner, Reference
+from forge.rl.memory import recompute_activations
 from forge.rl.policy import TreePolicy
 from forge.rl.precision import computes_bfloat16
 from forge.rl.step import StepResult
@@ -113,6 +114,8 @@ class Replica:
         self._trainee = (
             LoraTrainee(model, lora, model_path=self._model_path) if lora else Trainee(model)
         )
+        if self._config.recompute_activations:
+            _recompute(model)
         policy = self._policy(model, balance_coef=self._config.balance_coef)
         reference = self._reference(policy)
         self._policies = [one for one in (policy, reference) if isinstance(one, TreePolicy)]
@@ -175,6 +178,13 @@ class Replica:
 
     def _heads(self) -> dict[str, Tensor]:
         return self._learner.mtp.heads.named_tensors() if self._learner.mtp else {}
+
+
+def _recompute(model: Any) -> None:
+    try:
+        recompute_activations(model)
+    except ValueError as error:
+        raise ConfigError(f"recompute_activations = true is not for this model: {error}") from None
 
 
 def _device(setting: str, *, rank: int) -> torch.device:

@@ -1,0 +1,67 @@
+"""`recompute_activations`: the same step, with layers computed again on the way back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from forge.core.errors import ConfigError
+from forge.rl.batch_plan import plan_batch
+from services.trainer import replica
+from services.trainer.actors.learner import Step, TakeSnapshot
+from tests.support.learners import started_learner
+from tests.support.rl_models import make_sample
+
+LORA = {"lora_rank": 2, "lora_targets": ("q_proj", "down_proj")}
+
+
+def after_a_step(
+    model_path: Path, folder: Path, **settings: Any
+) -> tuple[dict[str, torch.Tensor], int]:
+    """The weights published then, and how often a layer was computed in it."""
+    actor = started_learner(model_path, folder, learning_rate=1e-2, **settings)
+    model = actor._replica._learner.policy.model
+    assert not any(one.training for one in model.modules() if isinstance(one, torch.nn.Dropout))
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    model.model.layers[0].mlp.register_forward_pre_hook(count)
+    rng = Random(3)
+    samples = [make_sample([1, 2, 3, n, n + 1, 5], (3, 6), rng=rng) for n in range(4)]
+    plan = plan_batch(samples, token_budget=8, channels=32)
+    assert actor.receive(Step(plan=plan, weight_version=1)).skipped == ""
+    sent = actor.receive(TakeSnapshot(step=1)).tensors
+    return {
+        one.name: torch.frombuffer(bytearray(one.data), dtype=torch.float32) for one in sent
+    }, calls
+
+
+@pytest.mark.parametrize("lora", [{}, LORA], ids=["all weights", "adapters"])
+def test_a_step_is_the_same(lora: dict[str, Any], model_path: Path, tmp_path: Path) -> None:
+    """Relayed trees, all weights or adapters alone; layers are computed a second time."""
+    kept, once = after_a_step(model_path, tmp_path / "kept", **lora)
+    again, twice = after_a_step(model_path, tmp_path / "again", recompute_activations=True, **lora)
+    assert twice > once  # what runs without a gradient does not
+    assert kept.keys() == again.keys()
+    for name, tensor in kept.items():
+        torch.testing.assert_close(again[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_cannot_is_told(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line with the setting."""
+
+    def cannot(model: Any) -> None:
+        raise ValueError(f"{type(model).__name__} does not support it.")
+
+    monkeypatch.setattr(replica, "recompute_activations", cannot)
+    with pytest.raises(ConfigError, match="recompute_activations = true is not for this model: "):
+        started_learner(model_path, tmp_path, recompute_activations=True)
