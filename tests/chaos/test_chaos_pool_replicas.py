@@ -20,7 +20,8 @@ from forge.runtime.rpc.remote import Remote
 from forge.runtime.security import Keyring, Security
 from forge.v1 import pool_pb2_grpc
 from tests.support.etcd import EtcdServer
-from tests.support.pool_load import Ledger, Writer
+from tests.support.pool_account import Ledger
+from tests.support.pool_load import Writer
 from tests.support.pool_shard import ReplicatedShard
 
 pytestmark = pytest.mark.timeout(1800)
@@ -70,6 +71,7 @@ async def test_three_replicated_shards_lose_nothing_acknowledged(
             for name, ledger in ledgers.items():
                 await ledger.reach(ledger.count + MORE)
                 await shards[name].audit(ledger)
+                await Writer(pools, name, ledger).check_fence()
             for task in (*writers, *keepers):
                 task.cancel()
     finally:

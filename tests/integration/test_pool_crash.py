@@ -13,39 +13,69 @@ import random
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
-from forge.core.errors import Unavailable
+from forge.core.errors import FailedPrecondition, Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.status import translated
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import copies
 from tests.support.etcd import EtcdServer
-from tests.support.pool_load import TURNS, Ledger, audit, requests_of, turn_of
+from tests.support.pool_account import (
+    TURNS,
+    Ledger,
+    audit,
+    late_reward_of,
+    put_of,
+    requests_of,
+    seal_of,
+    train_of,
+    trajectory_of,
+    turn_of,
+)
 from tests.support.pool_process import PoolClient, PoolProcess
-from tests.support.pool_records import make_group, make_reward
 
 ROUNDS = int(os.environ.get("FORGE_CRASH_ROUNDS", "10"))
 WRITERS = 4
 
 
-async def write(client: PoolClient, ledger: Ledger, names: Iterator[str]) -> None:
-    """Puts groups, appends and seals, noting what is acknowledged, until the pool dies."""
+async def write(client: PoolClient, ledger: Ledger, names: Iterator[str], fence: int) -> None:
+    """Groups with a sealed trajectory each, trained on and rewarded late, noting what is
+    acknowledged, until the pool dies."""
     with contextlib.suppress(Unavailable):
         async with translated():
-            await fill(client, ledger, names)
+            await fill(client, ledger, names, fence)
 
 
-async def fill(client: PoolClient, ledger: Ledger, names: Iterator[str]) -> None:
+async def check_fence(client: PoolClient, fence: int) -> None:
+    """Whoever led before the last acknowledged leader is refused."""
+    with pytest.raises(FailedPrecondition, match=f"a leader with fence {fence} has written"):
+        async with translated():
+            await client.stub.PutGroups(put_of("t0", fence - 1))
+
+
+async def fill(client: PoolClient, ledger: Ledger, names: Iterator[str], fence: int) -> None:
     for task_id in names:
-        group = make_group(task_id, int(task_id.removeprefix("t")))
-        await client.stub.PutGroups(pool_pb2.PutGroupsRequest(groups=[group], fence=1))
+        await client.stub.PutGroups(put_of(task_id, fence))
         ledger.groups.add(task_id)
         ledger.add()
-        trajectory_id = f"{task_id}:0:0"
-        await append(client, ledger, [turn_of(trajectory_id, i) for i in range(TURNS)])
-        ledger.sealed[trajectory_id] = await client.seal(trajectory_id, TURNS, [make_reward()])
-        ledger.add()
+        await finish(client, ledger, task_id, fence)
+
+
+async def finish(client: PoolClient, ledger: Ledger, task_id: str, fence: int) -> None:
+    """All that belongs to a group, whatever of it is there already."""
+    trajectory_id = trajectory_of(task_id)
+    await append(client, ledger, [turn_of(trajectory_id, i) for i in range(TURNS)])
+    answer = await client.stub.SealTrajectory(seal_of(trajectory_id))
+    ledger.sealed[trajectory_id] = answer.summary
+    ledger.add()
+    await client.stub.SetGroupStates(train_of(task_id, fence))
+    ledger.trained.add(task_id)
+    ledger.add()
+    await client.stub.AppendRewards(late_reward_of(trajectory_id))
+    ledger.rewarded.add(trajectory_id)
+    ledger.add()
 
 
 async def append(client: PoolClient, ledger: Ledger, turns: list[common_pb2.Turn]) -> None:
@@ -67,19 +97,22 @@ async def pool(tmp_path: Path, etcd: EtcdServer, cluster: str) -> AsyncIterator[
 
 
 async def test_kill_9_loses_nothing_acknowledged(pool: PoolProcess, coordinator: Coordinator):
-    """Killed again and again while four writers append, seal and queue, the pool comes back each
-    time with every acknowledged record whole, and takes the rest when it is sent again."""
+    """Killed again and again while four writers queue, append, seal, train and reward, the pool
+    comes back each time with every acknowledged record whole, knows its leader, and takes the rest
+    when it is sent again."""
     draw = random.Random(0)
     ledger = Ledger()
     numbers = itertools.count()
-    for _ in range(ROUNDS):
+    for fence in range(1, ROUNDS + 1):
         # A small first map: some of the kills hit while it grows.
         pool.start("--map-bytes", str(1 << 20))
         client = await PoolClient.connect(pool, coordinator)
         # All of them after every kill would cost the square of the rounds; at the end it is all.
         await audit(client, ledger, ledger.sample(draw))
+        if fence > 1:
+            await check_fence(client, fence - 1)
         names = (f"t{number}" for number in numbers)
-        writers = [asyncio.create_task(write(client, ledger, names)) for _ in range(WRITERS)]
+        writers = [asyncio.create_task(write(client, ledger, names, fence)) for _ in range(WRITERS)]
         await ledger.reach(ledger.count + draw.randrange(1, 60))
         await asyncio.sleep(draw.random() * 0.01)
         pool.kill()
@@ -88,16 +121,14 @@ async def test_kill_9_loses_nothing_acknowledged(pool: PoolProcess, coordinator:
     pool.start()
     client = await PoolClient.connect(pool, coordinator)
     await audit(client, ledger)
-    for trajectory_id in {name for name, _ in ledger.turns} - set(ledger.sealed):
-        await append(client, ledger, [turn_of(trajectory_id, i) for i in range(TURNS)])
-        ledger.sealed[trajectory_id] = await client.seal(trajectory_id, TURNS, [make_reward()])
+    await check_fence(client, ROUNDS)
+    for task_id in ledger.unfinished():
+        await finish(client, ledger, task_id, ROUNDS)
     await audit(client, ledger)
     await client.close()
     assert ledger.count > ROUNDS
-    print(
-        f"{ROUNDS} kills: {len(ledger.turns)} turns, {len(ledger.sealed)} seals and "
-        f"{len(ledger.groups)} groups acknowledged, none missing or changed"
-    )
+    assert ledger.trained == ledger.groups
+    print(f"{ROUNDS} kills: {ledger} acknowledged, none missing or changed")
 
 
 async def compact(client: PoolClient) -> None:
@@ -124,7 +155,7 @@ async def test_kill_9_while_it_is_compacted_loses_nothing_acknowledged(
         inodes.add((pool.data_dir / "data.mdb").stat().st_ino)
         await audit(client, ledger, ledger.sample(draw))
         names = (f"t{number}" for number in numbers)
-        writers = [asyncio.create_task(write(client, ledger, names)) for _ in range(WRITERS)]
+        writers = [asyncio.create_task(write(client, ledger, names, 1)) for _ in range(WRITERS)]
         await ledger.reach(ledger.count + 1)
         compacting = asyncio.create_task(compact(client))
         if draw.random() < 0.7:
@@ -142,4 +173,4 @@ async def test_kill_9_while_it_is_compacted_loses_nothing_acknowledged(
     await client.close()
     assert {path.name for path in pool.data_dir.iterdir()} <= {"data.mdb", "lock.mdb", "replica"}
     assert not list(copies.check(pool.data_dir, lambda done, total: None))
-    print(f"{rounds} kills while it was compacted, {len(inodes)} files; {len(ledger.turns)} turns")
+    print(f"{rounds} kills while it was compacted, {len(inodes)} files; {ledger}")

@@ -23,7 +23,8 @@ from forge.runtime.rpc.status import translated
 from forge.runtime.security import Keyring, Security
 from forge.v1 import pool_pb2, pool_pb2_grpc
 from tests.support.etcd import EtcdServer
-from tests.support.pool_load import Ledger, Writer, audit
+from tests.support.pool_account import Ledger, audit
+from tests.support.pool_load import Writer
 from tests.support.pool_process import START_S, PoolClient, PoolProcess
 from tests.support.pool_records import make_group
 from tests.support.pool_shard import ReplicatedShard
@@ -116,6 +117,7 @@ async def test_a_killed_leader_takes_nothing_acknowledged_with_it(shard, pools):
         for writer in writers:
             writer.cancel()
     await replicas.audit(ledger)
+    await Writer(pools, "s0", ledger).check_fence()
 
 
 async def test_a_follower_without_room_is_a_full_disk_to_who_writes(shard):

@@ -12,7 +12,7 @@ from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import translated
 from forge.runtime.security import Security
 from tests.support.etcd import EtcdServer
-from tests.support.pool_load import Ledger, audit
+from tests.support.pool_account import Ledger, audit
 from tests.support.pool_process import START_S, PoolClient, PoolProcess
 
 
