@@ -56,9 +56,12 @@ class PoolServiceStub:
     (trajectory, turn): the same turn again is acknowledged, ABORTED for a different one under
     the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION
     once sealed or freed: do not retry. RESOURCE_EXHAUSTED when the disk is full: nothing is lost,
-    retry later. Turns may come in any order, and before their group; the first one opens the trajectory. A turn's chunks must not be mixed with another's.
-    Answers come in the order of the turns. On UNAVAILABLE, as when the instance drains, resend
-    what was not acknowledged.
+    retry later. INVALID_ARGUMENT for what is no turn or too big, and for one whose last chunk has
+    not come when the stream ends. Turns may come in any order, and before their group; the first
+    one opens the trajectory. So this, as the two calls below, takes an id of no group here: it is
+    told of and counted when a sweep finds that none came, and freed by age (docs/pool.md,
+    "Retention"). A turn's chunks must not be mixed with another's. Answers come in the order of
+    the turns. On UNAVAILABLE, as when the instance drains, resend what was not acknowledged.
     """
     AppendRewards: _grpc.UnaryUnaryMultiCallable[_pool_pb2.AppendRewardsRequest, _pool_pb2.AppendRewardsResponse]
     """Adds reward components, before or after the seal, even before the first turn. Idempotent by
@@ -70,9 +73,11 @@ class PoolServiceStub:
     """Closes a trajectory with its rewards, for good. FAILED_PRECONDITION when fewer than `turns`
     turns have arrived (resend them first), when more have, or when it is closed otherwise
     already. INVALID_ARGUMENT when the turns form no tree, or when a reward, be it stored already,
-    credits a turn that is not there: abandon it. ABANDONED takes whatever has arrived.
-    Idempotent; safe to retry. A freed trajectory answers the same seal as before, with what is
-    left of its summary, and FAILED_PRECONDITION when it was never sealed.
+    credits a turn that is not there: abandon it. With 0 turns it is a rollout that sampled nothing,
+    which may be SEALED as any other, be it unknown until then: it completes its rollout, and has
+    nothing to train on. ABANDONED takes whatever has arrived. Idempotent; safe to retry. A freed
+    trajectory answers the same seal as before, with what is left of its summary, and
+    FAILED_PRECONDITION when it was never sealed.
     """
     GetSummaries: _grpc.UnaryUnaryMultiCallable[_pool_pb2.GetSummariesRequest, _pool_pb2.GetSummariesResponse]
     """Summaries by id. Unknown ids are left out."""
@@ -135,9 +140,12 @@ class PoolServiceAsyncStub(PoolServiceStub):
     (trajectory, turn): the same turn again is acknowledged, ABORTED for a different one under
     the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION
     once sealed or freed: do not retry. RESOURCE_EXHAUSTED when the disk is full: nothing is lost,
-    retry later. Turns may come in any order, and before their group; the first one opens the trajectory. A turn's chunks must not be mixed with another's.
-    Answers come in the order of the turns. On UNAVAILABLE, as when the instance drains, resend
-    what was not acknowledged.
+    retry later. INVALID_ARGUMENT for what is no turn or too big, and for one whose last chunk has
+    not come when the stream ends. Turns may come in any order, and before their group; the first
+    one opens the trajectory. So this, as the two calls below, takes an id of no group here: it is
+    told of and counted when a sweep finds that none came, and freed by age (docs/pool.md,
+    "Retention"). A turn's chunks must not be mixed with another's. Answers come in the order of
+    the turns. On UNAVAILABLE, as when the instance drains, resend what was not acknowledged.
     """
     AppendRewards: _aio.UnaryUnaryMultiCallable[_pool_pb2.AppendRewardsRequest, _pool_pb2.AppendRewardsResponse]  # type: ignore[assignment]
     """Adds reward components, before or after the seal, even before the first turn. Idempotent by
@@ -149,9 +157,11 @@ class PoolServiceAsyncStub(PoolServiceStub):
     """Closes a trajectory with its rewards, for good. FAILED_PRECONDITION when fewer than `turns`
     turns have arrived (resend them first), when more have, or when it is closed otherwise
     already. INVALID_ARGUMENT when the turns form no tree, or when a reward, be it stored already,
-    credits a turn that is not there: abandon it. ABANDONED takes whatever has arrived.
-    Idempotent; safe to retry. A freed trajectory answers the same seal as before, with what is
-    left of its summary, and FAILED_PRECONDITION when it was never sealed.
+    credits a turn that is not there: abandon it. With 0 turns it is a rollout that sampled nothing,
+    which may be SEALED as any other, be it unknown until then: it completes its rollout, and has
+    nothing to train on. ABANDONED takes whatever has arrived. Idempotent; safe to retry. A freed
+    trajectory answers the same seal as before, with what is left of its summary, and
+    FAILED_PRECONDITION when it was never sealed.
     """
     GetSummaries: _aio.UnaryUnaryMultiCallable[_pool_pb2.GetSummariesRequest, _pool_pb2.GetSummariesResponse]  # type: ignore[assignment]
     """Summaries by id. Unknown ids are left out."""
@@ -235,9 +245,12 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         (trajectory, turn): the same turn again is acknowledged, ABORTED for a different one under
         the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION
         once sealed or freed: do not retry. RESOURCE_EXHAUSTED when the disk is full: nothing is lost,
-        retry later. Turns may come in any order, and before their group; the first one opens the trajectory. A turn's chunks must not be mixed with another's.
-        Answers come in the order of the turns. On UNAVAILABLE, as when the instance drains, resend
-        what was not acknowledged.
+        retry later. INVALID_ARGUMENT for what is no turn or too big, and for one whose last chunk has
+        not come when the stream ends. Turns may come in any order, and before their group; the first
+        one opens the trajectory. So this, as the two calls below, takes an id of no group here: it is
+        told of and counted when a sweep finds that none came, and freed by age (docs/pool.md,
+        "Retention"). A turn's chunks must not be mixed with another's. Answers come in the order of
+        the turns. On UNAVAILABLE, as when the instance drains, resend what was not acknowledged.
         """
 
     @_abc_1.abstractmethod
@@ -261,9 +274,11 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         """Closes a trajectory with its rewards, for good. FAILED_PRECONDITION when fewer than `turns`
         turns have arrived (resend them first), when more have, or when it is closed otherwise
         already. INVALID_ARGUMENT when the turns form no tree, or when a reward, be it stored already,
-        credits a turn that is not there: abandon it. ABANDONED takes whatever has arrived.
-        Idempotent; safe to retry. A freed trajectory answers the same seal as before, with what is
-        left of its summary, and FAILED_PRECONDITION when it was never sealed.
+        credits a turn that is not there: abandon it. With 0 turns it is a rollout that sampled nothing,
+        which may be SEALED as any other, be it unknown until then: it completes its rollout, and has
+        nothing to train on. ABANDONED takes whatever has arrived. Idempotent; safe to retry. A freed
+        trajectory answers the same seal as before, with what is left of its summary, and
+        FAILED_PRECONDITION when it was never sealed.
         """
 
     @_abc_1.abstractmethod

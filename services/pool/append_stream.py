@@ -95,6 +95,7 @@ class AppendStream:
                 if self._waiting_bytes >= WINDOW_BYTES:
                     self._room.clear()
                     await self._room.wait()
+            self._waiting.extend(self._assembly.end())
         finally:
             self._end()
 
@@ -168,6 +169,16 @@ class _Assembly:
             return [self._whole(each) for each in request.turns]
         arrival = self._chunk(request)
         return [] if arrival is None else [arrival]
+
+    def end(self) -> list[_Arrival]:
+        """What is left of a turn whose last chunk never came, refused."""
+        if self._begun is None:
+            return []
+        refusal = self._refusal or InvalidArgument(
+            f"the stream ended before the last chunk of sequence {self._begun}: "
+            f"{self._joiner.pending_bytes} bytes of it came"
+        )
+        return [_Arrival(sequence=self._begun, turn=refusal, size_bytes=0)]
 
     def _whole(self, each: pool_pb2.WholeTurn) -> _Arrival:
         size = len(each.turn)

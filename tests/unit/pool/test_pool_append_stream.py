@@ -6,16 +6,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 from prometheus_client import REGISTRY
 
 from forge.core.errors import InvalidArgument, Unavailable
+from forge.runtime.rpc.chunks import CHUNK_BYTES, split
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.append_stream import AppendStream
 from services.pool.commands import AppendTurns
 from tests.support.pool_records import make_turn
 
 MAX_TURN_BYTES = 4096
+INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT.value[0]
 NAN = b"\x00\x00\xc0\x7f" * 2
 
 
@@ -44,7 +47,7 @@ def with_nan() -> common_pb2.Turn:
 BAD = {
     "no turn": b"\xff\xff\xff",
     "truncated": make_turn("t:1:0").SerializeToString()[:-3],
-    "foreign": make_turn("no trajectory").SerializeToString(),
+    "of no trajectory": make_turn("no trajectory").SerializeToString(),
     "oversized": make_turn("t:1:0", prompt=range(2000)).SerializeToString(),
     "not finite": with_nan().SerializeToString(),
 }
@@ -72,6 +75,26 @@ async def test_a_refused_turn_is_answered_counted_and_alone(bad: bytes) -> None:
     assert [bool(answer.status_code) for answer in answers] == [False, True, False]
     assert [answer.sequence for answer in answers] == [0, 1, 2]
     assert answers[1].error
+    assert refused_turns() == before + 1
+
+
+async def test_a_stream_that_ends_within_a_turn_says_so() -> None:
+    """The turn cut short is answered by its number and counted; those before it are stored."""
+    before = refused_turns()
+    writer = Storing()
+    cut_short = make_turn("t:1:0", messages_json="x" * CHUNK_BYTES).SerializeToString()
+
+    async def requests() -> AsyncIterator[pool_pb2.AppendTurnsRequest]:
+        for chunk in split(make_turn("t:0:0").SerializeToString()):
+            yield pool_pb2.AppendTurnsRequest(sequence=6, turn=chunk)
+        yield pool_pb2.AppendTurnsRequest(sequence=7, turn=next(split(cut_short)))
+
+    stream = AppendStream(writer, max_turn_bytes=2 * CHUNK_BYTES)
+    taken, refused = [answer async for answer in stream.responses(requests())]
+    assert writer.stored == ["t:0:0/0"]
+    assert (taken.sequence, taken.status_code) == (6, 0)
+    assert (refused.sequence, refused.status_code) == (7, INVALID_ARGUMENT)
+    assert "ended before the last chunk of sequence 7: 1048576 bytes" in refused.error
     assert refused_turns() == before + 1
 
 

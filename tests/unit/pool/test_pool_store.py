@@ -14,7 +14,7 @@ from forge.core.errors import (
 )
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
-from services.pool import validation
+from services.pool import copies, validation
 from services.pool.commands import AppendTurns
 from services.pool.keys import trajectory_key
 from services.pool.records import Table
@@ -165,6 +165,25 @@ def test_an_abandoned_trajectory_is_taken_as_it_is(store):
     assert seal(store, turns=5, state=ABANDONED, reason="runner died").turns == 1
     assert fetch(store).reason == "runner died"
     assert seal(store, "task:1:0", turns=0, state=ABANDONED).state == ABANDONED
+
+
+def test_a_rollout_that_sampled_nothing_may_be_sealed(store, tmp_path):
+    """Unknown until then, it is closed with its outcome, and again only in the same way; it takes
+    and credits no turn, and is no damage to a check."""
+    sealed = seal(store, turns=0, rewards=[make_reward()])
+    assert (sealed.state, sealed.turns, sealed.sampled_tokens) == (SEALED, 0, 0)
+    assert (sealed.min_weight_version, sealed.max_weight_version) == (-1, -1)
+    assert sealed.rewards == [make_reward()]
+    assert seal(store, turns=0) == sealed
+    with pytest.raises(FailedPrecondition, match="cannot become sealed with 1"):
+        seal(store, turns=1)
+    with pytest.raises(FailedPrecondition, match="takes no turn 0"):
+        append(store, make_turn())
+    with pytest.raises(InvalidArgument, match="credits turn_index 0"):
+        reward(store, make_reward("late", turn_index=0))
+    assert fetch(store).turns == []
+    store.close()
+    assert list(copies.check(tmp_path / "shard", lambda done, total: None)) == []
 
 
 def test_a_seal_is_final(store):
