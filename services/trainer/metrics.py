@@ -33,12 +33,19 @@ _CHECKPOINT_FAILING = gauge(
 _STEP_S = histogram(
     "forge_trainer_step_seconds", "Computing one step.", buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300)
 )
+_THROUGHPUT = gauge(
+    "forge_trainer_trained_tokens_per_second", "Sampled tokens trained on, over computing the step."
+)
+_WAIT_S = gauge("forge_trainer_wait_seconds", "From the end of a step until the next batch.")
+_PUBLISH_S = gauge("forge_trainer_publish_seconds", "Copying and announcing the newest weights.")
 _GAUGES = {
     name: gauge(f"forge_trainer_{name}", help)
     for name, help in (
         ("step", "Newest optimizer step."),
         ("loss", "Loss of the newest step."),
         ("mean_reward", "Mean outcome reward of the newest batch."),
+        ("groups", "Groups of the newest batch."),
+        ("trajectories", "Trajectories of the newest batch."),
         ("entropy", "Mean entropy over trained tokens, nats."),
         ("clip_fraction", "Share of tokens whose ratio met a bound of the loss."),
         ("masked_fraction", "Share of tokens left out by the off-policy correction."),
@@ -51,6 +58,8 @@ _GAUGES = {
         ("staleness_max", "Most weight versions between sampling and training."),
         ("logprob_gap_mean", "Mean |log pi - log pi_behavior|."),
         ("logprob_gap_p99", "99th percentile of |log pi - log pi_behavior|."),
+        ("sample_tokens", "Tokens of all samples of the newest batch."),
+        ("tree_tokens", "Tokens of its merged trees: those that were computed."),
         ("merge_ratio", "Tokens of all samples over tokens of the merged trees."),
         ("token_budget", "Most tokens in one pass: lowered when memory did not suffice."),
         ("value_loss", "Half the mean squared error of the critic's values."),
@@ -67,6 +76,7 @@ _REWARD = gauge("forge_trainer_reward", "Mean outcome reward of the newest batch
 _DOMAIN_GAUGES = {
     name: gauge(f"forge_trainer_domain_{name}", help, ["domain"])
     for name, help in (
+        ("trajectories", "Trajectories of the newest batch."),
         ("trained_tokens", "Tokens trained on in the newest step."),
         ("length_tokens", "Mean sampled tokens per trajectory."),
         ("entropy", "Mean entropy over trained tokens, nats."),
@@ -210,6 +220,9 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
     _EXCLUDED.inc(batch.excluded)
     _MEMORY.inc(metrics.memory_retries)
     _STEP_S.observe(metrics.step_s)
+    _THROUGHPUT.set(metrics.trained_tokens_per_s)
+    _WAIT_S.set(metrics.wait_s)
+    _PUBLISH_S.set(metrics.publish_s)
     for name, shown in _GAUGES.items():
         shown.set(getattr(metrics, name))
     for head, accepted in metrics.mtp_acceptance.items():
