@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,7 +66,7 @@ async def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
     )
     state = replace(state, steps=options.steps or state.steps)
     preset = preset_of(options, state)
-    chosen = merged(run_settings(state, preset), preset.settings, options.settings)
+    chosen = settings_of(options, state, preset)
     check_settings({name: chosen[name] for name in options.settings})
     if not state.model_path:
         path = await ensure_model(options.model, seed=options.seed, root=options.root)
@@ -76,16 +76,28 @@ async def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
     return state
 
 
-def run_settings(state: RunState, preset: Preset) -> Settings:
-    """Service settings that follow from the run itself."""
+def settings_of(options: RunOptions, state: RunState, preset: Preset) -> Settings:
+    """Of every service: what follows from the run, then the preset's, then the command line's."""
+    mode = options.settings.get("scheduler", {}).get("mode")
+    return merged(run_settings(state, preset, mode), preset.settings, options.settings)
+
+
+def run_settings(state: RunState, preset: Preset, mode: str | None) -> Settings:
+    """Service settings that follow from the run itself. `mode`: the scheduler's, where one is set;
+    some have no shares, and a batch has the mix of what is submitted."""
+    shares = "" if mode in ("fifo", "adaptive") else _table(preset.domains)
     return {
         "trainer": {"max_steps": str(state.steps), "seed": str(state.seed)},
         "scheduler": {
             "concurrency": str(preset.concurrency),
             "batch_groups": str(preset.groups_per_step),
-            "domain_shares": ",".join(f"{k}={v}" for k, v in preset.domains.items()),
+            "domain_shares": shares,
         },
     }
+
+
+def _table(shares: Mapping[str, float]) -> str:
+    return ",".join(f"{name}={share}" for name, share in shares.items())
 
 
 def preset_of(options: RunOptions, state: RunState) -> Preset:
@@ -105,7 +117,7 @@ def plan_of(
         model_path=state.model_path,
         cluster=directory.path.name,
         etcd=options.etcd,
-        settings=merged(run_settings(state, preset), preset.settings, options.settings),
+        settings=settings_of(options, state, preset),
     )
 
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from forge.core.admission import Admission, Mode, PartialGroups, QueueSettings
 from forge.core.errors import ConfigError
 from forge.runtime.config import ServiceConfig, setting
+
+_BOUNDS = frozenset({"max_staleness_p99", "max_shift_kl"})
+IGNORED: Mapping[Mode, frozenset[str]] = {
+    Mode.FIFO: _BOUNDS | {"window", "domain_shares"},
+    Mode.GREEDY: _BOUNDS | {"window"},
+    Mode.WINDOWED: _BOUNDS,
+    Mode.ADAPTIVE: frozenset({"window", "admission", "ahead", "domain_shares"}),
+}
+"""Settings that mean nothing in a mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +132,7 @@ class SchedulerConfig(ServiceConfig):
 
     def queue_settings(self) -> QueueSettings:
         """The rules of the generation queue. Raises ConfigError."""
+        self._refuse_what_is_ignored()
         for domain, share in self.domain_shares.items():
             if not share > 0:
                 raise ConfigError(f"domain_shares: {domain} = {share!r} must be above 0")
@@ -156,3 +168,15 @@ class SchedulerConfig(ServiceConfig):
             batch_lease_s=self.batch_lease_s,
             short_batch_after_s=self.short_batch_after_s,
         )
+
+    def _refuse_what_is_ignored(self) -> None:
+        """A setting that differs from its default and changes nothing is a mistake."""
+        ignored = dict.fromkeys(IGNORED[Mode(self.mode)], f"mode = {self.mode}")
+        if self.admission != Admission.AHEAD.value:
+            ignored.setdefault("ahead", f"admission = {self.admission}")
+        for key in dataclasses.fields(self):
+            value, without = getattr(self, key.name), ignored.get(key.name)
+            if without and value not in (key.default, {}):
+                raise ConfigError(
+                    f"{key.name} = {value!r} means nothing with {without}: leave it out"
+                )

@@ -114,7 +114,7 @@ async def test_pause_outlives_the_leader(forge: SchedulerCluster) -> None:
     paused = scheduler_pb2.SetActivityRequest(activity=scheduler_pb2.ACTIVITY_PAUSED)
     await forge.ask("SetActivity", paused)
     leader.kill()
-    forge.start_scheduler(mode="adaptive")
+    forge.start_scheduler(mode="adaptive", window="0")
     await forge.leader(other_than=first.instance_id)
     status = await forge.status()
     assert (status.activity, status.mode) == (scheduler_pb2.ACTIVITY_PAUSED, "adaptive")

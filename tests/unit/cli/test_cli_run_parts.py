@@ -20,11 +20,14 @@ from forge.cli.dataset import held_out_tasks, interleave, training_tasks
 from forge.cli.display import RunDisplay, result_table, sparkline
 from forge.cli.presets import PRESETS, merged, parse_overrides, preset_for
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
-from forge.cli.training_run import running
+from forge.cli.training_run import run_settings, running
 from forge.client.operator import domain_results
+from forge.core.admission import Mode
 from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
+from forge.runtime.config import load
 from forge.v1 import common_pb2 as pb
 from forge.v1 import scheduler_pb2
+from services.scheduler.config import SchedulerConfig
 
 STATE = RunState(model="tiny", model_path="/models/tiny", seed=0, steps=3)
 
@@ -46,6 +49,16 @@ def test_preset_shares_sum_to_one_and_a_batch_fits_the_window(name: str) -> None
     preset = PRESETS[name]
     assert sum(preset.domains.values()) == pytest.approx(1.0)
     assert preset.groups_per_step <= 0.3 * preset.concurrency + 1
+
+
+@pytest.mark.parametrize("mode", [None, *(mode.value for mode in Mode)])
+def test_run_in_any_mode_sets_nothing_that_the_mode_ignores(mode: str | None) -> None:
+    """`--set scheduler.mode=adaptive` is enough: the preset's shares are then left out."""
+    found = run_settings(STATE, PRESETS["tiny"], mode)["scheduler"]
+    assert bool(found["domain_shares"]) == (mode not in ("fifo", "adaptive"))
+    settings = found | ({"mode": mode} if mode else {})
+    argv = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    load(SchedulerConfig, service="scheduler", argv=argv, environ={}).queue_settings()
 
 
 def test_overrides_name_service_and_key() -> None:

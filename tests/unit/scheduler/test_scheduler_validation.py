@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from forge.core.admission import Mode, PartialGroups
@@ -92,6 +94,43 @@ def test_modes_are_configured_by_name() -> None:
     assert (settings.max_staleness_p99, settings.max_shift_kl) == (6.0, 0.1)
     with pytest.raises(ConfigError, match="mode"):
         load(SchedulerConfig, service="scheduler", argv=["--mode", "best"], environ={})
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--mode fifo --domain-shares a=1", "domain_shares = {'a': 1.0} means nothing with mode ="),
+        ("--mode fifo --window 4", "window = 4 means nothing with mode = fifo"),
+        ("--mode greedy --window 4", "window = 4 means nothing with mode = greedy"),
+        ("--mode greedy --max-shift-kl 0", "max_shift_kl = 0.0 means nothing with mode = greedy"),
+        ("--max-staleness-p99 4", "max_staleness_p99 = 4.0 means nothing with mode = windowed"),
+        ("--ahead 9", "ahead = 9 means nothing with admission = window"),
+        ("--mode fifo --admission running --ahead 9", "nothing with admission = running"),
+        ("--mode adaptive --domain-shares a=1", "means nothing with mode = adaptive"),
+        ("--mode adaptive --window 4", "window = 4 means nothing with mode = adaptive"),
+        ("--mode adaptive --admission ahead", "admission = 'ahead' means nothing with mode ="),
+        ("--mode adaptive --ahead 9", "ahead = 9 means nothing with mode = adaptive"),
+    ],
+)
+def test_setting_that_a_mode_ignores_is_refused(argv: str, said: str) -> None:
+    """Whoever set it believes that it holds; the error names it, its value and the mode."""
+    config = load(SchedulerConfig, service="scheduler", argv=argv.split(), environ={})
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        config.queue_settings()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--mode fifo --admission ahead --ahead 9",
+        "--mode greedy --domain-shares a=1 --admission running",
+        "--mode windowed --window 4 --domain-shares a=1 --admission ahead --ahead 9",
+        "--mode adaptive --max-staleness-p99 4 --max-shift-kl 0 --window 0 --domain-limits a=2",
+    ],
+)
+def test_settings_that_a_mode_knows_go_together(argv: str) -> None:
+    """What has a meaning, and what was set to its default, is taken."""
+    load(SchedulerConfig, service="scheduler", argv=argv.split(), environ={}).queue_settings()
 
 
 def test_partial_groups_are_configured_by_name() -> None:
