@@ -29,6 +29,8 @@ def read_conversations(path: Path) -> list[Conversation]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise NotFound(f"data = {str(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"data = {str(path)!r} is not UTF-8: {error}") from error
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -20,13 +20,12 @@ from torch import Tensor
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.batch_plan import BatchPlan
 from forge.rl.learner import Learner, Reference
-from forge.rl.memory import recompute_activations
 from forge.rl.policy import TreePolicy
-from forge.rl.precision import computes_bfloat16
 from forge.rl.step import StepResult
 from services.trainer.config import TrainerConfig
 from services.trainer.contents import LEARNER_FILE, Contents, outline, read, read_heads
 from services.trainer.lora import LoraTrainee
+from services.trainer.placement import device_of, recompute, trunk_type
 from services.trainer.trainee import OWN_DIRECTORY, Trainee, load_model
 
 _BASE = "base"
@@ -68,7 +67,7 @@ class Replica:
         self._config = config
         self._group = group
         self._model_path = Path(config.model_path)
-        self._device = _device(config.device, rank=dist.get_rank(group) if group else 0)
+        self._device = device_of(config.device, rank=dist.get_rank(group) if group else 0)
         self._start_over()
 
     @property
@@ -115,7 +114,7 @@ class Replica:
             LoraTrainee(model, lora, model_path=self._model_path) if lora else Trainee(model)
         )
         if self._config.recompute_activations:
-            _recompute(model)
+            recompute(model)
         policy = self._policy(model, balance_coef=self._config.balance_coef)
         reference = self._reference(policy)
         self._policies = [one for one in (policy, reference) if isinstance(one, TreePolicy)]
@@ -125,7 +124,7 @@ class Replica:
             self._learner.mtp.heads.load_tensors(heads)
 
     def _policy(self, model: Any, *, balance_coef: float = 0.0) -> TreePolicy:
-        autocast = _trunk_type(self._config.autocast, model.device)
+        autocast = trunk_type(self._config.autocast, model.device)
         return TreePolicy(model, autocast=autocast, balance_coef=balance_coef, group=self._group)
 
     def _reference(self, policy: TreePolicy) -> Reference | None:
@@ -178,27 +177,3 @@ class Replica:
 
     def _heads(self) -> dict[str, Tensor]:
         return self._learner.mtp.heads.named_tensors() if self._learner.mtp else {}
-
-
-def _recompute(model: Any) -> None:
-    try:
-        recompute_activations(model)
-    except ValueError as error:
-        raise ConfigError(f"recompute_activations = true is not for this model: {error}") from None
-
-
-def _device(setting: str, *, rank: int) -> torch.device:
-    """That of a rank. Raises `ConfigError` when there is none."""
-    try:
-        device = torch.device("cuda", rank) if setting == "cuda" else torch.device(setting)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device = {setting!r} cannot be had on rank {rank}: {reason}") from error
-    return device
-
-
-def _trunk_type(setting: str, device: torch.device) -> torch.dtype | None:
-    """None: the master weights' own."""
-    wanted = setting == "bfloat16" or (setting == "auto" and computes_bfloat16(device))
-    return torch.bfloat16 if wanted else None

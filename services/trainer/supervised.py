@@ -32,6 +32,7 @@ from forge.rl.policy import TreePolicy
 from forge.rl.step import LearnerConfig
 from services.trainer.contents import write_model
 from services.trainer.demonstrations import lesson_samples, read_conversations
+from services.trainer.placement import device_of, recompute, trunk_type
 from services.trainer.trainee import load_model, own_tensors
 
 Lessons = Sequence[Sequence[Sample]]
@@ -103,7 +104,10 @@ def warm_start(options: argparse.Namespace) -> None:
     """Read, teach, save: all or nothing. Raises `ForgeError`."""
     if options.out.exists():
         raise InvalidArgument(f"out = {str(options.out)!r} is there already")
-    model = load_model(options.model)
+    device = device_of(options.device)
+    model = load_model(options.model, device=device)
+    if options.recompute_activations:
+        recompute(model)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
     lessons = [
         lesson_samples(conversation, tokenizer, source=f"conversation {number}")
@@ -120,7 +124,7 @@ def warm_start(options: argparse.Namespace) -> None:
     if not updates:
         raise InvalidArgument(f"data = {str(options.data)!r}: no conversation to learn from")
     torch.manual_seed(options.seed)
-    policy = TreePolicy(model)
+    policy = TreePolicy(model, autocast=trunk_type(options.autocast, device))
     policy.check()
     learner = Learner(policy, _learner_config(options, updates))
     teach(learner, taught, held, course)
@@ -171,6 +175,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--eval-every", type=int, default=50, help="updates between evaluations; 0: none")
     add("--optimizer", choices=NAMES, default="adamw")
     add("--seed", type=int, default=0)
+    add("--device", default="cpu", help="torch device, e.g. cpu or cuda:0")
+    add("--autocast", choices=("none", "auto", "bfloat16"), default="none", help="of the trunk")
+    add("--recompute-activations", action="store_true", help="slower, in less memory")
     add("--threads", type=int, default=1, help="threads torch computes with")
     return parser
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge.core.errors import ConfigError
-from services.trainer import replica
+from services.trainer.placement import device_of
 from tests.support.learners import started_learner
 
 
@@ -22,6 +22,6 @@ def test_a_device_that_is_not_there_is_told(device: str, model_path: Path, tmp_p
 def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """`cuda` is that of the rank's number; a device by number is what it says."""
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
-    assert replica._device("cuda", rank=3) == torch.device("cuda:3")
-    assert replica._device("cuda:1", rank=3) == torch.device("cuda:1")
-    assert replica._device("cpu", rank=3) == torch.device("cpu")
+    assert device_of("cuda", rank=3) == torch.device("cuda:3")
+    assert device_of("cuda:1", rank=3) == torch.device("cuda:1")
+    assert device_of("cpu", rank=3) == torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 
 from forge.core.errors import ConfigError
 from forge.rl.batch_plan import plan_batch
-from services.trainer import replica
+from services.trainer import placement
 from services.trainer.actors.learner import Step, TakeSnapshot
 from tests.support.learners import started_learner
 from tests.support.rl_models import make_sample
@@ -62,6 +62,6 @@ def test_a_model_that_cannot_is_told(
     def cannot(model: Any) -> None:
         raise ValueError(f"{type(model).__name__} does not support it.")
 
-    monkeypatch.setattr(replica, "recompute_activations", cannot)
+    monkeypatch.setattr(placement, "recompute_activations", cannot)
     with pytest.raises(ConfigError, match="recompute_activations = true is not for this model: "):
         started_learner(model_path, tmp_path, recompute_activations=True)

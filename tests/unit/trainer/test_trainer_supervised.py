@@ -101,8 +101,19 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> N
         read_conversations(file)
 
 
+def test_a_file_of_another_encoding_is_told(tmp_path: Path) -> None:
+    """By its name."""
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(json.dumps({"messages": TALK}).encode() + b"\xff\n")
+    with pytest.raises(InvalidArgument, match=r"data.jsonl' is not UTF-8"):
+        read_conversations(file)
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--recompute-activations", "--autocast", "bfloat16", "--device", "cpu"]]
+)
 def test_a_model_learns_what_it_is_shown(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     """The held-out loss falls, and what is written is a model directory with its tokenizer."""
     data, out = tmp_path / "data.jsonl", tmp_path / "taught"
@@ -110,6 +121,7 @@ def test_a_model_learns_what_it_is_shown(
     argv = [
         *("--model", str(model), "--data", str(data), "--out", str(out), "--epochs", "20"),
         *("--learning-rate", "0.02", "--batch-tokens", "100", "--held-out", "0.2"),
+        *options,
     ]
     assert main(argv) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
