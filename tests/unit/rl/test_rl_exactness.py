@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.core import packing
 from forge.core.packing import Sample
 from forge.rl import attention_schedule
+from forge.rl.batch_plan import BatchPlan, plan_batch
 from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.policy import TreePolicy
@@ -37,8 +37,7 @@ from tests.support.rl_models import (
 UNSPLIT = 1 << 30
 DENSE = ("qwen3", "llama", "mistral", "gemma3")
 EXPERTS = ("qwen3_moe", "mixtral")
-WAYS = {"whole": UNSPLIT, "split": 24, "relayed": 5}
-"""Token budgets. The shortest prompt is longer than the last one: everything is cut."""
+WAYS = ("whole", "split", "relayed")
 BALANCE = 0.1
 EXAMPLES = 100
 
@@ -55,44 +54,67 @@ def balance_of(family: str) -> float:
     return BALANCE if family in EXPERTS else 0.0
 
 
+def planned(samples: list[Sample], cut: str | int, *, channels: int = 32) -> BatchPlan:
+    """Cut in a way by name, or within a token budget in whichever way is cheaper."""
+    match cut:
+        case "whole":
+            return plan_batch(samples, token_budget=UNSPLIT, channels=channels)
+        case "split":  # 24 cut bushes into trees that still share, 13 what is one short chain
+            for budget in (24, 13):
+                plan = plan_batch(samples, token_budget=budget, channels=channels, relay=False)
+                if len(plan.trees) > 1:
+                    break
+            return plan
+        case "relayed":  # the shortest prompt is longer
+            return plan_batch(samples, token_budget=5, channels=channels)
+    assert isinstance(cut, int)
+    return plan_batch(samples, token_budget=cut, channels=channels)
+
+
 def errors(
-    family: str, dtype: torch.dtype, samples: list[Sample], budget: int, expected: Gradient
+    family: str, dtype: torch.dtype, samples: list[Sample], cut: str | int, expected: Gradient
 ) -> tuple[float, float]:
     """Relative error of loss and of gradients, against the stock attention."""
     model = tiny_model(family, dtype)
-    config = LearnerConfig(token_budget=budget, objective=ObjectiveConfig(ratio_cap=CAP))
+    config = LearnerConfig(objective=ObjectiveConfig(ratio_cap=CAP))
     policy = TreePolicy(model, balance_coef=balance_of(family))
     learner = Learner(policy, config)
-    loss, _ = learner.accumulate(learner.plan(samples))
+    loss, _ = learner.accumulate(planned(samples, cut, channels=policy.channels))
     if policy.balance is not None:
         loss += policy.balance.value
     return relative_errors(Gradient(loss=loss, of=gradients(model)), expected)
 
 
-@pytest.fixture(params=WAYS)
-def budget(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A token budget, under which trees are split rather than relayed where both are possible."""
-    if request.param == "split":
-        monkeypatch.setattr(packing, "RELAY_COST", 1e9)
-    return WAYS[request.param]
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_cuts_every_shape(kind: str) -> None:
+    """Whole is one pass; split is several trees of a pass each, unless there is one sample alone;
+    relayed is trees of several parts."""
+    samples = forest(kind)
+    parts = {way: [len(tree.parts) for tree in planned(samples, way).trees] for way in WAYS}
+    assert parts["whole"] == [1]
+    assert set(parts["split"]) == {1}
+    assert (len(parts["split"]) > 1) == (len(samples) > 1)
+    assert max(parts["relayed"]) > 1 and planned(samples, "relayed").largest_tree <= 5
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", DENSE + EXPERTS)
-def test_fp64_is_exact(family: str, kind: str, budget: int) -> None:
+def test_fp64_is_exact(family: str, kind: str, way: str) -> None:
     """In fp64, loss and every gradient agree to 1e-12 (with experts 1e-8), whatever the tree."""
     with wide_norms():
         expected = reference(family, torch.float64, kind)
-        found = errors(family, torch.float64, forest(kind), budget, expected)
+        found = errors(family, torch.float64, forest(kind), way, expected)
     assert max(found) <= (1e-8 if family in EXPERTS else 1e-12)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", DENSE + EXPERTS)
-def test_fp32_is_exact_to_rounding(family: str, kind: str, budget: int) -> None:
+def test_fp32_is_exact_to_rounding(family: str, kind: str, way: str) -> None:
     """In fp32, with transformers as it is, loss and gradients agree to 1e-5."""
     expected = reference(family, torch.float32, kind)
-    assert max(errors(family, torch.float32, forest(kind), budget, expected)) <= 1e-5
+    assert max(errors(family, torch.float32, forest(kind), way, expected)) <= 1e-5
 
 
 @pytest.mark.parametrize("schedule", ["one block", "chains", "short chains"])
@@ -105,7 +127,7 @@ def test_every_schedule_is_exact(kind: str, schedule: str, monkeypatch: pytest.M
         monkeypatch.setattr(attention_schedule, "CHAIN_TOKENS", 3)
     with wide_norms():
         expected = reference("qwen3", torch.float64, kind)
-        found = errors("qwen3", torch.float64, forest(kind), UNSPLIT, expected)
+        found = errors("qwen3", torch.float64, forest(kind), "whole", expected)
     assert max(found) <= 1e-12
 
 
@@ -154,16 +176,16 @@ def test_any_tree_is_exact(
     assert max(found) <= (1e-8 if family in EXPERTS else 1e-12)
 
 
-def test_gradient_checkpointing_changes_nothing(budget: int) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_gradient_checkpointing_changes_nothing(way: str) -> None:
     """Recomputed layers see the same tree, and the same keys of other parts."""
     samples = forest("forked")
     model = tiny_model("qwen3", torch.float32)
     expected = reference_gradient(model, samples)
     model.gradient_checkpointing_enable()
     model.train()
-    config = LearnerConfig(objective=ObjectiveConfig(ratio_cap=CAP), token_budget=budget)
-    learner = Learner(TreePolicy(model), config)
-    loss, _ = learner.accumulate(learner.plan(samples))
+    learner = Learner(TreePolicy(model), LearnerConfig(objective=ObjectiveConfig(ratio_cap=CAP)))
+    loss, _ = learner.accumulate(planned(samples, way))
     actual = Gradient(loss=loss, of=gradients(model))
     assert max(relative_errors(actual, expected)) <= 1e-5
 
