@@ -143,11 +143,11 @@ async def audit(client: PoolClient, ledger: Ledger, names: list[str] | None = No
     # What is acknowledged while we look need not be in what we see.
     groups, trained = set(ledger.groups), set(ledger.trained)
     account = _Account.of(ledger)
+    names = ledger.trajectories() if names is None else names
     listed = {response.group.task.task_id: response for response in await client.groups()}
     assert groups <= set(listed)
     for task_id, response in listed.items():
         _check_group(response.group, trained=task_id in trained)
-    names = ledger.trajectories() if names is None else names
     async for trajectory in _each(client, names):
         account.check(trajectory, listed[trajectory.task_id].trajectories)
 
