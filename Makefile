@@ -63,11 +63,13 @@ chaos: setup  ## Kill each service in the middle of a run, for real
 crash: setup  ## Kill the pool 200 times under load and read everything back
 	@FORGE_CRASH_ROUNDS=200 $(PY) -m pytest --timeout=7200 -s tests/integration/test_pool_crash.py
 
-bench: setup  ## What training and the gateway cost, on this machine and beside peers
+bench: setup  ## What training and the services cost, on this machine and beside peers
 	@$(PY) -m benchmarks.prefix_tree
 	@$(PY) -m benchmarks.middleware
 	@$(PY) -m benchmarks.gateway
 	@$(PY) -m benchmarks.pool
+	@$(PY) -m benchmarks.scheduler
+	@$(PY) -m benchmarks.scheduler --takeover
 
 bench-peers: .venv-peers/.installed .venv-trl/.installed  ## Install what the benchmarks compare with
 

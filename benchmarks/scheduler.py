@@ -1,22 +1,28 @@
 """What a decision of the scheduler's core costs, however long the queue.
 
     python -m benchmarks.scheduler [--quick] [--adaptive S] [--json FILE]
+    python -m benchmarks.scheduler --takeover [GROUPS] [--json FILE]
 
 The real core (`forge.core.generation`) in one process on one core, in steady state: runners lease
 and complete in random order, a trainer takes batches of 512 from a window of 0.3 N and commits
-them, with N = 8192 and a million groups queued behind (`--quick`: a tenth of it, and a tenth of
-the batches). Each operation is timed by itself, in CPU time. With `--adaptive`, the mode is
-`adaptive` with a bound of S steps on staleness: up to S batches are started and not trained on.
+them, with N = 8192 and a million groups queued behind, and before that with a tenth of them
+(`--quick`: a tenth alone, and fewer batches). Each operation is timed by itself, in CPU time. With
+`--adaptive`, the mode is `adaptive` with a bound of S steps on staleness: up to S batches are
+started and not trained on. `--takeover` measures something else: real processes, SIGKILL of the
+leader, and how long its clients wait for the next one, with so many groups to rebuild.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 from rich.console import Console
@@ -24,6 +30,7 @@ from rich.table import Table
 
 from benchmarks.support.cpu import rss_bytes
 from benchmarks.support.report import arguments, keep
+from benchmarks.support.takeover import MIN_GROUPS, measure_takeover
 from forge.core.admission import Mode, QueueSettings
 from forge.core.generation import GenerationQueue
 from forge.core.groups import Group, GroupSpec
@@ -39,6 +46,13 @@ OPERATIONS = ("lease", "complete", "look", "take", "commit")
 LATE_S = 1e6
 """Long after the last group was added."""
 TARGET_MS = 1.0
+TAKEOVER = {
+    "status": "GetSchedulerStatus answers",
+    "renew": "claims are renewed",
+    "commit": "the open batch is committed",
+    "lease": "a new rollout is handed out",
+}
+"""What a client waits for, and how that is told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +64,7 @@ class Size:
 
 
 QUICK = Size(queued=100_000, batches=20)
+SMALL = Size(queued=100_000, batches=100)
 FULL = Size(queued=1_000_000, batches=200)
 
 
@@ -154,13 +169,45 @@ def show(numbers: dict[str, float]) -> None:
     console.print(f"{numbers['bytes_per_queued_group']:,.0f} bytes per queued group")
 
 
+def show_takeover(numbers: dict[str, float]) -> None:
+    limit_s = 2 * numbers["ttl_s"]
+    table = Table(title=f"SIGKILL of the leader of {numbers['groups']:,.0f} groups")
+    for name in ("until", "mean s", "worst s", f"target {limit_s:g} s"):
+        table.add_column(name, justify="left" if name == "until" else "right")
+    for name, about in TAKEOVER.items():
+        mean_s, worst_s = numbers[f"{name}_mean_s"], numbers[f"{name}_worst_s"]
+        met = "met" if worst_s < limit_s else "missed"
+        table.add_row(about, f"{mean_s:.2f}", f"{worst_s:.2f}", met)
+    console = Console()
+    console.print(table)
+    console.print(f"of it, to rebuild the queue: {numbers['rebuild_mean_s']:.2f} s")
+
+
 def main() -> None:
     parser = arguments(__doc__, quick="a tenth of it")
     parser.add_argument("--adaptive", type=float, metavar="S", help="the mode, and its bound")
+    parser.add_argument(
+        "--takeover",
+        type=int,
+        nargs="?",
+        const=1000,
+        metavar="GROUPS",
+        help=f"kill leaders of so many groups (default 1000, at least {MIN_GROUPS})",
+    )
     options = parser.parse_args()
-    numbers = measure(QUICK if options.quick else FULL, options.adaptive)
-    show(numbers)
-    keep(numbers, options.json)
+    if options.takeover is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            groups = max(options.takeover, MIN_GROUPS)
+            numbers = asyncio.run(measure_takeover(Path(folder), groups))
+        show_takeover(numbers)
+        keep(numbers, options.json)
+        return
+    found: dict[str, float] = {}
+    for size in (QUICK,) if options.quick else (SMALL, FULL):
+        numbers = measure(size, options.adaptive)
+        show(numbers)
+        found |= {f"{size.queued}.{name}": value for name, value in numbers.items()}
+    keep(found, options.json)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ class RunnerApp:
             lease_wait_s=self._config.lease_wait_s,
         )
         self._running: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
 
     async def start(self) -> None:
@@ -54,6 +55,7 @@ class RunnerApp:
             raise
         self._running = asyncio.create_task(self._runner.run())
         self._running.add_done_callback(self._ended)
+        self._following = asyncio.create_task(self._follow_leader())
 
     async def drain(self) -> None:
         """Let rollouts end."""
@@ -63,9 +65,10 @@ class RunnerApp:
 
     async def stop(self) -> None:
         """Raises what the runner failed with, if that is why it stops."""
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait([self._running])
+        for task in (self._following, self._running):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
         await self._scaffolds.close()
         await self._rewards.close()
         if self._failure is not None:
@@ -80,6 +83,18 @@ class RunnerApp:
         self._failure = failure
         log.error("runner_failed", error=repr(failure))
         self._context.stop()
+
+    async def _follow_leader(self) -> None:
+        """Have claims renewed with each new leader at once."""
+        schedulers = self._context.coordinator.discover("scheduler")
+        known: set[str] = set()
+        while True:
+            changed = schedulers.changed()
+            leading = {each.instance_id for each in schedulers.instances if leads(each)}
+            if leading - known:
+                self._runner.renew_now()
+            known = leading
+            await changed
 
     async def _ask_scheduler(self, method: str, request: Any, *, timeout_s: float) -> Any:
         return await self._scheduler.call(method, request, timeout_s=timeout_s, where=leads)

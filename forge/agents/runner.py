@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -76,6 +77,8 @@ class Runner:
         """To be reported; each still holds its place, so there are never more than that."""
         self._changed = asyncio.Event()
         """Set whenever a claim came or went."""
+        self._renewal_due = asyncio.Event()
+        """Set when claims are to be renewed before it is time."""
         self._draining = False
         self._tasks: asyncio.TaskGroup
         self._leasing: asyncio.Task[None] | None = None
@@ -92,6 +95,10 @@ class Runner:
                 await self._change()
             renewing.cancel()
             reporting.cancel()
+
+    def renew_now(self) -> None:
+        """A new leader knows a claim once it is renewed, and does not wait for long."""
+        self._renewal_due.set()
 
     async def drain(self, *, patience_s: float) -> None:
         """Take no more work; let what runs end, stop what takes longer than `patience_s`."""
@@ -205,12 +212,18 @@ class Runner:
                 await self._change()
                 continue
             shortest_s = min(held.lease.lease_s for held in self._held.values())
-            await asyncio.sleep(shortest_s / 3)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(shortest_s / 3):
+                    await self._renewal_due.wait()
+            self._renewal_due.clear()
             ids = list(self._held)
             for start in range(0, len(ids), RENEW_BATCH):
                 request = pb.RenewRolloutsRequest(lease_ids=ids[start : start + RENEW_BATCH])
                 response = await self._ask("RenewRollouts", request, CALL_S)
-                self._stop_lost(response.lost if response else ())
+                if response is None:
+                    self.renew_now()
+                else:
+                    self._stop_lost(response.lost)
 
     def _stop_lost(self, lease_ids: Iterable[str]) -> None:
         for lease_id in lease_ids:

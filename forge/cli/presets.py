@@ -64,7 +64,6 @@ TINY = Preset(
         },
         "scheduler": {
             "rollout_lease_s": "15",
-            "takeover_hold_s": "2",
             # Tasks are topped up to the end: a batch is never short for want of them.
             "short_batch_after_s": "600",
         },

@@ -84,9 +84,9 @@ class SchedulerConfig(ServiceConfig):
         7200.0, help="longest life of one attempt, renewed or not", minimum=1
     )
     takeover_hold_s: float = setting(
-        0.0,
-        help="how long a new leader hands nothing out, so that runners can renew what they hold; "
-        "0: half of rollout_lease_s",
+        2.0,
+        help="how long a new leader hands no rollout out, so that runners, which renew with each "
+        "new leader at once, keep what they hold",
         minimum=0,
     )
     partial_groups: str = setting(

@@ -151,8 +151,7 @@ class Term:
         finally:
             gc.enable()
         if last.claims:
-            hold_s = self._config.takeover_hold_s or self._config.rollout_lease_s / 2
-            queue.rollouts.hold_until_s = time.monotonic() + hold_s
+            queue.rollouts.hold_until_s = time.monotonic() + self._config.takeover_hold_s
         return state
 
     async def _start_actors(self, state: TermState) -> Office:

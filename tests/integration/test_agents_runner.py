@@ -47,9 +47,11 @@ class Cluster:
         self.runners[name] = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
         return self.runners[name]
 
-    def start_scheduler(self) -> None:
-        argv = [sys.executable, "-m", "services.scheduler", *self._shared("scheduler")]
-        self.stack.processes["scheduler"] = subprocess.Popen([*argv, *SCHEDULER])
+    def start_scheduler(self, name: str = "scheduler", *settings: str) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "services.scheduler", *self._shared(name)]
+        started = subprocess.Popen([*argv, *SCHEDULER, *settings])
+        self.stack.processes[name] = started
+        return started
 
     async def running(self, rollouts: int) -> None:
         """Wait until that many rollouts are leased."""
@@ -237,6 +239,20 @@ async def test_work_of_a_killed_runner_is_done_by_another(system: Cluster) -> No
     groups = await ending
     assert [outcomes(group) for group in groups.values()] == [[1.0]] * 4
     assert psutil.wait_procs(processes, timeout=START_S)[1] == []
+
+
+async def test_what_runs_passes_to_the_next_leader_at_once(system: Cluster) -> None:
+    """kill -9 of the leader long before a claim is renewed by itself: the next one, which hands
+    nothing out meanwhile, hears of it all the same."""
+    settings = ("--rollout-lease-s=600", "--takeover-hold-s=600")
+    system.stack.processes["scheduler"].terminate()
+    leader = system.start_scheduler("first", *settings)
+    system.start_runner("runner-0", REWARDED, "--command=sleep 600")
+    await system.operator.submit([task("sleeper", size=2)])
+    await system.running(2)
+    system.start_scheduler("second", *settings)
+    leader.kill()
+    await system.running(2)
 
 
 async def test_sigterm_lets_rollouts_end(system: Cluster) -> None:

@@ -131,6 +131,17 @@ async def test_what_runs_is_renewed() -> None:
         assert sorted(await scheduler.renewed.get()) == ["lease-0", "lease-1"]
 
 
+async def test_a_new_leader_hears_at_once_what_runs() -> None:
+    """Long before it is time, and again until it was heard."""
+    scheduler, work = StandIn(lease(0, lease_s=3600.0)), Work()
+    scheduler.refusals["RenewRollouts"] = [Unavailable("stands by"), Unavailable("stands by")]
+    async with working(scheduler, work) as runner:
+        await work.began.get()
+        runner.renew_now()
+        assert await scheduler.renewed.get() == ["lease-0"]
+    assert not scheduler.refusals["RenewRollouts"]
+
+
 async def test_a_lost_claim_stops_its_rollout_and_no_other() -> None:
     """The scheduler has given it to somebody else: there is nothing left to report."""
     scheduler, work = StandIn(lease(0, lease_s=0.03), lease(1, lease_s=0.03)), Work()
