@@ -122,7 +122,8 @@ async def _set(
         if activity is not None:
             await operator.set_activity(activity)
         found = await operator.scheduler_status()
-        while wait and found.running_groups:
+        # A new leader learns from runners what runs.
+        while wait and (found.running_groups or found.taking_over):
             await asyncio.sleep(_POLL_S)
             found = await operator.scheduler_status()
         console.print(line_of(found), highlight=False, soft_wrap=True)

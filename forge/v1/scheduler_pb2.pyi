@@ -671,6 +671,7 @@ class GetSchedulerStatusResponse(_message.Message):
     SHIFT_KL_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
     SURPLUS_FIELD_NUMBER: _builtins.int
+    TAKING_OVER_FIELD_NUMBER: _builtins.int
     head: _builtins.int
     """H, W and N of the training queue, in groups."""
     window: _builtins.int
@@ -708,6 +709,8 @@ class GetSchedulerStatusResponse(_message.Message):
     """Groups of the tombstoned that taught nothing: all their rollouts scored the same."""
     surplus: _builtins.int
     """Trajectories sealed after another attempt, or after their group was closed."""
+    taking_over: _builtins.bool
+    """A new leader still listens for what runners hold: more may run than it knows."""
     @_builtins.property
     def domains(self) -> _containers.RepeatedCompositeFieldContainer[Global___DomainStatus]: ...
     def __init__(
@@ -736,10 +739,11 @@ class GetSchedulerStatusResponse(_message.Message):
         shift_kl: _builtins.float = ...,
         skipped: _builtins.int = ...,
         surplus: _builtins.int = ...,
+        taking_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "activity", b"activity", "admission", b"admission", "complete_in_window", b"complete_in_window", "complete_outside_window", b"complete_outside_window", "concurrency", b"concurrency", "domains", b"domains", "eval_pending", b"eval_pending", "head", b"head", "mode", b"mode", "pending", b"pending", "queued", b"queued", "retries", b"retries", "running_groups", b"running_groups", "running_limit", b"running_limit", "running_rollouts", b"running_rollouts", "shift_kl", b"shift_kl", "skipped", b"skipped", "staleness_p99", b"staleness_p99", "surplus", b"surplus", "tombstoned", b"tombstoned", "trained", b"trained", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "activity", b"activity", "admission", b"admission", "complete_in_window", b"complete_in_window", "complete_outside_window", b"complete_outside_window", "concurrency", b"concurrency", "domains", b"domains", "eval_pending", b"eval_pending", "head", b"head", "mode", b"mode", "pending", b"pending", "queued", b"queued", "retries", b"retries", "running_groups", b"running_groups", "running_limit", b"running_limit", "running_rollouts", b"running_rollouts", "shift_kl", b"shift_kl", "skipped", b"skipped", "staleness_p99", b"staleness_p99", "surplus", b"surplus", "taking_over", b"taking_over", "tombstoned", b"tombstoned", "trained", b"trained", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -226,7 +226,7 @@ class TermState:
 
     # Sight
 
-    def status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
+    def status(self, *, now_s: float) -> scheduler_pb2.GetSchedulerStatusResponse:
         queue, books = self.queue, self.queue.books.status()
         shares, adaptive = queue.shares.shares, self.queue.books.adaptive
         return scheduler_pb2.GetSchedulerStatusResponse(
@@ -261,4 +261,5 @@ class TermState:
             shift_kl=adaptive.last_shift_kl if adaptive else 0.0,
             skipped=self._equal.skipped,
             surplus=queue.rollouts.surplus,
+            taking_over=now_s < queue.rollouts.hold_until_s,
         )

@@ -75,7 +75,7 @@ class QueueActor(Actor):
             case m.Tick():
                 self._tick(now_s)
             case m.GetStatus():
-                return state.status()
+                return state.status(now_s=now_s)
             case m.ListTagged(tag=tag):
                 return state.catalog.tagged(tag)
             case m.ViewGroups(task_ids=ids):
@@ -135,7 +135,7 @@ class QueueActor(Actor):
 
     def _tick(self, now_s: float) -> None:
         self._timer = None
-        metrics.show(self._state.status())
+        metrics.show(self._state.status(now_s=now_s))
         expired = self._state.expire(now_s)
         if expired and self._others is not None:
             self._tell(self._others.inspector, m.Inspect(trajectory_ids=expired))

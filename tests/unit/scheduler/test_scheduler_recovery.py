@@ -81,7 +81,10 @@ async def test_leader_keeps_its_lease_while_it_rebuilds_a_long_queue() -> None:
     assert state.queue.books.status().queued == 5000
     assert turns >= 5000 / RESTORED_AT_ONCE
     assert gc.isenabled()
-    assert state.queue.rollouts.hold_until_s > began_s
+    hold_until_s = state.queue.rollouts.hold_until_s
+    assert hold_until_s > began_s
+    assert state.status(now_s=began_s).taking_over
+    assert not state.status(now_s=hold_until_s).taking_over
 
 
 def test_group_that_is_found_twice_is_counted_once() -> None:

@@ -1,0 +1,68 @@
+"""`forge queue` as an operator has it: the command, a real scheduler, and a leader that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
+
+from forge.v1 import scheduler_pb2
+from tests.support.etcd import EtcdServer
+from tests.support.scheduler_cluster import SchedulerCluster, ids_of, make_task
+
+
+class Operator:
+    """Somebody at a shell."""
+
+    def __init__(self, etcd: EtcdServer, cluster: str, key_file: Path) -> None:
+        self._system = ["--etcd", etcd.endpoint, "--cluster", cluster, "--key-file", str(key_file)]
+
+    async def start(self, *words: str) -> Process:
+        argv = [sys.executable, "-m", "forge.cli.main", "queue", *words, *self._system]
+        return await asyncio.create_subprocess_exec(*argv, stdout=PIPE)
+
+    async def types(self, *words: str) -> str:
+        """What the command answers."""
+        return await answer(await self.start(*words))
+
+
+async def answer(command: Process) -> str:
+    said, _ = await command.communicate()
+    assert command.returncode == 0
+    return said.decode()
+
+
+async def test_queue_is_paused_resumed_and_drained_by_hand(
+    forge: SchedulerCluster, etcd: EtcdServer, cluster: str, tmp_path: Path
+) -> None:
+    """Each holds at once, a drain across SIGKILL of the leader too; and `--wait` returns when what
+    ran under the first leader has ended under the second."""
+    operator = Operator(etcd, cluster, tmp_path / "key")
+    leader = forge.start_scheduler()
+    first = await forge.leader()
+    forge.start_scheduler()
+    await forge.submit([make_task(name) for name in "abc"])
+    assert (await operator.types("pause")).startswith("paused; windowed: H 0, W 4")
+    assert await forge.lease(1, wait_s=0.0) == []
+    assert (await operator.types("resume")).startswith("running; ")
+    running = await forge.lease(1)
+    draining = await operator.start("drain", "--wait")
+    while (await forge.status()).activity != scheduler_pb2.ACTIVITY_DRAINING:
+        await asyncio.sleep(0.05)
+    assert await forge.lease(1, wait_s=0.0) == []
+
+    leader.kill()
+    await forge.leader(other_than=first.instance_id)
+    assert await forge.renew(running) == []
+    while (await forge.status()).taking_over:
+        await asyncio.sleep(0.05)
+    assert await forge.lease(1, wait_s=0.0) == []
+    assert (await operator.types("status")).startswith("draining; ")
+    assert draining.returncode is None
+    await forge.seal(running[0])
+    await forge.finish(running)
+    assert "0 of 8 groups run, 2 queued, 1 complete" in await answer(draining)
+    assert ids_of(await forge.take()) == ["a"]
+    await operator.types("resume")
+    assert [lease.task.task_id for lease in await forge.lease(2)] == ["b", "c"]

@@ -1,0 +1,50 @@
+"""`forge queue`, before a scheduler that says what a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from forge.cli import queue
+from forge.client import operator
+from forge.v1 import scheduler_pb2
+
+DRAINING = scheduler_pb2.ACTIVITY_DRAINING
+
+
+async def test_drain_waits_for_what_a_new_leader_does_not_know_yet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing seems to run until runners have renewed: the end is what is told after that."""
+    looks = [
+        scheduler_pb2.GetSchedulerStatusResponse(activity=DRAINING, mode="fifo", **found)
+        for found in (
+            {"running_groups": 2},
+            {"taking_over": True},
+            {"running_groups": 2},
+            {"trained": 7},
+        )
+    ]
+
+    class Operator:
+        def __init__(self, *_: Any) -> None: ...
+
+        async def set_activity(self, activity: int) -> None:
+            assert activity == DRAINING
+
+        async def scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
+            return looks.pop(0)
+
+    class Connection:
+        @asynccontextmanager
+        async def open(self) -> AsyncIterator[tuple[None, None]]:
+            yield None, None
+
+    monkeypatch.setattr(operator, "Operator", Operator)
+    monkeypatch.setattr(queue, "_POLL_S", 0.0)
+    await queue._set(Connection(), DRAINING, wait=True)
+    assert not looks
+    assert "7 trained" in capsys.readouterr().out
