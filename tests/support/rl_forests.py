@@ -21,6 +21,16 @@ KINDS = (
 )
 
 
+def random_forest(rng: Random) -> list[Sample]:
+    """Up to a dozen samples over three tokens, so that they share prefixes of every length."""
+    samples = []
+    for _ in range(rng.randrange(1, 13)):
+        ids = [rng.randrange(3) for _ in range(rng.randrange(2, 16))]
+        start = rng.randrange(1, len(ids))
+        samples.append(make_sample(ids, (start, rng.randrange(start, len(ids)) + 1), rng=rng))
+    return samples
+
+
 def forest(kind: str) -> list[Sample]:
     """Samples whose tree has the shape named."""
     rng = Random(7)

@@ -202,10 +202,27 @@ def reference_gradient(
     for sample in samples:
         one, uncancelled = _sample_loss(model, sample)
         add(one / normalizer, uncancelled / normalizer)
-    if balance_coef:
-        balance = balance_coef * _balance_loss(model, samples)
-        add(balance, balance)
-    return Gradient(loss=loss, of=total, loss_scale=loss_scale, scale=scale)
+    found = Gradient(loss=loss, of=total, loss_scale=loss_scale, scale=scale)
+    return with_balance(found, model, samples, balance_coef) if balance_coef else found
+
+
+def with_balance(
+    policy: Gradient, model: Any, samples: Sequence[Sample], balance_coef: float
+) -> Gradient:
+    """The policy's loss and gradient, plus those of the experts' load-balance loss."""
+    model.zero_grad()
+    balance = balance_coef * _balance_loss(model, samples)
+    balance.backward()  # type: ignore[no-untyped-call]
+    own = gradients(model)
+    return Gradient(
+        loss=policy.loss + float(balance.detach()),
+        of={name: one + own.get(name, 0.0) for name, one in policy.of.items()},
+        loss_scale=policy.loss_scale + abs(float(balance.detach())),
+        scale={
+            name: size + (float(own[name].norm()) if name in own else 0.0)
+            for name, size in policy.scale.items()
+        },
+    )
 
 
 def _balance_loss(model: Any, samples: Sequence[Sample]) -> Tensor:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import json
 import multiprocessing
 import tempfile
+from functools import cache
 from pathlib import Path
 from random import Random
 
 import torch
 import torch.distributed as dist
 
+from forge.core.packing import Sample
 from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.mtp import MtpConfig
 from forge.rl.policy import TreePolicy
 from forge.rl.step import LearnerConfig
-from tests.support.rl_forests import KINDS, forest
+from tests.support.rl_forests import KINDS, forest, random_forest
 from tests.support.rl_models import (
     CAP,
     Gradient,
@@ -37,6 +39,24 @@ from tests.support.short_memory import memory_for
 RANKS = 4
 BALANCE = 0.1
 FAMILIES = ("qwen3", "llama", "mistral", "gemma3", "qwen3_moe", "mixtral")
+RANDOM = 6
+"""Random forests, for each of three families."""
+
+
+def samples_of(kind: str) -> list[Sample]:
+    """A shape by name, or a random forest by number."""
+    return random_forest(Random(int(kind.split()[1]))) if "random" in kind else forest(kind)
+
+
+@cache
+def reference(family: str, kind: str, dtype: torch.dtype) -> Gradient:
+    """The same for any number of ranks."""
+    model = tiny_model(family, dtype)
+    return reference_gradient(model, samples_of(kind), balance_coef=balance_of(family))
+
+
+def balance_of(family: str) -> float:
+    return BALANCE if family in ("qwen3_moe", "mixtral") else 0.0
 
 
 def error_of(
@@ -48,23 +68,20 @@ def error_of(
     checkpointing: bool = False,
 ) -> float:
     """On this rank."""
-    samples = forest(kind)
-    coef = BALANCE if family in ("qwen3_moe", "mixtral") else 0.0
-    model = tiny_model(family, dtype)
-    expected = reference_gradient(model, samples, balance_coef=coef)
     model = tiny_model(family, dtype)
     if checkpointing:
         model.gradient_checkpointing_enable()
         model.train()
-    policy = TreePolicy(model, balance_coef=coef, group=group)
+    policy = TreePolicy(model, balance_coef=balance_of(family), group=group)
     # A small budget makes several trees; each is computed by all ranks.
-    budget = 24 if kind == "compacted" else 1 << 30
+    budget = 24 if kind == "compacted" else 12 if kind.startswith("split") else 1 << 30
     config = LearnerConfig(token_budget=budget, objective=ObjectiveConfig(ratio_cap=CAP))
     learner = Learner(policy, config)
-    loss, _ = learner.accumulate(learner.plan(samples))
+    loss, _ = learner.accumulate(learner.plan(samples_of(kind)))
     if policy.balance is not None:
         loss += policy.balance.value
-    return max(relative_errors(Gradient(loss=loss, of=gradients(model)), expected))
+    actual = Gradient(loss=loss, of=gradients(model))
+    return max(relative_errors(actual, reference(family, kind, dtype)))
 
 
 def heads_error(kind: str, group: dist.ProcessGroup | None) -> float:
@@ -130,10 +147,22 @@ def run_rank(rank: int, meeting: str, results: str) -> None:
                 dist.group.WORLD, short=short, backward=backward
             )
         if rank < 2:
-            for kind in KINDS:
-                found[f"2 qwen3 fp64 {kind}"] = error_of("qwen3", kind, torch.float64, pair)
+            for family in FAMILIES:
+                for kind in (
+                    KINDS if family == "qwen3" else ("think_stripped", "compacted", "roots")
+                ):
+                    found[f"2 {family} fp64 {kind}"] = error_of(family, kind, torch.float64, pair)
+        for family in ("qwen3", "gemma3", "qwen3_moe"):
+            for number in range(RANDOM):
+                kind = f"{'split' if number % 2 else 'whole'} {number} random"
+                found[f"4 {family} fp64 {kind}"] = error_of(
+                    family, kind, torch.float64, dist.group.WORLD
+                )
     for kind in ("think_stripped", "forked"):
-        found[f"4 qwen3 fp32 {kind}"] = error_of("qwen3", kind, torch.float32, dist.group.WORLD)
+        for family in FAMILIES:
+            found[f"4 {family} fp32 {kind}"] = error_of(
+                family, kind, torch.float32, dist.group.WORLD
+            )
         found[f"4 qwen3 fp32 checkpointed {kind}"] = error_of(
             "qwen3", kind, torch.float32, dist.group.WORLD, checkpointing=True
         )

@@ -10,6 +10,8 @@ import sys
 import pytest
 
 LIMITS = {"fp64": 1e-12, "fp32": 1e-5}
+EXPERTS = 1e-8
+"""In fp64: the balance loss is the library's."""
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +33,18 @@ def found() -> dict[str, float]:
 def test_ranks_that_share_a_tree_are_exact(
     ranks: int, precision: str, found: dict[str, float]
 ) -> None:
-    """Whatever the tree, also where there are more ranks than tokens, with sliding windows, with
-    experts balanced over all ranks, with activations recomputed; draft heads too. And where memory
-    ends on one of them, forward or backward: none waits, all take the batch in smaller trees."""
+    """Whatever the tree, named or random, also where there are more ranks than tokens, with sliding
+    windows, with experts balanced over all ranks, with activations recomputed; draft heads too. And
+    where memory ends on one of them, forward or backward: none waits, all take the batch in smaller
+    trees."""
     cases = {
         case: error
         for case, error in found.items()
         if case.startswith(f"{ranks} ") and precision in case
     }
     assert cases
-    limits = {case: 1e-8 if "moe" in case else LIMITS[precision] for case in cases}
+    limits = {
+        case: EXPERTS if "moe" in case and precision == "fp64" else LIMITS[precision]
+        for case in cases
+    }
     assert not {case: error for case, error in cases.items() if not error <= limits[case]}

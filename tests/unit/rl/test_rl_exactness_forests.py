@@ -2,7 +2,7 @@
 
 In fp64, against the model's own code and stock attention, one sample at a time. CISPO's loss is a
 sum over samples, so the gradient of each sample is computed once so, and what a forest must give
-is their sum. Experts, whose balance loss is no such sum, are in `test_rl_exactness.py`.
+is their sum. The balance loss of experts is no such sum: it is added forest by forest, for fewer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -33,17 +34,21 @@ from tests.support.rl_models import (
     relative_errors,
     tiny_model,
     wide_norms,
+    with_balance,
 )
 
 TREES = 10_000
 FORESTS = 3_200
 """Of some three to four trees each."""
+EXPERT_FORESTS = 150
 SAMPLES = 200
 """Of which forests are drawn; over three tokens, so that they share prefixes of every length."""
 ROOTS, LONGEST = 8, 10
 UNSPLIT = 1 << 30
 # What takes longest comes up less often.
 FAMILIES = ("qwen3", "qwen3", "qwen3", "gemma3")
+EXPERTS = "qwen3_moe"
+BALANCE = 0.1
 BUDGETS = (UNSPLIT, UNSPLIT, UNSPLIT, 12, 12, 3)
 
 
@@ -52,6 +57,8 @@ class Known:
     """A model, and what each sample by itself does to it."""
 
     learner: Learner
+    stock: Any
+    """The same model, with its own attention."""
     apart: list[Gradient]
 
 
@@ -68,10 +75,11 @@ def samples() -> list[Sample]:
 
 @cache
 def known(family: str) -> Known:
-    model = tiny_model(family, torch.float64)
-    apart = [reference_gradient(model, [one]) for one in samples()]
+    model, stock = tiny_model(family, torch.float64), tiny_model(family, torch.float64)
+    apart = [reference_gradient(stock, [one]) for one in samples()]
     config = LearnerConfig(objective=ObjectiveConfig(ratio_cap=CAP))
-    return Known(learner=Learner(TreePolicy(model), config), apart=apart)
+    policy = TreePolicy(model, balance_coef=BALANCE if family == EXPERTS else 0.0)
+    return Known(learner=Learner(policy, config), stock=stock, apart=apart)
 
 
 def together(family: str, drawn: Sequence[int]) -> Gradient:
@@ -87,12 +95,36 @@ def together(family: str, drawn: Sequence[int]) -> Gradient:
         stacked = torch.stack([one.of[name] for one in apart])
         return torch.einsum("n,n...->...", weights_N, stacked)
 
-    return Gradient(
+    policy = Gradient(
         loss=mean([one.loss for one in apart]),
         of={name: sum_of(name) for name in apart[0].of},
         loss_scale=mean([one.loss_scale for one in apart]),
         scale={name: mean([one.scale[name] for one in apart]) for name in apart[0].scale},
     )
+    if family != EXPERTS:
+        return policy
+    return with_balance(policy, known(family).stock, [samples()[index] for index in drawn], BALANCE)
+
+
+DRAWN = st.lists(st.integers(0, SAMPLES - 1), min_size=1, max_size=12)
+CALL_FLOPS = st.sampled_from([0.0, 6e6])
+
+
+def errors(
+    family: str, drawn: Sequence[int], budget: int, call_flops: float
+) -> tuple[float, float]:
+    """Relative, of loss and gradients."""
+    with wide_norms(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_schedule, "CALL_FLOPS", call_flops)
+        learner = known(family).learner
+        model, balance = learner.policy.model, learner.policy.balance
+        learner.token_budget = budget
+        model.zero_grad()
+        loss, _ = learner.accumulate(learner.plan([samples()[index] for index in drawn]))
+        if balance is not None:
+            loss += balance.value
+        found = Gradient(loss=loss, of=gradients(model))
+        return relative_errors(found, together(family, drawn))
 
 
 @pytest.mark.timeout(900)
@@ -102,24 +134,21 @@ def test_any_forest_is_exact() -> None:
     trees = 0
 
     @settings(max_examples=FORESTS, deadline=None, database=None)
-    @given(
-        st.lists(st.integers(0, SAMPLES - 1), min_size=1, max_size=12),
-        st.sampled_from(FAMILIES),
-        st.sampled_from(BUDGETS),
-        st.sampled_from([0.0, 6e6]),
-    )
+    @given(DRAWN, st.sampled_from(FAMILIES), st.sampled_from(BUDGETS), CALL_FLOPS)
     def is_exact(drawn: list[int], family: str, budget: int, call_flops: float) -> None:
         nonlocal trees
         trees += len({samples()[index].ids[0] for index in drawn})
-        with wide_norms(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention_schedule, "CALL_FLOPS", call_flops)
-            learner = known(family).learner
-            model = learner.policy.model
-            learner.token_budget = budget
-            model.zero_grad()
-            loss, _ = learner.accumulate(learner.plan([samples()[index] for index in drawn]))
-            found = Gradient(loss=loss, of=gradients(model))
-        assert max(relative_errors(found, together(family, drawn))) <= 1e-12
+        assert max(errors(family, drawn, budget, call_flops)) <= 1e-12
 
     is_exact()
     assert trees >= TREES
+
+
+@pytest.mark.timeout(900)
+@settings(max_examples=EXPERT_FORESTS, deadline=None, database=None)
+@given(DRAWN, st.sampled_from(BUDGETS), CALL_FLOPS)
+def test_any_forest_of_a_mixture_of_experts_is_exact(
+    drawn: list[int], budget: int, call_flops: float
+) -> None:
+    """Loss, load balance included, and every gradient agree to 1e-8."""
+    assert max(errors(EXPERTS, drawn, budget, call_flops)) <= 1e-8
