@@ -1,6 +1,7 @@
 """Throughput, staleness and shift of every mode of the scheduler, in virtual time.
 
-    python -m benchmarks.window [--quick] [--seed N] [--json FILE] [--plot FILE]
+    python -m benchmarks.window [--quick] [--concurrency N] [--only NAMES] [--steady] [--seed N]
+                                [--json FILE] [--plot FILE] [--table FILE]
 
 The real core (`forge.core.generation`) with a simulated world around it, which
 `benchmarks/support/queue_simulation.py` describes. Half of each run is left out, so that figures
@@ -9,12 +10,17 @@ and a change of tasks in the middle are measured by themselves, from the first s
 
 N is 16 batches; the full size has N = 1024, `--quick` N = 256. The smaller the batch, the larger
 the divergence that chance alone gives it, which is printed too.
+
+`throughput` goes by the work in the groups that were trained on, `groups` by their number: a mode
+that trains on short groups first has more of the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 from rich.console import Console
@@ -28,8 +34,12 @@ NEVER_S = 1e9
 """No claim ends in virtual time."""
 BATCHES_PER_N = 16
 ADAPTIVE_STALENESS = (8, 28, 60)
+ADAPTIVE_SHIFT = {"": 0.0, "_kl05": 0.05, "_any": math.inf}
+"""By what the name of the setting ends with."""
 SLOWER = Durations(mean=3.0, slow_share=0.25, slow_factor=4.0)
 """After a change in the middle of a run: three times as long, and more alike."""
+STATES = {"": "steady", ".cold": "start", ".waves": "waves", ".change": "change"}
+"""What every setting is measured in, by what the name of the outcome ends with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +56,11 @@ class Size:
     @property
     def kl_of_chance(self) -> float:
         return (BINS - 1) / (2 * self.batch)
+
+    def kl_within(self, bound: float) -> float:
+        """What a batch may have whose shift beyond chance is bounded: as `max_shift_kl` is meant,
+        over deciles of the duration."""
+        return self.kl_of_chance + math.sqrt(2 * (BINS - 1)) / (2 * self.batch) + bound
 
 
 QUICK = Size(concurrency=256, steps=300)
@@ -72,7 +87,8 @@ def fixed_settings(size: Size) -> Iterator[tuple[str, QueueSettings]]:
     for staleness in ADAPTIVE_STALENESS:
         ahead = replace(_base(size), admission=Admission.AHEAD, ahead=staleness * size.batch)
         yield f"fifo_s{staleness}", replace(ahead, mode=Mode.FIFO)
-        yield f"w03_s{staleness}", ahead
+        for name, window in windows.items():
+            yield f"{name}_s{staleness}", replace(ahead, window=window)
         # With fewer than N ahead its batches go out short, by a clock that this world has not.
         if ahead.ahead >= n:
             yield f"greedy_s{staleness}", replace(ahead, mode=Mode.GREEDY)
@@ -80,11 +96,16 @@ def fixed_settings(size: Size) -> Iterator[tuple[str, QueueSettings]]:
 
 def adaptive_settings(size: Size) -> Iterator[tuple[str, QueueSettings]]:
     for staleness in ADAPTIVE_STALENESS:
-        yield f"adaptive_s{staleness}", _adaptive(size, staleness)
-
-
-def _adaptive(size: Size, staleness: float) -> QueueSettings:
-    return replace(_base(size), mode=Mode.ADAPTIVE, max_staleness_p99=staleness, max_shift_kl=0.0)
+        for suffix, shift_kl in ADAPTIVE_SHIFT.items():
+            yield (
+                f"adaptive_s{staleness}{suffix}",
+                replace(
+                    _base(size),
+                    mode=Mode.ADAPTIVE,
+                    max_staleness_p99=staleness,
+                    max_shift_kl=shift_kl,
+                ),
+            )
 
 
 def _base(size: Size) -> QueueSettings:
@@ -97,83 +118,101 @@ def _base(size: Size) -> QueueSettings:
     )
 
 
-def measure(size: Size, seed: int) -> dict[str, Outcome]:
-    """By "<mode>" in the steady state, and "<mode>.<transient>"."""
+def workloads(size: Size, seed: int) -> dict[str, Workload]:
+    """By what the name of the outcome ends with."""
     steady = Workload(batch=size.batch, steps=size.steps, skip=size.steps // 2, seed=seed)
-    found: dict[str, Outcome] = {}
-    for name, settings in (*fixed_settings(size), *adaptive_settings(size)):
-        found[name] = Simulation(settings, steady).play()
-    # The shortest name is for the bound in the middle.
-    found["adaptive"] = found[f"adaptive_s{ADAPTIVE_STALENESS[1]}"]
     started = Workload(batch=size.batch, steps=3 * BATCHES_PER_N, seed=seed)
-    transients = {
-        "cold": started,
-        "waves": replace(started, wave=2 * size.concurrency, steps=6 * BATCHES_PER_N),
+    return {
+        "": steady,
+        ".cold": started,
+        ".waves": replace(started, wave=2 * size.concurrency, steps=6 * BATCHES_PER_N),
+        ".change": replace(steady, skip=size.steps // 4, later=SLOWER),
         # `fifo` with S = 8 gives out eight batches at a time: the two above are whole such rounds.
-        "cold_44": replace(started, steps=44),
-        "waves_36": replace(started, wave=36 * size.batch, steps=3 * 36),
-        "change": replace(steady, skip=size.steps // 4, later=SLOWER),
+        ".cold_44": replace(started, steps=44),
+        ".waves_36": replace(started, wave=36 * size.batch, steps=3 * 36),
     }
-    chosen = dict(fixed_settings(size)) | dict(adaptive_settings(size))
-    bounded = [f"{mode}_s{bound}" for bound in ADAPTIVE_STALENESS for mode in ("fifo", "adaptive")]
-    for name in ("fifo", "w03", "wn", "greedy", "greedy_ahead4", *bounded):
-        for transient, load in transients.items():
-            found[f"{name}.{transient}"] = Simulation(chosen[name], load).play()
-    return found
 
 
-def against_the_front(found: dict[str, Outcome]) -> dict[str, float]:
-    """Throughput of `adaptive` over that of the fixed settings, at the same p99 of staleness.
+def measure(
+    settings: Mapping[str, QueueSettings], loads: Mapping[str, Workload]
+) -> dict[str, Outcome]:
+    """By "<setting>" in the steady state, and "<setting>.<transient>"."""
+    return {
+        f"{name}{suffix}": Simulation(chosen, load).play()
+        for suffix, load in loads.items()
+        for name, chosen in settings.items()
+        if suffix in STATES or "_s" in name
+    }
 
-    The best line from the origin through a fixed setting is what one could get by running that
-    setting on a part of the places: a harder comparison than with the settings themselves.
+
+def against_the_front(
+    found: Mapping[str, Outcome], settings: Mapping[str, QueueSettings], size: Size
+) -> dict[str, float]:
+    """`adaptive` over the best of the fixed settings, in each state.
+
+    over_best_fixed    throughput, over the fastest with no larger p99 of staleness
+    over_best_bounded  the same, of those whose mean KL is within the bound on shift, too
+    kl_over_least      KL, over the least of those that are as fast, however stale
+    over_front_line    throughput, over the best line from the origin through a fixed setting: what
+                       one could get by running that setting on a part of the places, a harder
+                       comparison than with the settings themselves
     """
-    fixed = [found[name] for name in found if "adaptive" not in name and "." not in name]
-    best = max(one.throughput / one.staleness_p99 for one in fixed)
     ratios = {}
-    for staleness in ADAPTIVE_STALENESS:
-        ours = found[f"adaptive_s{staleness}"]
-        reached = [one for one in fixed if one.staleness_p99 <= ours.staleness_p99]
-        if reached:
-            fastest = max(one.throughput for one in reached)
-            ratios[f"adaptive_s{staleness}.over_best_fixed"] = ours.throughput / fastest
-        ratios[f"adaptive_s{staleness}.over_front_line"] = (
-            ours.throughput / ours.staleness_p99 / best
-        )
-        rivals = [one.kl for one in fixed if one.throughput >= ours.throughput]
-        ratios[f"adaptive_s{staleness}.kl_over_least"] = ours.kl / min(rivals)
+    for state in _states_of(found, settings):
+        fixed = [
+            found[f"{name}{state}"]
+            for name, chosen in settings.items()
+            if chosen.mode is not Mode.ADAPTIVE
+        ]
+        for name, chosen in settings.items():
+            if chosen.mode is not Mode.ADAPTIVE or not fixed:
+                continue
+            ours = found[f"{name}{state}"]
+            reached = [one for one in fixed if one.staleness_p99 <= ours.staleness_p99]
+            bounded = [one for one in reached if one.kl <= size.kl_within(chosen.max_shift_kl)]
+            rivals = [one.kl for one in fixed if one.throughput >= ours.throughput]
+            for what, rated in (("over_best_fixed", reached), ("over_best_bounded", bounded)):
+                if rated:
+                    fastest = max(one.throughput for one in rated)
+                    ratios[f"{name}{state}.{what}"] = ours.throughput / fastest
+            if rivals:
+                ratios[f"{name}{state}.kl_over_least"] = ours.kl / min(rivals)
+            line = max(one.throughput / one.staleness_p99 for one in fixed)
+            ratios[f"{name}{state}.over_front_line"] = ours.throughput / ours.staleness_p99 / line
     return ratios
 
 
-def against_fifo(found: dict[str, Outcome]) -> dict[str, float]:
+def against_fifo(found: Mapping[str, Outcome]) -> dict[str, float]:
     """Throughput and shift of `adaptive` over those of `fifo` with the same bound, everywhere."""
     ratios = {}
     for name, ours in found.items():
-        fifo = found.get(name.replace("adaptive", "fifo"))
-        if name.startswith("adaptive_s") and fifo:
+        setting = name.partition(".")[0]
+        mode, bound = setting.split("_")[:2] if "_" in setting else ("", "")
+        fifo = found.get(name.replace(setting, f"fifo_{bound}"))
+        if mode == "adaptive" and fifo:
             ratios[f"{name}.over_fifo"] = ours.throughput / fifo.throughput
             ratios[f"{name}.kl_over_fifo"] = ours.kl / fifo.kl
     return ratios
 
 
-def numbers_of(found: dict[str, Outcome], size: Size) -> dict[str, float]:
+def numbers_of(
+    found: Mapping[str, Outcome], settings: Mapping[str, QueueSettings], size: Size
+) -> dict[str, float]:
     numbers: dict[str, float] = {"kl_of_chance": size.kl_of_chance}
     for name, outcome in found.items():
-        numbers[f"{name}.throughput"] = outcome.throughput
-        numbers[f"{name}.kl"] = outcome.kl
-        numbers[f"{name}.staleness_mean"] = outcome.staleness_mean
-        numbers[f"{name}.staleness_p99"] = outcome.staleness_p99
-    return numbers | against_the_front(found) | against_fifo(found)
+        numbers |= {f"{name}.{what}": value for what, value in asdict(outcome).items()}
+    return numbers | against_the_front(found, settings, size) | against_fifo(found)
 
 
-def show(found: dict[str, Outcome], numbers: dict[str, float], size: Size) -> None:
+def show(found: Mapping[str, Outcome], numbers: Mapping[str, float], size: Size) -> None:
     table = Table(title=f"N = {size.concurrency}, batches of {size.batch}")
-    for name in ("mode", "throughput", "KL", "staleness mean", "p99"):
+    for name in ("mode", "throughput", "groups", "KL", "staleness mean", "p99"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     for name, one in found.items():
         table.add_row(
             name,
             f"{one.throughput:.3f}",
+            f"{one.groups:.3f}",
             f"{one.kl:.3f}",
             f"{one.staleness_mean:.1f}",
             f"{one.staleness_p99:.0f}",
@@ -186,6 +225,46 @@ def show(found: dict[str, Outcome], numbers: dict[str, float], size: Size) -> No
             console.print(f"{name}: {value:.3f}")
 
 
+def tabulate(
+    found: Mapping[str, Outcome], settings: Mapping[str, QueueSettings], size: Size
+) -> str:
+    """In Markdown: throughput, groups, KL, p99 of staleness, of every setting in every state."""
+    states = _states_of(found, settings)
+    lines = [f"| | {' | '.join(states.values())} |", "|---" * (1 + len(states)) + "|"]
+    for name, chosen in settings.items():
+        cells = [_label(chosen, size)]
+        for state in states:
+            one = found[f"{name}{state}"]
+            shares = (f"{value:.3f}".lstrip("0") for value in (one.throughput, one.groups, one.kl))
+            cells.append(f"{', '.join(shares)}, {one.staleness_p99:.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _states_of(
+    found: Mapping[str, Outcome], settings: Mapping[str, QueueSettings]
+) -> dict[str, str]:
+    return {
+        state: title
+        for state, title in STATES.items()
+        if all(f"{name}{state}" in found for name in settings)
+    }
+
+
+def _label(chosen: QueueSettings, size: Size) -> str:
+    label = f"`{chosen.mode.value}`"
+    if chosen.mode is Mode.ADAPTIVE:
+        shift = "any" if math.isinf(chosen.max_shift_kl) else f"{chosen.max_shift_kl:g}"
+        return f"**{label}, S = {chosen.max_staleness_p99:g}, shift {shift}**"
+    if chosen.mode is Mode.WINDOWED:
+        share = chosen.window / size.concurrency or 0.3
+        label += f", W = {share:g} N"
+    if chosen.admission is Admission.AHEAD:
+        ahead = chosen.ahead or size.concurrency
+        return f"{label}, `ahead` = {ahead // size.batch} batches"
+    return f"{label}, `{chosen.admission.value}`"
+
+
 def plot(found: dict[str, Outcome], path: Path) -> None:
     """Throughput and shift over the 99th percentile of staleness, in the steady state."""
     import matplotlib
@@ -196,7 +275,7 @@ def plot(found: dict[str, Outcome], path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for name, one in found.items():
-        if "." in name or name == "adaptive":
+        if "." in name:
             continue
         ours = "adaptive" in name
         for axes, value in ((left, one.throughput), (right, one.kl)):
@@ -209,16 +288,30 @@ def plot(found: dict[str, Outcome], path: Path) -> None:
 
 def main() -> None:
     parser = arguments(__doc__, quick="a smaller N, and fewer steps")
+    parser.add_argument("--concurrency", type=int, help="N, a multiple of 16, instead of 1024")
+    parser.add_argument("--only", default="*", help="settings, by pattern, with commas: fifo*,wn")
+    parser.add_argument("--steady", action="store_true", help="leave out start, waves and change")
     parser.add_argument("--plot", type=Path, help="write a plot (SVG) to this file")
+    parser.add_argument("--table", type=Path, help="write a table (Markdown) to this file")
     parser.add_argument("--seed", type=int, default=0, help="of the tasks' durations")
     options = parser.parse_args()
     size = QUICK if options.quick else FULL
-    found = measure(size, options.seed)
-    numbers = numbers_of(found, size)
+    if options.concurrency:
+        size = replace(size, concurrency=options.concurrency)
+    settings = {
+        name: chosen
+        for name, chosen in (*fixed_settings(size), *adaptive_settings(size))
+        if any(fnmatch(name, pattern) for pattern in options.only.split(","))
+    }
+    loads = workloads(size, options.seed)
+    found = measure(settings, {"": loads[""]} if options.steady else loads)
+    numbers = numbers_of(found, settings, size)
     show(found, numbers, size)
     keep(numbers, options.json)
     if options.plot:
         plot(found, options.plot)
+    if options.table:
+        options.table.write_text(tabulate(found, settings, size))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,11 @@ class Outcome:
     """One run, measured."""
 
     throughput: float
-    """Groups trained per unit of time, over what N slots that are never idle would generate."""
+    """What the trained groups took to generate, over the time of all N places: 1 when none was ever
+    idle and all was trained on. A short group counts as little."""
+    groups: float
+    """Groups trained per unit of time, over those that N places which are never idle would generate
+    of the queue's own mix. A short group counts as much as a long one."""
     kl: float
     """Mean over batches of the divergence of their durations from the queue's, over deciles."""
     staleness_mean: float
@@ -160,15 +164,20 @@ class Simulation:
         began_s = self.batches[first - 1][0] if first else 0.0
         trained = [index for _, indices in chosen for index in indices]
         work_s = sum(self._durations[index][0] for index in trained)
-        elapsed_s = chosen[-1][0] - began_s
+        places_s = self._settings.concurrency * (chosen[-1][0] - began_s)
+        kinds = Counter(self._durations[index][1] for index in trained)
+        fair_s = sum(count * self._mean_duration_s(later) for later, count in kinds.items())
         stale = sorted(value for step in self.staleness[first:last] for value in step)
         return Outcome(
-            # What the trained groups took of all the places there were: 1 when none was idle.
-            throughput=work_s / (self._settings.concurrency * elapsed_s),
+            throughput=work_s / places_s,
+            groups=fair_s / places_s,
             kl=self._mean_kl([indices for _, indices in chosen]),
             staleness_mean=sum(stale) / len(stale),
             staleness_p99=stale[math.ceil(0.99 * len(stale)) - 1],
         )
+
+    def _mean_duration_s(self, later: bool) -> float:
+        return statistics.fmean(took_s for took_s, kind in self._durations if kind is later)
 
     def _mean_kl(self, batches: Sequence[Sequence[int]]) -> float:
         edges = {
