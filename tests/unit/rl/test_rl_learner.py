@@ -74,6 +74,28 @@ def test_a_step_that_is_not_finite_changes_nothing(bad: float) -> None:
     assert one.step(one.plan(samples()), weight_version=1).skipped == ""
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
+    """Of one weight, in the backward alone: the loss is a number, the step is skipped all the
+    same, and the next one is as if it had not been."""
+    one, other = learner(), learner()
+    for each in (one, other):
+        each.step(each.plan(samples()), weight_version=1)
+    before = weights(one)
+    weight = one.policy.model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    spoiled = torch.zeros_like(weight)
+    spoiled[0, 0] = bad
+    hook = weight.register_hook(lambda gradient: gradient + spoiled)
+    result = one.step(one.plan(samples()), weight_version=1)
+    hook.remove()
+    assert math.isfinite(result.loss) and not math.isfinite(result.grad_norm)
+    assert f"loss {result.loss}, gradient norm" in result.skipped
+    assert same(weights(one), before) and one.steps == 1
+    for each in (one, other):
+        each.step(each.plan(samples()), weight_version=1)
+    assert same(weights(one), weights(other))
+
+
 def test_a_batch_without_a_trained_token_is_skipped() -> None:
     """There is no gradient to step along."""
     one = learner()

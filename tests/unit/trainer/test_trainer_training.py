@@ -282,10 +282,15 @@ async def test_a_crashed_learner_ends_in_a_resume(run: Run) -> None:
 
 
 async def test_a_step_that_is_not_finite_is_tombstoned(run: Run) -> None:
-    """The batch is given up with the reason, the step number is free for the next one."""
+    """The batch is given up with the reason, the step number is free for the next one. One line
+    says which step, batch and tasks they were."""
     await run.advance()
     run.world.skip = "loss nan"
-    events = await run.advance()
+    with structlog.testing.capture_logs() as logged:
+        events = await run.advance()
+    (line,) = [each for each in logged if each["log_level"] == "error"]
+    assert (line["event"], line["step"], line["batch_id"]) == ("batch_skipped", 1, "b")
+    assert (line["task_ids"], line["reason"]) == (("t",), "loss nan")
     assert events == ["take", "prepare", "step", "tombstone step 1 skipped: loss nan"]
     assert run.record.step == 0
     assert await run.advance() == ["take", "prepare", "step", "commit 1", "publish 1"]
