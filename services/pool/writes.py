@@ -90,6 +90,8 @@ def _attempt_turn(records: Records, turn: NewTurn) -> ForgeError | None:
 
 def _append_turn(records: Records, turn: NewTurn) -> None:
     trajectory = trajectory_key(turn.trajectory)
+    header = header_of(records, trajectory)
+    check_not_freed(records, turn.trajectory, header)
     key = turn_key(trajectory, turn.head.turn_index)
     stored = records.get(Table.TURNS, key)
     if stored is not None:
@@ -99,8 +101,6 @@ def _append_turn(records: Records, turn: NewTurn) -> None:
                 "content"
             )
         return
-    header = header_of(records, trajectory)
-    check_not_freed(records, turn.trajectory, header)
     if header is None:
         records.put(Table.TRAJECTORIES, trajectory, encode_header(TrajectoryHeader()))
     elif not header.is_open:
