@@ -99,6 +99,12 @@ async def put_once_it_is_taken(client: PoolClient, task_id: str) -> None:
             await asyncio.sleep(0.1)
 
 
+async def in_sync(replicas: ReplicatedShard) -> None:
+    """From here on the follower has all that is acknowledged."""
+    while (await replicas.leader())[1].metadata.get("copies") != "2":
+        await asyncio.sleep(0.05)
+
+
 async def test_a_killed_leader_takes_nothing_acknowledged_with_it(shard, pools):
     """kill -9 under load: the other one leads with all of it, and takes the rest when the first is
     back as its follower."""
@@ -116,6 +122,37 @@ async def test_a_killed_leader_takes_nothing_acknowledged_with_it(shard, pools):
         await ledger.reach(ledger.count + 20)
         for writer in writers:
             writer.cancel()
+    await replicas.audit(ledger)
+    await Writer(pools, "s0", ledger).check_fence()
+
+
+async def test_one_copy_goes_on_alone_where_one_is_enough(shard, pools):
+    """kill -9 under load with `min_copies` 1: the survivor takes what is written until the first is
+    back. That one then follows, and has all of it when the survivor is killed in turn."""
+    replicas = shard("--min-copies", "1")
+    ledger = Ledger()
+    names = (f"t{number}" for number in itertools.count())
+    async with asyncio.TaskGroup() as tasks:
+        writers = [
+            tasks.create_task(Writer(pools, "s0", ledger).fill(names)) for _ in range(WRITERS)
+        ]
+        await ledger.reach(20)
+        await in_sync(replicas)
+        first = await replicas.kill_leader()
+        survivor, _ = await replicas.leader()
+        assert survivor is not first
+        await ledger.reach(ledger.count + 40)
+        await replicas.audit(ledger)
+        assert (await replicas.leader())[1].metadata["copies"] == "1"
+        replicas.start()
+        await in_sync(replicas)
+        await ledger.reach(ledger.count + 20)
+        assert await replicas.kill_leader() is survivor
+        await replicas.audit(ledger)
+        await ledger.reach(ledger.count + 20)
+        for writer in writers:
+            writer.cancel()
+    assert (await replicas.leader())[0] is first
     await replicas.audit(ledger)
     await Writer(pools, "s0", ledger).check_fence()
 
@@ -145,9 +182,7 @@ async def test_a_deposed_leader_is_refused_everything(shard):
     replicas = shard("--min-copies", "1")
     client = await replicas.client()
     await put_once_it_is_taken(client, "before")
-    # In sync: from here on it has all that is acknowledged.
-    while (await replicas.leader())[1].metadata.get("copies") != "2":
-        await asyncio.sleep(0.05)
+    await in_sync(replicas)
     await put(client, "in-both")
     deposed, _ = await replicas.freeze_leader()
     assert deposed.process is not None

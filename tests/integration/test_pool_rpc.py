@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -247,6 +248,30 @@ async def test_a_shard_at_its_ceiling_asks_for_patience(start, pool):
     client = await start()
     (taken,) = await client.append([make_turn("t:1:0", messages_json="x" * (2 << 20))])
     assert taken.status_code == 0
+
+
+async def test_a_full_disk_is_told_and_got_over_by_the_same_process(start, pool):
+    """Whatever is written is RESOURCE_EXHAUSTED while the disk takes nothing, what was acknowledged
+    is read all the time, and what was refused is taken once there is room."""
+    client = await start()
+    _, most = resource.prlimit(pool.pid, resource.RLIMIT_FSIZE)
+    full_bytes = (pool.data_dir / "data.mdb").stat().st_size + (4 << 20)
+    resource.prlimit(pool.pid, resource.RLIMIT_FSIZE, (full_bytes, most))
+    turns = [make_turn("t:0:0", n, messages_json="x" * 500_000) for n in range(20)]
+    answers = await client.append(turns[:1])
+    while answers[-1].status_code == 0:
+        answers += await client.append([turns[len(answers)]])
+    stored = len(answers) - 1
+    assert stored > 1
+    for answer in [answers[-1], *await client.append(turns[stored:])]:
+        assert answer.status_code == code("RESOURCE_EXHAUSTED")
+        assert "nothing of it is stored" in answer.error
+    assert list((await client.fetch("t:0:0"))[0].turns) == turns[:stored]
+    resource.prlimit(pool.pid, resource.RLIMIT_FSIZE, (most, most))
+    assert {answer.status_code for answer in await client.append(turns[stored:])} == {0}
+    assert (await client.seal("t:0:0", len(turns))).turns == len(turns)
+    assert list((await client.fetch("t:0:0"))[0].turns) == turns
+    assert not pool.ended
 
 
 async def test_a_damaged_record_is_data_loss_to_its_reader_alone(start, pool):
