@@ -170,6 +170,7 @@ async def test_kill_9_while_it_is_compacted_loses_nothing_acknowledged(
     pool.start()
     client = await PoolClient.connect(pool, coordinator)
     await audit(client, ledger)
+    await check_fence(client, 1)
     await client.close()
     assert {path.name for path in pool.data_dir.iterdir()} <= {"data.mdb", "lock.mdb", "replica"}
     assert not list(copies.check(pool.data_dir, lambda done, total: None))
