@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.request
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from forge.core.errors import NotFound, StaleFence, Unavailable
 from forge.core.sharding import choose_shard
-from forge.runtime.coordination import Coordinator
+from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from tests.support.etcd import EtcdServer
 from tests.support.scheduler_cluster import (
@@ -124,6 +126,36 @@ async def test_pause_outlives_the_leader(forge: SchedulerCluster) -> None:
     await forge.ask("SetActivity", resumed)
     await forge.complete(1)
     assert ids_of(await forge.take(groups=1)) == ["a"]
+
+
+async def test_books_on_metrics_are_those_of_the_leader(forge: SchedulerCluster) -> None:
+    """Scraped from each instance: the sums of the cluster are right before and after SIGKILL."""
+    leader = forge.start_scheduler()
+    first = await forge.leader()
+    forge.start_scheduler()
+    (second,) = await forge.coordinator.discover("scheduler").wait(
+        timeout_s=30, where=lambda instance: instance.metadata["leader"] == "false"
+    )
+    await forge.submit([make_task(name) for name in "abcd"])
+    await forge.complete(3)
+    await forge.commit(await forge.take(), 1)
+    states = {"accepted": 4, "trained": 2, "tombstoned": 0, "pending": 2, "queued": 1}
+    states |= {"running": 0, "complete_in_window": 1, "complete_outside_window": 0}
+    while await books(first) != states:
+        await asyncio.sleep(0.05)
+    assert not any((await books(second)).values())
+    leader.kill()
+    while await books(second) != states:
+        await asyncio.sleep(0.05)
+
+
+async def books(instance: Instance) -> dict[str, float]:
+    """Groups by state, as Prometheus reads them."""
+    url = f"http://{instance.metadata['metrics']}/metrics"
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    samples = families["forge_scheduler_groups"].samples
+    return {sample.labels["state"]: sample.value for sample in samples}
 
 
 async def test_standby_answers_unavailable_and_names_the_leader(forge: SchedulerCluster) -> None:
