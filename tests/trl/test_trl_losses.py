@@ -190,13 +190,13 @@ def of_trl(
 
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_equal_those_of_trl(name: str, tmp_path: Path) -> None:
-    """In fp32: the loss to 1e-5 of its size, every gradient to 1e-5 of the largest."""
+    """In fp32, as TRL's head computes: the loss to 5e-7, every gradient to 3e-6 of the largest."""
     case = CASES[name]
     behavior = moved(policy_logprobs(tiny_model("qwen3", torch.float32)), case.shift)
     loss, found = of_forge(case, behavior)
     expected_loss, expected = of_trl(case, behavior, tmp_path)
     largest = max(float(one.norm()) for one in expected.values())
     assert largest > 0
-    assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
+    assert loss == pytest.approx(expected_loss, rel=0, abs=5e-7)
     for parameter, gradient in expected.items():
-        assert float((found[parameter] - gradient).norm()) <= 1e-5 * largest, parameter
+        assert float((found[parameter] - gradient).norm()) <= 3e-6 * largest, parameter
