@@ -1,0 +1,38 @@
+"""The benchmarks of training run, and what they compare is the same gradient."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from benchmarks import credit, prefix_tree
+from benchmarks.support.training_ways import Bench
+from benchmarks.support.tree_workloads import make_workloads
+
+
+def test_every_way_to_train_a_small_group_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged, one by one, padded, packed and by trajectory, with one gradient between them."""
+    monkeypatch.setattr(prefix_tree, "has_trl", lambda: False)
+    monkeypatch.setattr(prefix_tree, "has_prefix_grouper", lambda: False)
+    bench, workload = Bench(hidden=64, layers=1), make_workloads(16)[0]
+    found = prefix_tree.measure(bench, workload, rounds=1, clock=time.perf_counter, without=())
+    assert found["sample_tokens"] > found["tree_tokens"] > 0 and found["flop_bound"] > 1
+    assert found["loss_err"] < 1e-5 and found["grad_err"] < 1e-4
+    assert all(math.isfinite(value) for value in found.values())
+    timed = {name.removesuffix("_s") for name in found if name.endswith("_s")}
+    assert timed == {"tree", "per_request", "padded", "varlen", "trajectories"}
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_ways_to_credit_turns_are_compared(process: bool) -> None:
+    """Relative to the whole return at every turn, which like a return-to-go is unbiased; a
+    discount is not, where only the last turn is paid."""
+    world = credit.make_world(8, process=process, noise=1.0)
+    found = credit.measure(world, credit.roll_out(world, 512))
+    assert set(found) == {f"{way}.{key}" for way in credit.WAYS for key in credit.KEYS}
+    assert found["whole.trace"] == found["whole.samples"] == 1.0
+    assert found["whole.cosine"] == pytest.approx(1.0) == found["to_go_loo.cosine"]
+    assert all(math.isfinite(value) for value in found.values())
+    assert process or found["to_go_g95.cosine"] < 1.0
