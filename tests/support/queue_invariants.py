@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from forge.core.admission import QueueSettings
+from forge.core.admission import Admission, QueueSettings
 from forge.core.generation import GenerationQueue
 from forge.core.groups import Group, Phase, RolloutPhase
 from forge.core.rollouts import RolloutClaim
@@ -94,6 +94,22 @@ class QueueInvariants(RuleBasedStateMachine):
         near = sum(group.spec.index < edge for group in started)
         if near < len(started):
             assert books.untrained() - near <= adaptive.most_open, "it ran ahead"
+
+    def check_admission(self, queued: set[Group]) -> None:
+        """`ahead` starts nothing M places beyond the head; `window` nothing beyond N groups
+        running or complete, but for those near the head. Of what was queued before a lease."""
+        books, settings = self.queue.books, self.settings
+        started = [g for g in queued if g.phase is not Phase.QUEUED and not g.spec.evaluation]
+        if books.adaptive is not None or not started:
+            return
+        head, n = books.window.head, settings.concurrency
+        if settings.admission is Admission.AHEAD:
+            assert max(group.place for group in started) < head + (settings.ahead or n)
+        if settings.admission is Admission.WINDOW:
+            edge = head + min(books.window.size, n)
+            near = sum(group.spec.index < edge for group in started)
+            if near < len(started):
+                assert books.running_training() + books.complete() - near <= n
 
     def check_order(self, claims: tuple[RolloutClaim, ...]) -> None:
         """Evaluation first, then by index; nothing that could go out was passed over."""
