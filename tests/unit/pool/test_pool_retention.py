@@ -90,6 +90,21 @@ async def test_a_trained_group_is_freed_once_covered_and_old(store, sweeper):
     assert await sweeper.sweep() == Freed()
 
 
+async def test_a_clock_that_is_set_frees_early_or_late_and_nothing_uncovered(store, sweeper):
+    """Age goes by the wall clock; what no checkpoint covers is kept whatever that says."""
+    for number, name in enumerate(("covered", "uncovered")):
+        add_group(store, name, number)
+        train(store, name, step=1 + number)
+    sweeper.covered_step, sweeper.now_unix_s = 1, SETTLED_S - 100 * MAX_AGE_S
+    retention = sweeper.retention()
+    assert await retention.sweep() == Freed()
+    sweeper.now_unix_s = SETTLED_S + 100 * MAX_AGE_S
+    assert (await retention.sweep()).groups == 1
+    assert await retention.sweep() == Freed()
+    sweeper.covered_step = 2
+    assert (await retention.sweep()).groups == 1
+
+
 async def test_the_books_keep_every_group(store, sweeper):
     """What is listed of a freed group counts as before: state, step, place, and each trajectory
     with its counts and the sum of its outcomes; of the task only the payload is gone."""

@@ -1,0 +1,64 @@
+"""A machine's clock that is set while a scheduler leads."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from forge.core.errors import Unauthenticated
+from forge.runtime.security import Keyring
+from forge.v1 import scheduler_pb2
+from services.scheduler import messages as m
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.service import SchedulerServicer
+from services.scheduler.term import Office
+from tests.support.scheduler_cluster import make_task
+from tests.support.scheduler_term import Clock, TermActors
+
+ASK_S = 5.0
+NOON_S = 1.8e9
+DAY_S = 86_400.0
+
+
+class Leading:
+    """A leadership that holds."""
+
+    alive = True
+
+
+@pytest.mark.parametrize("jump_s", [DAY_S, -DAY_S])
+async def test_set_clock_ends_no_claim_but_dates_the_sessions_that_follow(
+    term: TermActors,
+    clock: Clock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    jump_s: float,
+) -> None:
+    """Claims go by the monotonic clock; a session's token by the wall clock of its lease, so a
+    gateway whose clock is beyond its end refuses it."""
+    keyring = Keyring.generate(tmp_path / "key")
+    servicer = SchedulerServicer(SchedulerConfig(etcd="etcd:2379"), keyring, None)
+    servicer.office = Office(
+        leadership=Leading(),
+        queue=term.queue,
+        registrar=term.registrar,
+        ledger=term.ledger,
+        shards=term.shards,
+    )
+    await term.registrar.ask(m.Submit(tasks={n: make_task(n) for n in "ab"}), timeout_s=ASK_S)
+    request = scheduler_pb2.LeaseRolloutsRequest(runner_id="r", max_rollouts=1)
+    monkeypatch.setattr(time, "time", lambda: NOON_S)
+    (before,) = (await servicer.LeaseRollouts(request, None)).leases
+    monkeypatch.setattr(time, "time", lambda: NOON_S + jump_s)
+    clock.now_s += 1.0
+    await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+    renew = scheduler_pb2.RenewRolloutsRequest(lease_ids=[before.lease_id])
+    assert not (await servicer.RenewRollouts(renew, None)).lost
+    (after,) = (await servicer.LeaseRollouts(request, None)).leases
+    ttl_s = SchedulerConfig().session_ttl_s
+    for lease, ends_s in ((before, NOON_S + ttl_s), (after, NOON_S + jump_s + ttl_s)):
+        keyring.verify(lease.session_token, now_s=ends_s - 1)
+        with pytest.raises(Unauthenticated, match="expired"):
+            keyring.verify(lease.session_token, now_s=ends_s + 1)
