@@ -126,8 +126,10 @@ async def until_finished(client: TrainerClient) -> trainer_pb2.GetTrainerStatusR
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack, ranks: int) -> None:
     """After kill -9, what the checkpoint lacks is trained again, and nothing else; no rank is left
-    behind."""
-    stack.trainer.start(max_steps=5, checkpoint_every_steps=2, ranks=ranks)
+    behind. The loss is one of the user's own, which every rank finds."""
+    loss = "examples.custom_loss:sapo"
+    settings = {"max_steps": 5, "checkpoint_every_steps": 2, "ranks": ranks, "algorithm": loss}
+    stack.trainer.start(**settings)
     await stack.feed(0, 3 * GROUPS_PER_STEP)
     await stack.client.until_step(3)
     async with asyncio.timeout(60):
@@ -140,7 +142,7 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack, ranks:
     stack.trainer.kill()
     _, left = await asyncio.to_thread(psutil.wait_procs, children, 30)
     assert not left
-    stack.trainer.start(max_steps=5, checkpoint_every_steps=2, ranks=ranks)
+    stack.trainer.start(**settings)
     await stack.feed(3 * GROUPS_PER_STEP, 2 * GROUPS_PER_STEP)
     status = await until_finished(stack.client)
 
@@ -157,8 +159,9 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack, ranks:
 
 
 async def test_a_checkpoint_asked_for_and_a_stop_lose_no_step(stack: Stack) -> None:
-    """One is saved when asked for and with SIGTERM; the next start goes on from the very step."""
-    stack.trainer.start(checkpoint_every_steps=100)
+    """One is saved when asked for and with SIGTERM; the next start goes on from the very step, of
+    sequence ratios here."""
+    stack.trainer.start(checkpoint_every_steps=100, algorithm="gspo")
     await stack.feed(0, GROUPS_PER_STEP)
     await stack.client.until_step(1)
     saved = await stack.client.save()
@@ -167,7 +170,7 @@ async def test_a_checkpoint_asked_for_and_a_stop_lose_no_step(stack: Stack) -> N
     names = {path.name for path in Path(saved.path).iterdir()}
     assert {"config.json", "model.safetensors", "learner.pt", "state.json"} <= names
     assert stack.trainer.terminate() == 0
-    stack.trainer.start(checkpoint_every_steps=100)
+    stack.trainer.start(checkpoint_every_steps=100, algorithm="gspo")
     await stack.feed(GROUPS_PER_STEP, GROUPS_PER_STEP)
     metrics = await stack.client.until_step(2, after=1)
     assert metrics.step == 2
