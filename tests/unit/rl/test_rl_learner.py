@@ -9,7 +9,14 @@ from random import Random
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from forge.core.packing import Sample
 from forge.core.trajectory import float32_bytes
@@ -207,3 +214,29 @@ def test_capped_logits_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
     assert "differ from its own forward" in policy.unmerged
     (record,) = caplog.records
     assert record.getMessage().startswith("Gemma2ForCausalLM is trained sequence by sequence")
+
+
+def test_latent_attention_is_noticed() -> None:
+    """Keys and values of unequal size have no merged attention; the model is trained all the
+    same."""
+    model = DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **{**SMALL, "num_key_value_heads": 2, "head_dim": 4},
+            moe_intermediate_size=8,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=8,
+            v_head_dim=6,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+        )
+    )
+    policy = TreePolicy(model)
+    policy.check()
+    assert "equal head sizes" in policy.unmerged
+    one = Learner(policy, LearnerConfig())
+    assert one.step(one.plan(samples()), weight_version=1).skipped == ""
