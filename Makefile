@@ -70,6 +70,7 @@ bench: setup  ## What training and the services cost, on this machine and beside
 	@$(PY) -m benchmarks.pool
 	@$(PY) -m benchmarks.scheduler
 	@$(PY) -m benchmarks.scheduler --takeover
+	@$(PY) -m benchmarks.window --quick
 
 bench-peers: .venv-peers/.installed .venv-trl/.installed  ## Install what the benchmarks compare with
 
