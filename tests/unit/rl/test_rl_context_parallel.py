@@ -10,8 +10,6 @@ import sys
 import pytest
 
 LIMITS = {"fp64": 1e-12, "fp32": 1e-5}
-EXPERTS = 1e-8
-"""In fp64: the balance loss is the library's."""
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +41,5 @@ def test_ranks_that_share_a_tree_are_exact(
         if case.startswith(f"{ranks} ") and precision in case
     }
     assert cases
-    limits = {
-        case: EXPERTS if "moe" in case and precision == "fp64" else LIMITS[precision]
-        for case in cases
-    }
-    assert not {case: error for case, error in cases.items() if not error <= limits[case]}
+    limit = LIMITS[precision]
+    assert not {case: error for case, error in cases.items() if not error <= limit}

@@ -101,11 +101,11 @@ def test_every_way_cuts_every_shape(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", DENSE + EXPERTS)
 def test_fp64_is_exact(family: str, kind: str, way: str) -> None:
-    """In fp64, loss and every gradient agree to 1e-12 (with experts 1e-8), whatever the tree."""
+    """In fp64, loss and every gradient agree to 1e-12, whatever the tree."""
     with wide_norms():
         expected = reference(family, torch.float64, kind)
         found = errors(family, torch.float64, forest(kind), way, expected)
-    assert max(found) <= (1e-8 if family in EXPERTS else 1e-12)
+    assert max(found) <= 1e-12
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -173,7 +173,7 @@ def test_any_tree_is_exact(
         model = tiny_model(family, torch.float64)
         expected = reference_gradient(model, samples, balance_coef=balance_of(family))
         found = errors(family, torch.float64, samples, budget, expected)
-    assert max(found) <= (1e-8 if family in EXPERTS else 1e-12)
+    assert max(found) <= 1e-12
 
 
 @pytest.mark.parametrize("way", WAYS)
