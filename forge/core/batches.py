@@ -8,7 +8,7 @@ two: `prepare_commit` names the groups, the caller stores them as TRAINED, `comm
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -146,17 +146,17 @@ class Batches:
         batch = self._open.get(batch_id)
         return self._pin(batch, now_s) if batch else ()
 
-    def release(self, batch_id: str, *, reason: str = "") -> None:
-        """Give a batch back, or tombstone its groups when there is a reason. Idempotent."""
+    def release(self, batch_id: str, reasons: Mapping[str, str] | None = None) -> None:
+        """Give a batch back, and tombstone the groups of it that have a reason, by task id.
+        Idempotent."""
         batch = self._open.pop(batch_id, None)
         groups = self._groups(batch) if batch else []
         for group in groups:
             group.batch_id = ""
-        if reason:
-            for group in groups:
+        self._books.move_batch(groups, Phase.BATCHED, Phase.COMPLETE)
+        for group in groups:
+            if reason := (reasons or {}).get(group.spec.task_id):
                 self._books.tombstone(group, reason)
-        else:
-            self._books.move_batch(groups, Phase.BATCHED, Phase.COMPLETE)
 
     def prepare_rewind(self, step: int) -> tuple[TaskId, ...]:
         """Take every batch back for good, also those that an earlier term granted or that were

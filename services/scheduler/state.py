@@ -212,18 +212,6 @@ class TermState:
     def prepare_release(self, batch_id: str, *, now_s: float) -> dict[str, list[str]]:
         return self.by_shard(self.queue.batches.prepare_release(batch_id, now_s=now_s))
 
-    def release(self, batch_id: str, reasons: Mapping[str, str]) -> None:
-        """Take a batch back and tombstone the groups of it that have a reason. Idempotent."""
-        books = self.queue.books
-        held = [
-            group
-            for group in map(books.group, reasons)
-            if group.phase is Phase.BATCHED and group.batch_id == batch_id
-        ]
-        self.queue.batches.release(batch_id)
-        for group in held:
-            books.tombstone(group, reasons[group.spec.task_id])
-
     # Sight
 
     def status(self, *, now_s: float) -> scheduler_pb2.GetSchedulerStatusResponse:

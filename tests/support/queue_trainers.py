@@ -13,7 +13,6 @@ from forge.core.errors import NotFound, StaleFence
 from forge.core.groups import Phase
 from forge.core.rollouts import RolloutClaim
 from forge.core.trajectory import TaskId
-from services.scheduler.state import TermState
 from tests.support.queue_invariants import QueueInvariants
 
 TRAINERS = ("t0", "t1")
@@ -223,8 +222,7 @@ class QueueTrainers(QueueInvariants):
         held = self.queue.batches.prepare_release(batch_id, now_s=self.now_s)
         for task_id in lost.intersection(held):
             self.pool[task_id].phase = Phase.TOMBSTONED
-        state = TermState(self.queue, max_pending=0)
-        state.release(batch_id, dict.fromkeys(sorted(lost), "cannot be read"))
+        self.queue.batches.release(batch_id, dict.fromkeys(sorted(lost), "cannot be read"))
         for task_id in held:
             phase = self.queue.books.group(task_id).phase
             assert phase is (Phase.TOMBSTONED if task_id in lost else Phase.COMPLETE)
@@ -234,11 +232,12 @@ class QueueTrainers(QueueInvariants):
     def release(self, data: st.DataObject, bad: bool) -> None:
         trainer = data.draw(st.sampled_from(sorted(self.batches)))
         batch_id, _ = self.batches.pop(trainer)
-        reason = "cannot be trained on" if bad else ""
+        reasons = {}
         for task_id in self.queue.batches.prepare_release(batch_id, now_s=self.now_s):
             if bad:
                 self.pool[task_id].phase = Phase.TOMBSTONED
-        self.queue.batches.release(batch_id, reason=reason)
+                reasons[task_id] = "cannot be trained on"
+        self.queue.batches.release(batch_id, reasons)
 
     @precondition(lambda self: self.step > 0)
     @rule(back=st.integers(1, 3))

@@ -111,7 +111,7 @@ class QueueActor(Actor):
             case m.PrepareRelease(batch_id=batch_id):
                 return state.prepare_release(batch_id, now_s=now_s)
             case m.ApplyRelease(batch_id=batch_id, reasons=reasons):
-                state.release(batch_id, reasons)
+                state.queue.batches.release(batch_id, reasons)
             case m.PrepareRewind(step=step):
                 return state.prepare_rewind(step)
             case m.ApplyRewind(step=step):

@@ -283,8 +283,8 @@ def test_release_with_a_reason_gives_the_groups_up() -> None:
     batch = queue.take(trainer_id="t", max_groups=1, now_s=0.0)
     assert batch is not None
     assert queue.batches.prepare_release(batch.batch_id, now_s=0.0) == ("a0",)
-    queue.batches.release(batch.batch_id, reason="checksum failed")
-    queue.batches.release(batch.batch_id, reason="checksum failed")
+    queue.batches.release(batch.batch_id, {"a0": "checksum failed"})
+    queue.batches.release(batch.batch_id, {"a0": "checksum failed"})
     assert queue.books.group("a0").reason == "checksum failed"
     assert queue.books.window.head == 1
 
