@@ -10,14 +10,10 @@ kills the process, costs the copy alone.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
-import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
-from pathlib import Path
 
 from forge.core.errors import DataLoss, FailedPrecondition, ResourceExhausted, Unavailable
 from forge.runtime.processes import dying_with_parent
@@ -28,9 +24,9 @@ from services.pool.environment import Environment
 from services.pool.files import (
     DATA,
     compacted,
+    data_locked,
     drop_compacted,
     file_bytes,
-    lock_data,
     unfinished,
 )
 from services.pool.records import Key, Notes, Records, Table
@@ -133,7 +129,7 @@ class Compactor:
         await asyncio.to_thread(environment.note_changes, NOTED_BYTES)
         try:
             # Tells at once of somebody who is reading.
-            with _data_locked(self._directory, wait_s=0.0):
+            with data_locked(self._directory):
                 pass
             await self._copy()
             await self._on_thread()
@@ -179,7 +175,7 @@ class Compactor:
                 max_readers=1,
             )
             try:
-                with _data_locked(self._directory, wait_s=TOOLS_S, stopped=self._stopped):
+                with data_locked(self._directory, wait_s=TOOLS_S, stopped=self._stopped):
                     for _ in range(ROUNDS):
                         if self._bring_in(copy, environment.take_notes()) <= FEW_RECORDS:
                             break
@@ -217,24 +213,6 @@ class Compactor:
     def _clean(self) -> None:
         self._environment.forget_changes()
         drop_compacted(self._directory)
-
-
-@contextmanager
-def _data_locked(
-    directory: Path, *, wait_s: float, stopped: threading.Event | None = None
-) -> Iterator[None]:
-    """Within it no other process has the data file open to read it."""
-    until_s = time.monotonic() + wait_s
-    while (lock := lock_data(directory)) is None:
-        if time.monotonic() >= until_s or (stopped is not None and stopped.wait(0.1)):
-            raise FailedPrecondition(
-                f"{directory} is being read by another process, such as a check or a "
-                "backup: compact it when that is done"
-            )
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 def _present(records: Records, *, keys: Sequence[Key], start: int) -> list[bytes | None]:

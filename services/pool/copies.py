@@ -30,10 +30,10 @@ from services.pool.files import (
     LOCK,
     compacted,
     data_kept,
+    data_locked,
     drop_compacted,
     exchange_data,
     file_bytes,
-    lock_data,
     lock_directory,
     sync_directory,
     unfinished,
@@ -182,13 +182,8 @@ def compact(directory: Path, progress: Progress) -> tuple[int, int]:
             _copy(environment, unfinished_copy, progress)
             _compare(environment, unfinished_copy)
         after = (copy / DATA).stat().st_size
-        data_lock = lock_data(directory)
-        if data_lock is None:
-            raise FailedPrecondition(
-                f"{directory} is being read by another process: compact it when that is done"
-            )
-        exchange_data(directory, copy)
-        os.close(data_lock)
+        with data_locked(directory):
+            exchange_data(directory, copy)
         return before, after
     finally:
         drop_compacted(directory)

@@ -171,7 +171,8 @@ class Environment:
         """The data file of `copy` takes the place of this one's, under the eyes of no reader.
 
         Nothing is written from before `bring_in` is called, with what was noted last, until the
-        exchange is made; when it raises, there is none. Closes `copy`. The caller has `lock_data`.
+        exchange is made; when it raises, there is none. Closes `copy`. The caller is within
+        `data_locked`.
         """
         with self._writing:
             assert self._notes is not None

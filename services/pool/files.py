@@ -10,11 +10,13 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, FailedPrecondition
 
 DATA, LOCK = "data.mdb", "lock.mdb"
 _COMPACTED = "compacted"
@@ -63,22 +65,42 @@ def data_kept(directory: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def lock_data(directory: Path) -> int | None:
-    """A descriptor that keeps `data_kept` waiting until it is closed; None when some are within."""
+@contextmanager
+def data_locked(
+    directory: Path, *, wait_s: float = 0.0, stopped: threading.Event | None = None
+) -> Iterator[None]:
+    """Within it nobody is within `data_kept`. Waits so long for those who are, unless `stopped`.
+
+    Raises `FailedPrecondition` when they still are.
+    """
+    until_s = time.monotonic() + wait_s
     descriptor = os.open(directory / DATA, os.O_RDONLY)
+    try:
+        while not _locked_alone(descriptor):
+            if time.monotonic() >= until_s or (stopped is not None and stopped.wait(0.1)):
+                raise FailedPrecondition(
+                    f"{directory} is being read by another process, such as a check or a backup: "
+                    "compact it when that is done"
+                )
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked_alone(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        return False
+    return True
 
 
 def exchange_data(directory: Path, copy: Path) -> None:
     """The data file of the directory `copy` takes the place of that of `directory`.
 
-    Both are closed and on disk, and the caller has `lock_data`. LMDB's lock file goes first: it
-    names the newest transaction of the old file, which is of a later number than any of the copy's.
+    Both are closed and on disk, and the caller is within `data_locked`. LMDB's lock file goes
+    first: it names the newest transaction of the old file, which is of a later number than any of
+    the copy's.
     A crash leaves the one file or the other.
     """
     (directory / LOCK).unlink(missing_ok=True)
