@@ -21,6 +21,7 @@ from services.scheduler.actors.registrar import Registrar
 from services.scheduler.messages import Connect
 from services.scheduler.shards import Change
 from services.scheduler.state import TermState
+from services.scheduler.term import Office
 from tests.support.pool_records import make_reward
 
 
@@ -104,6 +105,12 @@ class Clock:
         return self.now_s
 
 
+class FirmLeadership:
+    """One that holds."""
+
+    alive = True
+
+
 class TermActors:
     """The actors of one term, wired as `Term` wires them."""
 
@@ -145,3 +152,13 @@ class TermActors:
         archivist = await spawn(lambda: Archivist(self.shards), name="archivist")
         connect = Connect(own=self.queue, archivist=archivist, inspector=self.inspector)
         await self.queue.ask(connect, timeout_s=5)
+
+    def office(self) -> Office:
+        """What calls need of this term, whose leadership holds."""
+        return Office(
+            leadership=FirmLeadership(),
+            queue=self.queue,
+            registrar=self.registrar,
+            ledger=self.ledger,
+            shards=self.shards,
+        )

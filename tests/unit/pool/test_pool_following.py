@@ -73,6 +73,18 @@ class FullDisk:
         return answer
 
 
+async def followed(replica: Node, writer: FullDisk, leader: LeaderStub) -> None:
+    """The leader's stub, until something of it is stored."""
+    readers = Readers(1)
+    following = Following(replica.store, writer, readers, leader, instance_id="b")
+    running = asyncio.create_task(following.run())
+    async with asyncio.timeout(10):
+        await writer.stored.wait()
+    running.cancel()
+    await asyncio.wait({running})
+    await readers.close()
+
+
 async def test_follower_without_room_tells_its_leader(
     node: Callable[[str], Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,15 +92,9 @@ async def test_follower_without_room_tells_its_leader(
     disk, not of a follower that went away."""
     monkeypatch.setattr("services.pool.following.RETRY_S", 0.0)
     monkeypatch.setattr("services.pool.following.REFUSED_S", 0.0)
-    replica, leader, readers = node("b"), LeaderStub(), Readers(1)
+    replica, leader = node("b"), LeaderStub()
     writer = FullDisk(replica, refusals=2)
-    following = Following(replica.store, writer, readers, leader, instance_id="b")
-    running = asyncio.create_task(following.run())
-    async with asyncio.timeout(10):
-        await writer.stored.wait()
-    running.cancel()
-    await asyncio.wait({running})
-    await readers.close()
+    await followed(replica, writer, leader)
     told = [request.state.no_room for request in leader.written]
     assert told == ["", "no space left on device", "no space left on device"]
 
@@ -96,15 +102,9 @@ async def test_follower_without_room_tells_its_leader(
 async def test_follower_tells_under_whom_it_was_last(node: Callable[[str], Node]) -> None:
     """A leader that was frozen while this replica led and acknowledged must know before it sends
     what it has."""
-    replica, leader, readers = node("b"), LeaderStub(), Readers(1)
+    replica, leader = node("b"), LeaderStub()
     replica.lead(term=7)
     replica.lead(term=8)
     writer = FullDisk(replica, refusals=0)
-    following = Following(replica.store, writer, readers, leader, instance_id="b")
-    running = asyncio.create_task(following.run())
-    async with asyncio.timeout(10):
-        await writer.stored.wait()
-    running.cancel()
-    await asyncio.wait({running})
-    await readers.close()
+    await followed(replica, writer, leader)
     assert [request.state.newest_term for request in leader.written] == [8]

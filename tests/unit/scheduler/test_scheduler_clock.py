@@ -13,19 +13,12 @@ from forge.v1 import scheduler_pb2
 from services.scheduler import messages as m
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import SchedulerServicer
-from services.scheduler.term import Office
 from tests.support.scheduler_cluster import make_task
 from tests.support.scheduler_term import Clock, TermActors
 
 ASK_S = 5.0
 NOON_S = 1.8e9
 DAY_S = 86_400.0
-
-
-class Leading:
-    """A leadership that holds."""
-
-    alive = True
 
 
 @pytest.mark.parametrize("jump_s", [DAY_S, -DAY_S])
@@ -40,13 +33,7 @@ async def test_set_clock_ends_no_claim_but_dates_the_sessions_that_follow(
     gateway whose clock is beyond its end refuses it."""
     keyring = Keyring.generate(tmp_path / "key")
     servicer = SchedulerServicer(SchedulerConfig(etcd="etcd:2379"), keyring, None)
-    servicer.office = Office(
-        leadership=Leading(),
-        queue=term.queue,
-        registrar=term.registrar,
-        ledger=term.ledger,
-        shards=term.shards,
-    )
+    servicer.office = term.office()
     await term.registrar.ask(m.Submit(tasks={n: make_task(n) for n in "ab"}), timeout_s=ASK_S)
     request = scheduler_pb2.LeaseRolloutsRequest(runner_id="r", max_rollouts=1)
     monkeypatch.setattr(time, "time", lambda: NOON_S)

@@ -12,30 +12,17 @@ from services.scheduler import messages as m
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import SchedulerServicer
 from services.scheduler.shards import PoolShards
-from services.scheduler.term import Office
 from tests.support.scheduler_cluster import make_task
 from tests.support.scheduler_term import FakeShards, TermActors
 
 ASK_S = 5.0
 
 
-class Leading:
-    """A leadership that holds."""
-
-    alive = True
-
-
 @pytest.fixture
 def servicer(term: TermActors) -> SchedulerServicer:
     """The calls of a leader, around the actors of its term."""
     servicer = SchedulerServicer(SchedulerConfig(etcd="etcd:2379"), None, None)
-    servicer.office = Office(
-        leadership=Leading(),
-        queue=term.queue,
-        registrar=term.registrar,
-        ledger=term.ledger,
-        shards=term.shards,
-    )
+    servicer.office = term.office()
     return servicer
 
 
