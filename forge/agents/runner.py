@@ -27,8 +27,6 @@ Outcome = pb.FinishRolloutsRequest.Outcome
 REPORT_BATCH = 256
 RENEW_BATCH = 4096
 CALL_S = 10.0
-LEAVE_S = 2.0
-"""For the scheduler to answer one that leaves, and then the call that waits for work."""
 PAUSE_S = 1.0
 """Before a call that failed is made again."""
 
@@ -124,11 +122,11 @@ class Runner:
             return
         request = pb.LeaseRolloutsRequest(runner_id=self._runner_id, leaving=True)
         try:
-            await self._scheduler("LeaseRollouts", request, timeout_s=LEAVE_S)
+            await self._scheduler("LeaseRollouts", request, timeout_s=CALL_S)
         except ForgeError as error:
             log.info("left_without_a_word", error=str(error))
             return
-        await asyncio.wait([self._leasing], timeout=LEAVE_S)
+        await asyncio.wait([self._leasing], timeout=CALL_S)
 
     async def _change(self) -> None:
         self._changed.clear()

@@ -3,9 +3,10 @@
     start: config, log, etcd, actors, app, listen, health SERVING, register lease, READY
     stop:  deregister, NOT_SERVING, drain, stop listening, stop actors, close stores, exit 0
 
-Owns this order and nothing of what a service does. SIGTERM and SIGINT stop; an actor that crashes
-too often stops with exit code 1, so that whoever supervises starts a fresh process. kill -9 needs
-no code here: the lease runs out, and what was acknowledged was durable before.
+Owns this order and nothing of what a service does. SIGTERM and SIGINT stop, at any moment of the
+start too: an app that has started is drained, for it may hold work before anybody sees it. An actor
+that crashes too often stops with exit code 1, so that whoever supervises starts a fresh process.
+kill -9 needs no code here: the lease runs out, and what was acknowledged was durable before.
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ class _Process:
         self._app_type = app_type
         self._systemd = sdnotify.SystemdNotifier()
         self._stopping = asyncio.Event()
+        self._app_started = False
+        """It may hold work from now on, seen by others or not."""
         self._failure: BaseException | None = None
 
     async def live(self) -> bool:
@@ -137,6 +140,7 @@ class _Process:
                 # A signal ends a start that waits for others as promptly as it ends serving.
                 if await self._unless_stopping(self._start(undo)):
                     await self._stopping.wait()
+                if self._app_started:
                     await self._drain()
             except ForgeError as error:
                 if self._config.log_file:
@@ -166,16 +170,15 @@ class _Process:
         log.info("starting", pid=os.getpid(), etcd=config.etcd, cluster=config.cluster)
         context = self._context = await self._make_context(undo)
         app = self._app = self._app_type(context)
-        started = False
 
         async def end() -> None:
             await context.actors.stop()
-            if started:
+            if self._app_started:
                 await app.stop()
 
         undo.push_async_callback(end)
         await app.start()
-        started = True
+        self._app_started = True
         host = config.advertise_host or config.host
         metrics_port = serve_metrics(config.host, config.metrics_port)
         context.metadata.setdefault("metrics", f"{host}:{metrics_port}")

@@ -188,7 +188,7 @@ async def test_service_that_is_not_ready_stops_when_told(start: Start) -> None:
     assert await process.next_notice() == "READY=1"
     process.child.send_signal(signal.SIGINT)
     assert await process.ended() == 0
-    assert process.events()[-2:] == ["echo_stopped", "stopped"]
+    assert process.events()[-4:] == ["draining", "echo_drained", "echo_stopped", "stopped"]
 
 
 async def test_killed_service_leaves_discovery_with_its_lease(
