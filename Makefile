@@ -3,7 +3,7 @@ PY := .venv/bin/python
 MODEL ?= tiny
 SEED ?= 0
 
-.PHONY: run setup test test-clients test-trl lint protos chaos crash bench bench-peers
+.PHONY: run setup test test-clients lint protos chaos crash bench bench-peers
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -40,16 +40,6 @@ tests/clients/node/node_modules/.package-lock.json: tests/clients/node/package-l
 	@cd tests/clients/node && PATH="$(CURDIR)/.venv-clients/bin:$$PATH" npm ci --silent
 	@touch $@
 
-test-trl: .venv-trl/.installed  ## The objectives against the real TRL
-	@.venv-trl/bin/python -m pytest --noconftest tests/trl
-
-# TRL pins and drags in what Forge does not need: it has an environment of its own.
-.venv-trl/.installed: tests/trl/requirements.txt constraints.txt
-	@test -x .venv-trl/bin/python || python3 -m venv .venv-trl
-	@echo "Installing TRL into .venv-trl (a few minutes the first time) ..."
-	@.venv-trl/bin/pip install --quiet -c constraints.txt -r tests/trl/requirements.txt
-	@touch $@
-
 lint: setup  ## Format, rules, types, import contracts, protos
 	@.venv/bin/ruff format --check .
 	@.venv/bin/ruff check .
@@ -72,7 +62,7 @@ bench: setup  ## What training and the services cost, on this machine and beside
 	@$(PY) -m benchmarks.scheduler --takeover
 	@$(PY) -m benchmarks.window --quick
 
-bench-peers: .venv-peers/.installed .venv-trl/.installed  ## Install what the benchmarks compare with
+bench-peers: .venv-peers/.installed  ## Install what the benchmarks compare with
 
 # Peers pin what they like, so they have an environment of their own.
 .venv-peers/.installed: benchmarks/peers.txt

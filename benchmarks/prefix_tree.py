@@ -29,7 +29,7 @@ import torch
 from benchmarks.support.report import arguments, keep
 from benchmarks.support.training_ways import UNSPLIT, Bench, has_prefix_grouper, packs_of
 from benchmarks.support.tree_workloads import Workload, make_workloads
-from benchmarks.support.trl_peer import has_trl
+from benchmarks.support.trl_peer import HAS_TRL
 from forge.core.packing import Sample
 from forge.rl.batch_plan import BatchPlan
 
@@ -59,7 +59,7 @@ def measure(
     }
     if workload.name == "trajectory" and bench.device.type == "cpu" and has_prefix_grouper():
         ways["prefix_grouper"] = lambda: bench.prefix_grouper(samples)
-    if has_trl():
+    if HAS_TRL:
         ways["trl"] = lambda: bench.trl(samples, budget)
     ways["per_request"] = lambda: bench.per_request(samples)  # the last one: its gradient stays
     for way in without:
@@ -148,7 +148,7 @@ def main() -> None:
     )
     small = make_workloads(16)[0].samples  # first calls allocate, import and choose kernels
     bench.tree(small)
-    if has_trl():
+    if HAS_TRL:
         bench.trl(small, UNSPLIT)
     columns = (*(f"speedup_vs_{way}" for way in WAYS), "flop_bound", "efficiency", "plan_share")
     print(f"{'workload':<12}{'tokens':>18}" + "".join(f"{_short(name):>19}" for name in columns))

@@ -1,14 +1,11 @@
 """TRL's own loss and log-probs, on a trainer that is given what its constructor would have set.
 
-Only generation, rewards and the distributed launcher are left out. TRL has an environment of its
-own (`make test-trl`, `make bench-peers`); from another one its packages are found behind all
-others.
+Only generation, rewards and the distributed launcher are left out.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -23,15 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from forge.core.packing import Sample
 from forge.core.trajectory import float32_array, int32_array
 
-ENVIRONMENT = Path(__file__).parents[2] / ".venv-trl"
-_LIBRARY = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-
-
-def has_trl() -> bool:
-    """Whether it is installed, for this version of Python."""
-    if importlib.util.find_spec("trl") is None and (ENVIRONMENT / _LIBRARY / "trl").exists():
-        sys.path.append(str(ENVIRONMENT / _LIBRARY))
-    return importlib.util.find_spec("trl") is not None
+HAS_TRL = importlib.util.find_spec("trl") is not None
 
 
 def fuse_head(model: Any) -> None:

@@ -10,11 +10,11 @@ import pytest
 from benchmarks import credit, prefix_tree
 from benchmarks.support.training_ways import Bench
 from benchmarks.support.tree_workloads import make_workloads
+from benchmarks.support.trl_peer import HAS_TRL
 
 
 def test_every_way_to_train_a_small_group_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merged, one by one, padded, packed and by trajectory, with one gradient between them."""
-    monkeypatch.setattr(prefix_tree, "has_trl", lambda: False)
+    """Merged, one by one, padded, packed, by trajectory, by TRL: one gradient between them."""
     monkeypatch.setattr(prefix_tree, "has_prefix_grouper", lambda: False)
     bench, workload = Bench(hidden=64, layers=1), make_workloads(16)[0]
     found = prefix_tree.measure(bench, workload, rounds=1, clock=time.perf_counter, without=())
@@ -22,7 +22,8 @@ def test_every_way_to_train_a_small_group_is_timed(monkeypatch: pytest.MonkeyPat
     assert found["loss_err"] < 1e-5 and found["grad_err"] < 1e-4
     assert all(math.isfinite(value) for value in found.values())
     timed = {name.removesuffix("_s") for name in found if name.endswith("_s")}
-    assert timed == {"tree", "per_request", "padded", "varlen", "trajectories"}
+    trl = {"trl"} if HAS_TRL else set()
+    assert timed == {"tree", "per_request", "padded", "varlen", "trajectories"} | trl
 
 
 @pytest.mark.parametrize("process", [False, True])

@@ -1,4 +1,4 @@
-"""Forge's advantages equal TRL's: `make test-trl`.
+"""Forge's advantages equal TRL's.
 
 TRL computes them where it generates and scores, so generation and rewards are given here.
 """
@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.support.trl_peer import bare_trainer
+from benchmarks.support.trl_peer import HAS_TRL, bare_trainer
 from forge.core.advantages import AdvantageRules, GroupReturns, batch_advantages
 from forge.rl.losses.algorithms import preset
 from tests.support.rl_models import tiny_model
+
+pytestmark = pytest.mark.skipif(not HAS_TRL, reason="TRL is not installed (extra: trl)")
 
 REWARDS = [[0.0, 1.0, 1.0, 0.0, 3.0], [1.0, 1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0, 0.0]]
 SIZE = 5

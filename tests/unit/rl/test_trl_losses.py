@@ -1,4 +1,4 @@
-"""Forge's objectives on merged trees equal TRL's on padded batches: `make test-trl`.
+"""Forge's objectives on merged trees equal TRL's on padded batches.
 
 TRL's own `_compute_loss` and its own log-probs run here (`benchmarks.support.trl_peer`).
 """
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.support.trl_peer import bare_trainer, fuse_head
+from benchmarks.support.trl_peer import HAS_TRL, bare_trainer, fuse_head
 from forge.core.packing import Sample
 from forge.core.trajectory import float32_bytes, int32_bytes
 from forge.rl.learner import Learner
@@ -23,6 +23,8 @@ from forge.rl.losses.correction import Correction
 from forge.rl.policy import TreePolicy
 from forge.rl.step import LearnerConfig
 from tests.support.rl_models import gradients, tiny_model
+
+pytestmark = pytest.mark.skipif(not HAS_TRL, reason="TRL is not installed (extra: trl)")
 
 PROMPT = [5, 3, 8, 1, 7]
 ANSWERS = [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 9], [1, 2, 3], [7], [1, 2, 3, 4, 6, 2]]
