@@ -1,10 +1,7 @@
 """`forge queue submit`: a file of tasks, kept flowing into the queue of a running system.
 
-Owns the file's format, the pace and the question to a curriculum. What comes next is for
-`forge.core.dataset_cursor` to say.
-
-A line is a JSON object: `payload` (an object) and, where they differ from the command's options,
-`domain`, `scaffold`, `group_size`, `difficulty`, `priority`.
+Owns the pace and the question to a curriculum. What comes next is for `forge.core.dataset_cursor`
+to say, what the file looks like for `forge.client.task_files`.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ from typing import Any
 
 from forge.agents.plugins import load_attribute
 from forge.client.operator import Operator
+from forge.client.task_files import read_tasks
 from forge.core.dataset_cursor import DatasetCursor, Place, chosen_of, place_of, task_id_of
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.v1 import common_pb2
@@ -26,7 +24,6 @@ from forge.v1 import common_pb2
 CANDIDATES = 4096
 """Most rows a curriculum chooses from at a time."""
 _POLL_S = 1.0
-_FIELDS = frozenset({"payload", "domain", "scaffold", "group_size", "difficulty", "priority"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,30 +58,6 @@ class Submission:
     """module:function; "": file order, shuffled or not."""
     defaults: common_pb2.Task
     """Of fields that a line leaves out."""
-
-
-def read_tasks(file: Path, defaults: common_pb2.Task) -> list[common_pb2.Task]:
-    """The tasks of the file, without ids. Raises InvalidArgument naming the line."""
-    try:
-        # Not by splitlines, which knows more ends of a line than JSON Lines does.
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise InvalidArgument(f"{file}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"{file} is not UTF-8: {error}") from None
-    tasks = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            tasks.append(_task(json.loads(line), defaults))
-        except json.JSONDecodeError as error:
-            raise InvalidArgument(f"{file}, line {number} is not JSON: {error}") from None
-        except (ValueError, TypeError, InvalidArgument) as error:
-            raise InvalidArgument(f"{file}, line {number}: {error}") from None
-    if not tasks:
-        raise InvalidArgument(f"{file} holds no task")
-    return tasks
 
 
 def load_curriculum(reference: str) -> Curriculum:
@@ -170,22 +143,3 @@ class Submitter:
         task.task_id = task_id_of(self._submission.name, place)
         task.tag = self._submission.name
         return task
-
-
-def _task(line: Any, defaults: common_pb2.Task) -> common_pb2.Task:
-    if not isinstance(line, dict) or not isinstance(line.get("payload"), dict):
-        raise InvalidArgument("must be a JSON object with an object `payload`")
-    unknown = sorted(line.keys() - _FIELDS)
-    if unknown:
-        raise InvalidArgument(
-            f"unknown field {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}"
-        )
-    task = common_pb2.Task()
-    task.CopyFrom(defaults)
-    for field in sorted(_FIELDS - {"payload"}):
-        if field in line:
-            setattr(task, field, line[field])
-    task.payload_json = json.dumps(line["payload"])
-    if not task.domain:
-        raise InvalidArgument("has no `domain`, and there is no --domain")
-    return task

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from forge.core.errors import InvalidArgument, ResourceExhausted
 from forge.core.generation import GenerationQueue
 from forge.core.groups import Group, Phase
+from forge.core.tasks import MAX_PAYLOAD_BYTES
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler import metrics
@@ -21,7 +22,7 @@ from services.scheduler.equal_rewards import EqualRewards
 from services.scheduler.messages import BatchView, Fate, Grant, GroupView, Report, RewindPlan
 from services.scheduler.progress import Progress, outcome_of
 from services.scheduler.recovery import StoredGroup
-from services.scheduler.validation import ACTIVITIES, MAX_PAYLOAD_BYTES, digest_of
+from services.scheduler.validation import ACTIVITIES, digest_of
 
 MAX_GRANT_BYTES = 3 << 20
 """Of the tasks in one answer, which must fit one gRPC message."""

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from hashlib import blake2b
 
 from forge.core.activity import Activity
 from forge.core.errors import InvalidArgument
+from forge.core.tasks import check_task_fields
 from forge.core.trajectory import check_task_id, parse_trajectory_id
 from forge.v1 import common_pb2, scheduler_pb2
 
-MAX_PAYLOAD_BYTES = 1 << 20
 MAX_TAG_BYTES = 200
 MAX_ROLLOUTS = 1024
 """Of one LeaseRollouts call."""
@@ -28,8 +27,6 @@ ACTIVITIES = {
     scheduler_pb2.ACTIVITY_PAUSED: Activity.PAUSED,
     scheduler_pb2.ACTIVITY_DRAINING: Activity.DRAINING,
 }
-
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def check_tasks(
@@ -52,22 +49,23 @@ def check_tasks(
 
 def _check_task(task: common_pb2.Task, max_group_size: int) -> common_pb2.Task:
     check_task_id(task.task_id)
-    for field, value in (("domain", task.domain), ("scaffold", task.scaffold)):
-        if not _NAME.fullmatch(value):
-            raise InvalidArgument(
-                f"task {task.task_id}: {field} {value[:80]!r} must be 1 to 64 of [A-Za-z0-9._-]"
-            )
     if not 1 <= task.group_size <= max_group_size:
         raise InvalidArgument(
             f"task {task.task_id}: group_size {task.group_size} must be 1 to {max_group_size}"
         )
+    try:
+        check_task_fields(
+            domain=task.domain,
+            scaffold=task.scaffold,
+            group_size=task.group_size,
+            difficulty=task.difficulty,
+            payload_json=task.payload_json,
+        )
+    except InvalidArgument as error:
+        raise InvalidArgument(f"task {task.task_id}: {error}") from None
     if len(task.tag.encode()) > MAX_TAG_BYTES:
         raise InvalidArgument(
             f"task {task.task_id}: tag {task.tag[:40]!r}... has more than {MAX_TAG_BYTES} bytes"
-        )
-    if not 0 <= task.difficulty <= 1:
-        raise InvalidArgument(
-            f"task {task.task_id}: difficulty {task.difficulty} must be from 0 to 1"
         )
     if task.purpose not in common_pb2.Purpose.values():
         raise InvalidArgument(f"task {task.task_id}: purpose {task.purpose} is unknown")
@@ -81,12 +79,6 @@ def _check_task(task: common_pb2.Task, max_group_size: int) -> common_pb2.Task:
 
 
 def _check_payload(task: common_pb2.Task) -> None:
-    size_bytes = len(task.payload_json.encode())
-    if size_bytes > MAX_PAYLOAD_BYTES:
-        raise InvalidArgument(
-            f"task {task.task_id}: payload_json has {size_bytes} bytes; at most "
-            f"{MAX_PAYLOAD_BYTES} are allowed"
-        )
     shown = repr(task.payload_json[:40])
     try:
         payload = json.loads(task.payload_json)

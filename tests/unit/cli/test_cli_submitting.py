@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forge.cli.submitting import Submission, Submitter, load_curriculum, read_tasks
+from forge.cli.submitting import Submission, Submitter, load_curriculum
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.v1 import common_pb2, scheduler_pb2
 
@@ -67,45 +67,6 @@ def hardest_first(candidates: Any, rewards: Any) -> list[int]:
 
 def nothing(candidates: Any, rewards: Any) -> list[int]:
     return []
-
-
-def test_line_overrides_what_the_command_says(tmp_path: Path) -> None:
-    """Empty lines are none."""
-    file = tmp_path / "tasks.jsonl"
-    file.write_text('{"payload": {"q": 1}}\n\n{"payload": {}, "domain": "code", "group_size": 2}\n')
-    plain, other = read_tasks(file, DEFAULTS)
-    assert (plain.domain, plain.group_size, plain.payload_json) == ("qa", 4, '{"q": 1}')
-    assert (other.domain, other.group_size, other.scaffold) == ("code", 2, "blackbox")
-
-
-def test_a_line_ends_where_json_lines_ends_it(tmp_path: Path) -> None:
-    """Texts from the web hold separators of their own."""
-    prompt = "one\u2028two\x85three"
-    file = tmp_path / "tasks.jsonl"
-    line = json.dumps({"payload": {"prompt": prompt}}, ensure_ascii=False)
-    file.write_text(f"{line}\r\n{line}\n", encoding="utf-8")
-    tasks = read_tasks(file, DEFAULTS)
-    assert [json.loads(task.payload_json)["prompt"] for task in tasks] == [prompt, prompt]
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["[1]", '{"q": 1}', '{"payload": {}, "dificulty": 1}', "{", '{"payload": {}, "domain": 3}'],
-)
-def test_wrong_line_is_named(tmp_path: Path, line: str) -> None:
-    """By its number, before anything is submitted."""
-    file = tmp_path / "tasks.jsonl"
-    file.write_text('{"payload": {}}\n' + line + "\n")
-    with pytest.raises(InvalidArgument, match="line 2"):
-        read_tasks(file, DEFAULTS)
-
-
-def test_file_without_a_task_is_named(tmp_path: Path) -> None:
-    """Blank lines are none."""
-    file = tmp_path / "empty.jsonl"
-    file.write_text("\n\n")
-    with pytest.raises(InvalidArgument, match=r"empty\.jsonl holds no task"):
-        read_tasks(file, common_pb2.Task())
 
 
 async def test_interrupted_submission_goes_on(tmp_path: Path) -> None:

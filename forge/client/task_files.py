@@ -1,0 +1,106 @@
+"""Tasks in a file of JSON Lines: what `forge queue submit` and the trainer's evaluation read.
+
+Owns the format: a line is a JSON object with `payload` (an object) and, where they differ from the
+reader's defaults, `domain`, `scaffold`, `group_size`, `difficulty`, `priority`. Ids, tags and
+purpose are the reader's to give.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from forge.core.errors import InvalidArgument
+from forge.core.tasks import check_task_fields
+from forge.v1 import common_pb2
+
+_FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "difficulty": ((int, float), "a number"),
+    "domain": ((str,), "a text"),
+    "group_size": ((int,), "a whole number"),
+    "payload": ((dict,), "an object"),
+    "priority": ((int,), "a whole number"),
+    "scaffold": ((str,), "a text"),
+}
+"""What a line may have, each with its JSON types and how they are called."""
+
+
+def read_tasks(file: Path, defaults: common_pb2.Task) -> list[common_pb2.Task]:
+    """The tasks of the file, without ids. Raises InvalidArgument naming file, line and field."""
+    try:
+        # Not by splitlines, which knows more ends of a line than JSON Lines does.
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise InvalidArgument(f"{file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{file} is not UTF-8: {error}") from None
+    tasks = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            tasks.append(_task(json.loads(line), defaults))
+        except json.JSONDecodeError as error:
+            raise InvalidArgument(f"{file}, line {number} is not JSON: {error}") from None
+        except (ValueError, InvalidArgument) as error:
+            raise InvalidArgument(f"{file}, line {number}: {error}") from None
+    if not tasks:
+        raise InvalidArgument(f"{file} holds no task")
+    return tasks
+
+
+def write_tasks(file: Path, tasks: Iterable[common_pb2.Task]) -> None:
+    """What `read_tasks` makes the same tasks of, but for their ids, tags and purposes."""
+    lines = (
+        json.dumps(
+            {
+                "payload": json.loads(task.payload_json),
+                "domain": task.domain,
+                "scaffold": task.scaffold,
+                "group_size": task.group_size,
+                "difficulty": task.difficulty,
+                "priority": task.priority,
+            }
+        )
+        for task in tasks
+    )
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def _task(line: Any, defaults: common_pb2.Task) -> common_pb2.Task:
+    if not isinstance(line, dict) or not isinstance(line.get("payload"), dict):
+        raise InvalidArgument("must be a JSON object with an object `payload`")
+    unknown = sorted(line.keys() - _FIELDS.keys())
+    if unknown:
+        raise InvalidArgument(
+            f"unknown field {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}"
+        )
+    task = common_pb2.Task()
+    task.CopyFrom(defaults)
+    for field, value in line.items():
+        kinds, called = _FIELDS[field]
+        # A bool is an int to Python, and not to JSON.
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise InvalidArgument(f"{field} must be {called}, not {json.dumps(value):.80}")
+        if field != "payload":
+            _set(task, field, value)
+    task.payload_json = json.dumps(line["payload"])
+    if not task.domain:
+        raise InvalidArgument("has no `domain`, and there is none for tasks that name none")
+    check_task_fields(
+        domain=task.domain,
+        scaffold=task.scaffold,
+        group_size=task.group_size,
+        difficulty=task.difficulty,
+        payload_json=task.payload_json,
+    )
+    return task
+
+
+def _set(task: common_pb2.Task, field: str, value: Any) -> None:
+    try:
+        setattr(task, field, value)
+    except ValueError:
+        raise InvalidArgument(f"{field} {value} is out of range") from None

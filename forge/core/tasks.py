@@ -1,0 +1,32 @@
+"""What the fields of a task may hold, wherever it comes from: a call or a line of a file.
+
+Owns the rules that need no look at a system; its id's rule is `forge.core.trajectory`'s.
+"""
+
+from __future__ import annotations
+
+import re
+
+from forge.core.errors import InvalidArgument
+
+MAX_PAYLOAD_BYTES = 1 << 20
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def check_task_fields(
+    *, domain: str, scaffold: str, group_size: int, difficulty: float, payload_json: str
+) -> None:
+    """Raises `InvalidArgument` with the first field that is wrong, and its value."""
+    for field, value in (("domain", domain), ("scaffold", scaffold)):
+        if not _NAME.fullmatch(value):
+            raise InvalidArgument(f"{field} {value[:80]!r} must be 1 to 64 of [A-Za-z0-9._-]")
+    if group_size < 1:
+        raise InvalidArgument(f"group_size {group_size} must be at least 1")
+    if not 0 <= difficulty <= 1:
+        raise InvalidArgument(f"difficulty {difficulty} must be from 0 to 1")
+    size_bytes = len(payload_json.encode())
+    if size_bytes > MAX_PAYLOAD_BYTES:
+        raise InvalidArgument(
+            f"payload_json has {size_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are allowed"
+        )

@@ -1,0 +1,87 @@
+"""Files of tasks: what a line may say, and what is said of a line that may not be."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from forge.client.task_files import read_tasks, write_tasks
+from forge.core.errors import InvalidArgument
+from forge.v1 import common_pb2
+
+DEFAULTS = common_pb2.Task(domain="qa", scaffold="blackbox", group_size=4)
+
+
+def test_line_overrides_what_the_command_says(tmp_path: Path) -> None:
+    """Empty lines are none."""
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"payload": {"q": 1}}\n\n{"payload": {}, "domain": "code", "group_size": 2}\n')
+    plain, other = read_tasks(file, DEFAULTS)
+    assert (plain.domain, plain.group_size, plain.payload_json) == ("qa", 4, '{"q": 1}')
+    assert (other.domain, other.group_size, other.scaffold) == ("code", 2, "blackbox")
+
+
+def test_a_line_ends_where_json_lines_ends_it(tmp_path: Path) -> None:
+    """Texts from the web hold separators of their own."""
+    prompt = "one\u2028two\x85three"
+    file = tmp_path / "tasks.jsonl"
+    line = json.dumps({"payload": {"prompt": prompt}}, ensure_ascii=False)
+    file.write_text(f"{line}\r\n{line}\n", encoding="utf-8")
+    tasks = read_tasks(file, DEFAULTS)
+    assert [json.loads(task.payload_json)["prompt"] for task in tasks] == [prompt, prompt]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("[1]", "must be a JSON object with an object `payload`"),
+        ('{"q": 1}', "must be a JSON object with an object `payload`"),
+        ("{", "is not JSON: "),
+        ('{"payload": {}, "dificulty": 1}', "unknown field 'dificulty'; known are difficulty, "),
+        ('{"payload": {}, "domain": 3}', "domain must be a text, not 3"),
+        ('{"payload": {}, "group_size": "4"}', 'group_size must be a whole number, not "4"'),
+        ('{"payload": {}, "group_size": true}', "group_size must be a whole number, not true"),
+        ('{"payload": {}, "group_size": -1}', "group_size -1 is out of range"),
+        ('{"payload": {}, "group_size": 0}', "group_size 0 must be at least 1"),
+        ('{"payload": {}, "difficulty": 2}', "difficulty 2.0 must be from 0 to 1"),
+        ('{"payload": {}, "scaffold": "a b"}', "scaffold 'a b' must be 1 to 64 of "),
+    ],
+)
+def test_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    """File, line, field and value, before anything is submitted."""
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"payload": {}}\n' + line + "\n")
+    with pytest.raises(InvalidArgument, match=f"tasks.jsonl, line 2:? {re.escape(said)}"):
+        read_tasks(file, DEFAULTS)
+
+
+def test_file_without_a_task_is_named(tmp_path: Path) -> None:
+    """Blank lines are none."""
+    file = tmp_path / "empty.jsonl"
+    file.write_text("\n\n")
+    with pytest.raises(InvalidArgument, match=r"empty\.jsonl holds no task"):
+        read_tasks(file, common_pb2.Task())
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """In one line, as the system says it."""
+    with pytest.raises(InvalidArgument, match=r"none\.jsonl: No such file or directory"):
+        read_tasks(tmp_path / "none.jsonl", DEFAULTS)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    """But for what the reader gives: id, tag and purpose."""
+    task = common_pb2.Task(
+        domain="code", scaffold="whitebox", group_size=2, difficulty=0.5, priority=3,
+        payload_json='{"q": "é\u2028"}',
+    )  # fmt: skip
+    named = common_pb2.Task(task_id="a", tag="b", purpose=common_pb2.PURPOSE_EVAL)
+    named.MergeFrom(task)
+    write_tasks(tmp_path / "tasks.jsonl", [named])
+    (found,) = read_tasks(tmp_path / "tasks.jsonl", DEFAULTS)
+    assert json.loads(found.payload_json) == json.loads(task.payload_json)
+    found.payload_json = task.payload_json
+    assert found == task
