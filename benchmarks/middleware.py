@@ -41,7 +41,6 @@ BATCH_GROUPS = 8
 CORES = 2
 MILLION_A_DAY = 1e6 / 86_400
 """Trajectories per second."""
-ANSWER = "the quick brown fox looks up the answer in the table and then "
 REWARD = b'{"rewards": [{"name": "right", "kind": "outcome", "value": 1.0}], "min_turns": 4}'
 
 
@@ -112,7 +111,7 @@ class Load:
         """An agent's work: calls, each with the whole history, and a close with the reward."""
         token = lease.session_token
         target = Target(name="forge", url=self._middleware.chat_url, key=lambda: token, pid=0)
-        agent = Agent(target, ANSWER)
+        agent = Agent(target, self._middleware.answer)
         for _ in range(TURNS):
             await agent.turn(client)
         headers = {"Authorization": f"Bearer {token}"}
@@ -145,16 +144,27 @@ class Load:
             chunk = response.trajectory
             if not chunk.last:
                 raise RuntimeError(f"{response.trajectory_id} is longer than a chunk")
-            trajectory = common_pb2.Trajectory.FromString(chunk.data)
-            sampled = sum(len(turn.sampled.ids) // TOKEN_BYTES for turn in trajectory.turns)
-            if len(trajectory.turns) != TURNS or not sampled:
-                raise RuntimeError(f"{response.trajectory_id} has {len(trajectory.turns)} turns")
+            _check(common_pb2.Trajectory.FromString(chunk.data))
             complete += 1
         return complete
 
     async def _ask_scheduler(self, method: str, request: Any, *, timeout_s: float) -> Any:
         async with asyncio.timeout(timeout_s):
             return await self._cluster.ask(method, request)
+
+
+def _check(trajectory: common_pb2.Trajectory) -> None:
+    """Raises RuntimeError unless each turn goes on where the one before it ended."""
+    if len(trajectory.turns) != TURNS:
+        raise RuntimeError(f"{trajectory.trajectory_id} has {len(trajectory.turns)} turns")
+    end = 0
+    for turn in trajectory.turns:
+        if turn.prefix_tokens != end or not turn.sampled.ids:
+            raise RuntimeError(
+                f"turn {turn.turn_index} of {trajectory.trajectory_id} begins with "
+                f"{turn.prefix_tokens} tokens of the {end} before it"
+            )
+        end += (len(turn.prompt_ids) + len(turn.sampled.ids)) // TOKEN_BYTES
 
 
 def main() -> None:

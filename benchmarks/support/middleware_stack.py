@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.support.cpu import cpu_s
+from benchmarks.support.mock_upstream import MockConfig, Script
 from benchmarks.support.processes import ended, started
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.remote import Remote
 from forge.v1.pool_pb2_grpc import PoolServiceStub
+from services.gateway.model import ChatModel
 from tests.support.chat_templates import save_model
 from tests.support.etcd import EtcdServer
 from tests.support.scheduler_cluster import START_S, SchedulerCluster
@@ -31,6 +33,8 @@ class Middleware:
     pools: Remote[PoolServiceStub]
     chat_url: str
     close_url: str
+    answer: str
+    """The upstream's, to everything."""
     pids: dict[str, int]
 
     def cpu_s(self) -> dict[str, float]:
@@ -78,6 +82,7 @@ async def start_middleware(
             pools=Remote(coordinator, cluster.channels, kind="pool", stub=PoolServiceStub),
             chat_url=f"{base}/v1/chat/completions",
             close_url=f"{base}/v1/forge/close",
+            answer=Script(ChatModel.load(str(model)), MockConfig()).text,
             pids={
                 "gateway": gateway.pid,
                 "pool": pool.pid,
