@@ -52,10 +52,14 @@ class Credit:
 class Critic:
     """A value head with its rules."""
 
-    def __init__(self, channels: int, config: CriticConfig, *, device: torch.device) -> None:
-        """`channels` is the size of the trunk's hidden states. All values begin at 0."""
+    def __init__(
+        self, channels: int, config: CriticConfig, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """`channels` is the size of the trunk's hidden states, `dtype` the type of its weights;
+        the head is in fp32 at the least. All values begin at 0."""
         self.config = config
-        self.head = nn.Linear(channels, 1, dtype=torch.float32, device=device)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.head = nn.Linear(channels, 1, dtype=wide, device=device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 

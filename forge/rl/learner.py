@@ -96,7 +96,9 @@ class Learner:
         self._critic: Critic | None = None
         if self.objective.critic:
             size = policy.model.config.get_text_config().hidden_size
-            self._critic = Critic(size, config.critic, device=policy.device)
+            self._critic = Critic(
+                size, config.critic, device=policy.device, dtype=policy.model.dtype
+            )
             policy.value_head = self._critic.head
         self.mtp = MtpTraining(policy, config.mtp) if config.mtp.heads else None
         """Heads that draft; None without."""
