@@ -16,7 +16,7 @@ from itertools import islice
 from forge.cli.dataset import held_out_tasks, training_tasks
 from forge.cli.presets import Preset
 from forge.cli.rundir import Phase, RunDirectory
-from forge.client.operator import DomainResult, Operator, domain_results, ended
+from forge.client.operator import DomainResult, Operator
 from forge.core.errors import ForgeError, Unavailable
 from forge.v1 import common_pb2 as pb
 from forge.v1 import inference_pb2, scheduler_pb2, trainer_pb2
@@ -110,14 +110,15 @@ class Campaign:
         )
         self.progress.evaluated, self.progress.to_evaluate = 0, len(tasks)
         await self._operator.submit(tasks)
-        while True:
-            await self._observe()
-            groups = [group async for group in self._operator.groups(tag) if ended(group)]
-            self.progress.evaluated = len(groups)
-            self._on_progress(self.progress)
-            if len(groups) >= len(tasks):
-                return evaluation(domain_results(groups))
-            await asyncio.sleep(POLL_S)
+        results = await self._operator.all_ended(
+            tag, groups=len(tasks), poll_s=POLL_S, on_look=self._looked
+        )
+        return evaluation(results)
+
+    async def _looked(self, evaluated: int) -> None:
+        await self._observe()
+        self.progress.evaluated = evaluated
+        self._on_progress(self.progress)
 
     async def _train(self) -> None:
         """Keep the queue fed until the trainer has taken its last step."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -32,6 +32,8 @@ BATCH_TASKS = 256
 BATCH_BYTES = 2 << 20
 """Of one SubmitTasks call; a task by itself may be up to 1 MiB."""
 RECONNECT_S = 0.5
+SOLVED_OUTCOME = 1.0 - 1e-6
+"""Of a task that is solved: 1, but for the rounding of a sum."""
 LIST_SILENCE_S = 30.0
 """A list of groups may be long: as long as it comes, it is waited for."""
 
@@ -45,6 +47,13 @@ class DomainResult:
     failed: int
     """Rollouts that were given up; they count as outcome 0."""
     mean_outcome: float
+    solved: int
+    """Rollouts whose outcome is 1, or more."""
+    sampled_tokens: int
+    """Of the rollouts that were not given up, all turns together."""
+    min_weight_version: int
+    max_weight_version: int
+    """Of the tokens sampled; -1 when none was."""
 
 
 class Operator:
@@ -119,6 +128,26 @@ class Operator:
         """Mean outcome per domain over the ended groups of `tag`, by domain name."""
         return domain_results([group async for group in self.groups(tag) if ended(group)])
 
+    async def all_ended(
+        self,
+        tag: str,
+        *,
+        groups: int,
+        poll_s: float,
+        on_look: Callable[[int], Awaitable[None]] | None = None,
+    ) -> list[DomainResult]:
+        """Results of `tag` once that many groups have ended, looked for every `poll_s`.
+
+        `on_look` is told after each look how many have.
+        """
+        while True:
+            done = [group async for group in self.groups(tag) if ended(group)]
+            if on_look is not None:
+                await on_look(len(done))
+            if len(done) >= groups:
+                return domain_results(done)
+            await asyncio.sleep(poll_s)
+
     async def tail(self, *, after_step: int = 0) -> AsyncIterator[trainer_pb2.StepMetrics]:
         """Metrics of every step after `after_step`, then live ones, for as long as one reads.
 
@@ -173,24 +202,33 @@ def ended(group: scheduler_pb2.BatchGroup) -> bool:
 
 
 def domain_results(groups: Iterable[scheduler_pb2.BatchGroup]) -> list[DomainResult]:
-    """Mean outcome per domain over ended groups, by domain name."""
-    outcomes: dict[str, list[float]] = defaultdict(list)
-    failed: dict[str, int] = defaultdict(int)
+    """What ended groups came to, by domain name."""
+    by_domain: dict[str, list[scheduler_pb2.BatchGroup]] = defaultdict(list)
     for group in groups:
-        task = group.group.task
-        sealed = [_outcome(each) for each in group.trajectories if _sealed(each)]
-        missing = max(0, task.group_size - len(sealed))
-        outcomes[task.domain] += sealed + [0.0] * missing
-        failed[task.domain] += missing
-    return [
-        DomainResult(
-            domain=domain,
-            rollouts=len(values),
-            failed=failed[domain],
-            mean_outcome=sum(values) / len(values),
-        )
-        for domain, values in sorted(outcomes.items())
-    ]
+        by_domain[group.group.task.domain].append(group)
+    return [_domain_result(domain, of_it) for domain, of_it in sorted(by_domain.items())]
+
+
+def _domain_result(domain: str, groups: Iterable[scheduler_pb2.BatchGroup]) -> DomainResult:
+    sealed: list[common_pb2.TrajectorySummary] = []
+    failed = 0
+    for group in groups:
+        ended_well = [each for each in group.trajectories if _sealed(each)]
+        failed += max(0, group.group.task.group_size - len(ended_well))
+        sealed += ended_well
+    outcomes = [_outcome(each) for each in sealed]
+    rollouts = len(sealed) + failed
+    sampled = [each for each in sealed if each.sampled_tokens]
+    return DomainResult(
+        domain=domain,
+        rollouts=rollouts,
+        failed=failed,
+        mean_outcome=sum(outcomes) / rollouts,
+        solved=sum(outcome >= SOLVED_OUTCOME for outcome in outcomes),
+        sampled_tokens=sum(each.sampled_tokens for each in sealed),
+        min_weight_version=min((each.min_weight_version for each in sampled), default=-1),
+        max_weight_version=max((each.max_weight_version for each in sampled), default=-1),
+    )
 
 
 def _outcome(trajectory: common_pb2.TrajectorySummary) -> float:

@@ -107,8 +107,11 @@ def make_tasks(count: int, *, payload_bytes: int = 2) -> list[common_pb2.Task]:
     ]
 
 
-def group(name: str, domain: str, state: Any, *outcomes: float | None) -> scheduler_pb2.BatchGroup:
-    """A group with one trajectory per outcome; None for one that was abandoned."""
+def group(
+    name: str, domain: str, state: Any, *outcomes: float | None, version: int = 3
+) -> scheduler_pb2.BatchGroup:
+    """A group with one trajectory per outcome, which began under `version` and saw the next one
+    too; None for one that was abandoned."""
     trajectories = [
         common_pb2.TrajectorySummary(
             state=common_pb2.TRAJECTORY_STATE_ABANDONED
@@ -120,6 +123,9 @@ def group(name: str, domain: str, state: Any, *outcomes: float | None) -> schedu
                 ),
                 common_pb2.RewardEvent(name="speed", kind=common_pb2.REWARD_KIND_SPEED, value=0.5),
             ],
+            sampled_tokens=10,
+            min_weight_version=version,
+            max_weight_version=version + 1,
         )
         for outcome in outcomes
     ]
@@ -164,13 +170,36 @@ async def test_results_are_mean_outcomes_per_domain(operator: Operator, system: 
     system.scheduler.groups = [
         group("a", "sums", evaluated, 1.0, 0.0),
         group("b", "sums", tombstoned, 1.0, None),
-        group("c", "code", evaluated, 0.25, 0.25),
+        group("c", "code", evaluated, 0.25, 0.25, version=7),
         group("d", "code", common_pb2.GROUP_STATE_PENDING, 1.0),
     ]
     code, sums = await operator.results("test")
     assert (code.domain, code.rollouts, code.failed, code.mean_outcome) == ("code", 2, 0, 0.25)
     assert (sums.domain, sums.rollouts, sums.failed, sums.mean_outcome) == ("sums", 4, 1, 0.5)
+    assert (code.solved, code.sampled_tokens) == (0, 20)
+    assert (sums.solved, sums.sampled_tokens) == (2, 30)
+    assert (code.min_weight_version, code.max_weight_version) == (7, 8)
+    assert (sums.min_weight_version, sums.max_weight_version) == (3, 4)
     assert await operator.results("other") == []
+
+
+async def test_a_tag_is_followed_until_all_its_groups_ended(
+    operator: Operator, system: System
+) -> None:
+    """Each look is told; groups that were given up have ended too, and sampled nothing."""
+    pending, tombstoned = common_pb2.GROUP_STATE_PENDING, common_pb2.GROUP_STATE_TOMBSTONED
+    system.scheduler.groups = [group("a", "sums", pending), group("b", "sums", tombstoned)]
+    seen: list[int] = []
+
+    async def looked(done: int) -> None:
+        seen.append(done)
+        for each in system.scheduler.groups:
+            each.group.state = tombstoned
+
+    (sums,) = await operator.all_ended("test", groups=2, poll_s=0.0, on_look=looked)
+    assert seen == [1, 2]
+    assert (sums.rollouts, sums.failed, sums.mean_outcome) == (4, 4, 0.0)
+    assert (sums.min_weight_version, sums.max_weight_version) == (-1, -1)
 
 
 async def test_tail_goes_on_where_a_trainer_broke_off(operator: Operator, system: System) -> None:
