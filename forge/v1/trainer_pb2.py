@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66orge/v1/trainer.proto\x12\x08\x66orge.v1\"\xd3\x08\n\x0bStepMetrics\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eweight_version\x18\x02 \x01(\x04\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x13\n\x0bmean_reward\x18\x04 \x01(\x01\x12\x43\n\x10reward_by_domain\x18\x05 \x03(\x0b\x32).forge.v1.StepMetrics.RewardByDomainEntry\x12\x15\n\rclip_fraction\x18\x06 \x01(\x01\x12\x0f\n\x07\x65ntropy\x18\x07 \x01(\x01\x12\x11\n\tgrad_norm\x18\x08 \x01(\x01\x12\x16\n\x0estaleness_mean\x18\t \x01(\x01\x12\x15\n\rstaleness_max\x18\n \x01(\x01\x12\x18\n\x10logprob_gap_mean\x18\x0b \x01(\x01\x12\x17\n\x0flogprob_gap_p99\x18\x0c \x01(\x01\x12\x13\n\x0bmerge_ratio\x18\r \x01(\x01\x12\x13\n\x0btree_tokens\x18\x0e \x01(\x04\x12\x15\n\rsample_tokens\x18\x0f \x01(\x04\x12\x16\n\x0etrained_tokens\x18\x10 \x01(\x04\x12\x0e\n\x06step_s\x18\x11 \x01(\x01\x12\x0e\n\x06wait_s\x18\x12 \x01(\x01\x12\x11\n\tpublish_s\x18\x13 \x01(\x01\x12\x0e\n\x06groups\x18\x14 \x01(\r\x12\x14\n\x0ctrajectories\x18\x15 \x01(\r\x12\x0f\n\x07yield_j\x18\x16 \x01(\x01\x12\x1c\n\x14trained_tokens_per_s\x18\x17 \x01(\x01\x12\x17\n\x0fmasked_fraction\x18\x18 \x01(\x01\x12\x14\n\x0creference_kl\x18\x19 \x01(\x01\x12\x13\n\x0b\x62\x65havior_kl\x18\x1a \x01(\x01\x12\x1a\n\x12inference_gap_mean\x18\x1b \x01(\x01\x12\x1f\n\x17inference_gap_staleness\x18\x1c \x01(\x01\x12\x14\n\x0ctoken_budget\x18\x1d \x01(\x04\x12\x16\n\x0ememory_retries\x18\x1e \x01(\r\x12\x12\n\nvalue_loss\x18\x1f \x01(\x01\x12 \n\x18value_explained_variance\x18  \x01(\x01\x12\x33\n\x07\x64omains\x18! \x03(\x0b\x32\".forge.v1.StepMetrics.DomainsEntry\x12\x10\n\x08mtp_loss\x18\" \x01(\x01\x12@\n\x0emtp_acceptance\x18# \x03(\x0b\x32(.forge.v1.StepMetrics.MtpAcceptanceEntry\x12\x14\n\x0c\x62\x61lance_loss\x18$ \x01(\x01\x1a\x35\n\x13RewardByDomainEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aG\n\x0c\x44omainsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.forge.v1.DomainMetrics:\x02\x38\x01\x1a\x34\n\x12MtpAcceptanceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xd2\x01\n\rDomainMetrics\x12\x13\n\x0bmean_reward\x18\x01 \x01(\x01\x12\x14\n\x0ctrajectories\x18\x02 \x01(\r\x12\x16\n\x0etrained_tokens\x18\x03 \x01(\x04\x12\x15\n\rlength_tokens\x18\x04 \x01(\x01\x12\x0f\n\x07\x65ntropy\x18\x05 \x01(\x01\x12\x15\n\rclip_fraction\x18\x06 \x01(\x01\x12\x16\n\x0estaleness_mean\x18\x07 \x01(\x01\x12\x16\n\x0egradient_share\x18\x08 \x01(\x01\x12\x0f\n\x07yield_j\x18\t \x01(\x01\"\x19\n\x17GetTrainerStatusRequest\"\xda\x01\n\x18GetTrainerStatusResponse\x12%\n\x05phase\x18\x01 \x01(\x0e\x32\x16.forge.v1.TrainerPhase\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tmax_steps\x18\x03 \x01(\x04\x12\x16\n\x0eweight_version\x18\x04 \x01(\x04\x12\x17\n\x0f\x63heckpoint_step\x18\x05 \x01(\x04\x12%\n\x06latest\x18\x06 \x01(\x0b\x32\x15.forge.v1.StepMetrics\x12\x1e\n\x16oldest_checkpoint_step\x18\x07 \x01(\x04\"\'\n\x11WatchStepsRequest\x12\x12\n\nafter_step\x18\x01 \x01(\x04\"<\n\x12WatchStepsResponse\x12&\n\x07metrics\x18\x01 \x01(\x0b\x32\x15.forge.v1.StepMetrics\"\x17\n\x15SaveCheckpointRequest\"4\n\x16SaveCheckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t*\x9b\x01\n\x0cTrainerPhase\x12\x1d\n\x19TRAINER_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15TRAINER_PHASE_LOADING\x10\x01\x12\x19\n\x15TRAINER_PHASE_WAITING\x10\x02\x12\x1a\n\x16TRAINER_PHASE_TRAINING\x10\x03\x12\x1a\n\x16TRAINER_PHASE_FINISHED\x10\x04\x32\x8b\x02\n\x0eTrainerService\x12Y\n\x10GetTrainerStatus\x12!.forge.v1.GetTrainerStatusRequest\x1a\".forge.v1.GetTrainerStatusResponse\x12I\n\nWatchSteps\x12\x1b.forge.v1.WatchStepsRequest\x1a\x1c.forge.v1.WatchStepsResponse0\x01\x12S\n\x0eSaveCheckpoint\x12\x1f.forge.v1.SaveCheckpointRequest\x1a .forge.v1.SaveCheckpointResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66orge/v1/trainer.proto\x12\x08\x66orge.v1\"\xd3\x08\n\x0bStepMetrics\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eweight_version\x18\x02 \x01(\x04\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x13\n\x0bmean_reward\x18\x04 \x01(\x01\x12\x43\n\x10reward_by_domain\x18\x05 \x03(\x0b\x32).forge.v1.StepMetrics.RewardByDomainEntry\x12\x15\n\rclip_fraction\x18\x06 \x01(\x01\x12\x0f\n\x07\x65ntropy\x18\x07 \x01(\x01\x12\x11\n\tgrad_norm\x18\x08 \x01(\x01\x12\x16\n\x0estaleness_mean\x18\t \x01(\x01\x12\x15\n\rstaleness_max\x18\n \x01(\x01\x12\x18\n\x10logprob_gap_mean\x18\x0b \x01(\x01\x12\x17\n\x0flogprob_gap_p99\x18\x0c \x01(\x01\x12\x13\n\x0bmerge_ratio\x18\r \x01(\x01\x12\x13\n\x0btree_tokens\x18\x0e \x01(\x04\x12\x15\n\rsample_tokens\x18\x0f \x01(\x04\x12\x16\n\x0etrained_tokens\x18\x10 \x01(\x04\x12\x0e\n\x06step_s\x18\x11 \x01(\x01\x12\x0e\n\x06wait_s\x18\x12 \x01(\x01\x12\x11\n\tpublish_s\x18\x13 \x01(\x01\x12\x0e\n\x06groups\x18\x14 \x01(\r\x12\x14\n\x0ctrajectories\x18\x15 \x01(\r\x12\x0f\n\x07yield_j\x18\x16 \x01(\x01\x12\x1c\n\x14trained_tokens_per_s\x18\x17 \x01(\x01\x12\x17\n\x0fmasked_fraction\x18\x18 \x01(\x01\x12\x14\n\x0creference_kl\x18\x19 \x01(\x01\x12\x13\n\x0b\x62\x65havior_kl\x18\x1a \x01(\x01\x12\x1a\n\x12inference_gap_mean\x18\x1b \x01(\x01\x12\x1f\n\x17inference_gap_staleness\x18\x1c \x01(\x01\x12\x14\n\x0ctoken_budget\x18\x1d \x01(\x04\x12\x16\n\x0ememory_retries\x18\x1e \x01(\r\x12\x12\n\nvalue_loss\x18\x1f \x01(\x01\x12 \n\x18value_explained_variance\x18  \x01(\x01\x12\x33\n\x07\x64omains\x18! \x03(\x0b\x32\".forge.v1.StepMetrics.DomainsEntry\x12\x10\n\x08mtp_loss\x18\" \x01(\x01\x12@\n\x0emtp_acceptance\x18# \x03(\x0b\x32(.forge.v1.StepMetrics.MtpAcceptanceEntry\x12\x14\n\x0c\x62\x61lance_loss\x18$ \x01(\x01\x1a\x35\n\x13RewardByDomainEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aG\n\x0c\x44omainsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.forge.v1.DomainMetrics:\x02\x38\x01\x1a\x34\n\x12MtpAcceptanceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xd2\x01\n\rDomainMetrics\x12\x13\n\x0bmean_reward\x18\x01 \x01(\x01\x12\x14\n\x0ctrajectories\x18\x02 \x01(\r\x12\x16\n\x0etrained_tokens\x18\x03 \x01(\x04\x12\x15\n\rlength_tokens\x18\x04 \x01(\x01\x12\x0f\n\x07\x65ntropy\x18\x05 \x01(\x01\x12\x15\n\rclip_fraction\x18\x06 \x01(\x01\x12\x16\n\x0estaleness_mean\x18\x07 \x01(\x01\x12\x16\n\x0egradient_share\x18\x08 \x01(\x01\x12\x0f\n\x07yield_j\x18\t \x01(\x01\"\x80\x03\n\nEvaluation\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eweight_version\x18\x02 \x01(\x04\x12\x1a\n\x12min_weight_version\x18\x03 \x01(\x05\x12\x1a\n\x12max_weight_version\x18\x04 \x01(\x05\x12\x13\n\x0bmean_reward\x18\x05 \x01(\x01\x12\x14\n\x0csolved_share\x18\x06 \x01(\x01\x12\x15\n\rlength_tokens\x18\x07 \x01(\x01\x12\x10\n\x08rollouts\x18\x08 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\t \x01(\r\x12\x32\n\x07\x64omains\x18\n \x03(\x0b\x32!.forge.v1.Evaluation.DomainsEntry\x12\x12\n\nduration_s\x18\x0b \x01(\x01\x12\x0f\n\x07skipped\x18\x0c \x01(\r\x12\x0b\n\x03tag\x18\r \x01(\t\x1aJ\n\x0c\x44omainsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.forge.v1.DomainEvaluation:\x02\x38\x01\"v\n\x10\x44omainEvaluation\x12\x13\n\x0bmean_reward\x18\x01 \x01(\x01\x12\x14\n\x0csolved_share\x18\x02 \x01(\x01\x12\x15\n\rlength_tokens\x18\x03 \x01(\x01\x12\x10\n\x08rollouts\x18\x04 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x05 \x01(\r\"\x19\n\x17GetTrainerStatusRequest\"\x8b\x02\n\x18GetTrainerStatusResponse\x12%\n\x05phase\x18\x01 \x01(\x0e\x32\x16.forge.v1.TrainerPhase\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tmax_steps\x18\x03 \x01(\x04\x12\x16\n\x0eweight_version\x18\x04 \x01(\x04\x12\x17\n\x0f\x63heckpoint_step\x18\x05 \x01(\x04\x12%\n\x06latest\x18\x06 \x01(\x0b\x32\x15.forge.v1.StepMetrics\x12\x1e\n\x16oldest_checkpoint_step\x18\x07 \x01(\x04\x12/\n\x11latest_evaluation\x18\x08 \x01(\x0b\x32\x14.forge.v1.Evaluation\"\'\n\x11WatchStepsRequest\x12\x12\n\nafter_step\x18\x01 \x01(\x04\"<\n\x12WatchStepsResponse\x12&\n\x07metrics\x18\x01 \x01(\x0b\x32\x15.forge.v1.StepMetrics\"\x17\n\x15SaveCheckpointRequest\"4\n\x16SaveCheckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t*\x9b\x01\n\x0cTrainerPhase\x12\x1d\n\x19TRAINER_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15TRAINER_PHASE_LOADING\x10\x01\x12\x19\n\x15TRAINER_PHASE_WAITING\x10\x02\x12\x1a\n\x16TRAINER_PHASE_TRAINING\x10\x03\x12\x1a\n\x16TRAINER_PHASE_FINISHED\x10\x04\x32\x8b\x02\n\x0eTrainerService\x12Y\n\x10GetTrainerStatus\x12!.forge.v1.GetTrainerStatusRequest\x1a\".forge.v1.GetTrainerStatusResponse\x12I\n\nWatchSteps\x12\x1b.forge.v1.WatchStepsRequest\x1a\x1c.forge.v1.WatchStepsResponse0\x01\x12S\n\x0eSaveCheckpoint\x12\x1f.forge.v1.SaveCheckpointRequest\x1a .forge.v1.SaveCheckpointResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,8 +37,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPMETRICS_DOMAINSENTRY']._serialized_options = b'8\001'
   _globals['_STEPMETRICS_MTPACCEPTANCEENTRY']._loaded_options = None
   _globals['_STEPMETRICS_MTPACCEPTANCEENTRY']._serialized_options = b'8\001'
-  _globals['_TRAINERPHASE']._serialized_start=1790
-  _globals['_TRAINERPHASE']._serialized_end=1945
+  _globals['_EVALUATION_DOMAINSENTRY']._loaded_options = None
+  _globals['_EVALUATION_DOMAINSENTRY']._serialized_options = b'8\001'
+  _globals['_TRAINERPHASE']._serialized_start=2346
+  _globals['_TRAINERPHASE']._serialized_end=2501
   _globals['_STEPMETRICS']._serialized_start=37
   _globals['_STEPMETRICS']._serialized_end=1144
   _globals['_STEPMETRICS_REWARDBYDOMAINENTRY']._serialized_start=964
@@ -49,18 +51,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPMETRICS_MTPACCEPTANCEENTRY']._serialized_end=1144
   _globals['_DOMAINMETRICS']._serialized_start=1147
   _globals['_DOMAINMETRICS']._serialized_end=1357
-  _globals['_GETTRAINERSTATUSREQUEST']._serialized_start=1359
-  _globals['_GETTRAINERSTATUSREQUEST']._serialized_end=1384
-  _globals['_GETTRAINERSTATUSRESPONSE']._serialized_start=1387
-  _globals['_GETTRAINERSTATUSRESPONSE']._serialized_end=1605
-  _globals['_WATCHSTEPSREQUEST']._serialized_start=1607
-  _globals['_WATCHSTEPSREQUEST']._serialized_end=1646
-  _globals['_WATCHSTEPSRESPONSE']._serialized_start=1648
-  _globals['_WATCHSTEPSRESPONSE']._serialized_end=1708
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1710
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1733
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1735
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1787
-  _globals['_TRAINERSERVICE']._serialized_start=1948
-  _globals['_TRAINERSERVICE']._serialized_end=2215
+  _globals['_EVALUATION']._serialized_start=1360
+  _globals['_EVALUATION']._serialized_end=1744
+  _globals['_EVALUATION_DOMAINSENTRY']._serialized_start=1670
+  _globals['_EVALUATION_DOMAINSENTRY']._serialized_end=1744
+  _globals['_DOMAINEVALUATION']._serialized_start=1746
+  _globals['_DOMAINEVALUATION']._serialized_end=1864
+  _globals['_GETTRAINERSTATUSREQUEST']._serialized_start=1866
+  _globals['_GETTRAINERSTATUSREQUEST']._serialized_end=1891
+  _globals['_GETTRAINERSTATUSRESPONSE']._serialized_start=1894
+  _globals['_GETTRAINERSTATUSRESPONSE']._serialized_end=2161
+  _globals['_WATCHSTEPSREQUEST']._serialized_start=2163
+  _globals['_WATCHSTEPSREQUEST']._serialized_end=2202
+  _globals['_WATCHSTEPSRESPONSE']._serialized_start=2204
+  _globals['_WATCHSTEPSRESPONSE']._serialized_end=2264
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=2266
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=2289
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=2291
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=2343
+  _globals['_TRAINERSERVICE']._serialized_start=2504
+  _globals['_TRAINERSERVICE']._serialized_end=2771
 # @@protoc_insertion_point(module_scope)

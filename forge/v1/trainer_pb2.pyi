@@ -304,6 +304,132 @@ class DomainMetrics(_message.Message):
 Global___DomainMetrics: _TypeAlias = DomainMetrics  # noqa: Y015
 
 @_typing.final
+class Evaluation(_message.Message):
+    """What held-out tasks came to while training went on. It has no part in training."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DomainsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___DomainEvaluation: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___DomainEvaluation | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    STEP_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    MIN_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    MEAN_REWARD_FIELD_NUMBER: _builtins.int
+    SOLVED_SHARE_FIELD_NUMBER: _builtins.int
+    LENGTH_TOKENS_FIELD_NUMBER: _builtins.int
+    ROLLOUTS_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    DOMAINS_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Optimizer step whose weights it is about; 0: the starting weights."""
+    weight_version: _builtins.int
+    """Version they were published as. Unless it was begun before a restart, no worker served an
+    older one any more when it began.
+    """
+    min_weight_version: _builtins.int
+    """Oldest and newest version that sampled: rollouts use the newest weights there are while they
+    last. -1 when nothing was sampled.
+    """
+    max_weight_version: _builtins.int
+    mean_reward: _builtins.float
+    """Mean outcome over all rollouts; one that was given up counts as 0."""
+    solved_share: _builtins.float
+    """Share of all rollouts whose outcome was 1."""
+    length_tokens: _builtins.float
+    """Sampled tokens per rollout that was not given up, all turns together."""
+    rollouts: _builtins.int
+    failed: _builtins.int
+    """Rollouts that were given up."""
+    duration_s: _builtins.float
+    """From its beginning, or from the restart that took it up again, to the last rollout's end."""
+    skipped: _builtins.int
+    """Evaluations that fell due meanwhile and were left out."""
+    tag: _builtins.str
+    """Its groups bear it in the pool and the scheduler."""
+    @_builtins.property
+    def domains(self) -> _containers.MessageMap[_builtins.str, Global___DomainEvaluation]: ...
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        weight_version: _builtins.int = ...,
+        min_weight_version: _builtins.int = ...,
+        max_weight_version: _builtins.int = ...,
+        mean_reward: _builtins.float = ...,
+        solved_share: _builtins.float = ...,
+        length_tokens: _builtins.float = ...,
+        rollouts: _builtins.int = ...,
+        failed: _builtins.int = ...,
+        domains: _abc.Mapping[_builtins.str, Global___DomainEvaluation] | None = ...,
+        duration_s: _builtins.float = ...,
+        skipped: _builtins.int = ...,
+        tag: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domains", b"domains", "duration_s", b"duration_s", "failed", b"failed", "length_tokens", b"length_tokens", "max_weight_version", b"max_weight_version", "mean_reward", b"mean_reward", "min_weight_version", b"min_weight_version", "rollouts", b"rollouts", "skipped", b"skipped", "solved_share", b"solved_share", "step", b"step", "tag", b"tag", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Evaluation: _TypeAlias = Evaluation  # noqa: Y015
+
+@_typing.final
+class DomainEvaluation(_message.Message):
+    """One domain's part of an evaluation, as in Evaluation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEAN_REWARD_FIELD_NUMBER: _builtins.int
+    SOLVED_SHARE_FIELD_NUMBER: _builtins.int
+    LENGTH_TOKENS_FIELD_NUMBER: _builtins.int
+    ROLLOUTS_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    mean_reward: _builtins.float
+    solved_share: _builtins.float
+    length_tokens: _builtins.float
+    rollouts: _builtins.int
+    failed: _builtins.int
+    def __init__(
+        self,
+        *,
+        mean_reward: _builtins.float = ...,
+        solved_share: _builtins.float = ...,
+        length_tokens: _builtins.float = ...,
+        rollouts: _builtins.int = ...,
+        failed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "length_tokens", b"length_tokens", "mean_reward", b"mean_reward", "rollouts", b"rollouts", "solved_share", b"solved_share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DomainEvaluation: _TypeAlias = DomainEvaluation  # noqa: Y015
+
+@_typing.final
 class GetTrainerStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -329,6 +455,7 @@ class GetTrainerStatusResponse(_message.Message):
     CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
     LATEST_FIELD_NUMBER: _builtins.int
     OLDEST_CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
+    LATEST_EVALUATION_FIELD_NUMBER: _builtins.int
     phase: Global___TrainerPhase.ValueType
     step: _builtins.int
     max_steps: _builtins.int
@@ -340,6 +467,10 @@ class GetTrainerStatusResponse(_message.Message):
     """
     @_builtins.property
     def latest(self) -> Global___StepMetrics: ...
+    @_builtins.property
+    def latest_evaluation(self) -> Global___Evaluation:
+        """The evaluation that ended last, if one has."""
+
     def __init__(
         self,
         *,
@@ -350,10 +481,11 @@ class GetTrainerStatusResponse(_message.Message):
         checkpoint_step: _builtins.int = ...,
         latest: Global___StepMetrics | None = ...,
         oldest_checkpoint_step: _builtins.int = ...,
+        latest_evaluation: Global___Evaluation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "latest_evaluation", b"latest_evaluation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "latest", b"latest", "max_steps", b"max_steps", "oldest_checkpoint_step", b"oldest_checkpoint_step", "phase", b"phase", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "latest", b"latest", "latest_evaluation", b"latest_evaluation", "max_steps", b"max_steps", "oldest_checkpoint_step", b"oldest_checkpoint_step", "phase", b"phase", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

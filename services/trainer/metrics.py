@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Literal
 
 from forge.rl.step import StepResult
 from forge.runtime.telemetry import counter, gauge, histogram
@@ -84,6 +85,28 @@ _DOMAIN_GAUGES = {
         ("staleness_mean", "Mean weight versions between sampling and training."),
         ("gradient_share", "Share of the sum over tokens of |d loss / d log pi|."),
         ("yield_j", "Effective agent training yield so far."),
+    )
+}
+_EVALUATIONS = counter("forge_trainer_evaluations_total", "Evaluations that fell due.", ["result"])
+_EVALUATING = gauge("forge_trainer_evaluating", "1 while an evaluation is in flight.")
+_EVALUATION_GAUGES = {
+    name: gauge(f"forge_trainer_evaluation_{name}", help)
+    for name, help in (
+        ("step", "Step that the newest evaluation is about."),
+        ("min_weight_version", "Oldest weights that sampled in the newest evaluation."),
+        ("max_weight_version", "Newest weights that sampled in the newest evaluation."),
+        ("mean_reward", "Mean outcome reward of the newest evaluation."),
+        ("rollouts", "Rollouts of the newest evaluation."),
+        ("failed", "Rollouts of the newest evaluation that were given up."),
+    )
+}
+_EVALUATION_DOMAIN_GAUGES = {
+    name: gauge(f"forge_trainer_evaluation_domain_{name}", help, ["domain"])
+    for name, help in (
+        ("mean_reward", "Mean outcome reward in the newest evaluation."),
+        ("solved_share", "Share of rollouts in the newest evaluation whose outcome was 1."),
+        ("length_tokens", "Mean sampled tokens per rollout in the newest evaluation."),
+        ("failed", "Rollouts in the newest evaluation that were given up."),
     )
 }
 
@@ -250,3 +273,23 @@ def show_skipped(batch: BatchSamples) -> None:
     """To Prometheus: a batch that changed nothing."""
     _SKIPPED.inc()
     _EXCLUDED.inc(batch.excluded)
+
+
+def show_evaluating(in_flight: bool) -> None:
+    """To Prometheus."""
+    _EVALUATING.set(in_flight)
+
+
+def show_evaluation(evaluation: pb.Evaluation) -> None:
+    """To Prometheus: one ended."""
+    _EVALUATIONS.labels("done").inc()
+    for name, shown in _EVALUATION_GAUGES.items():
+        shown.set(getattr(evaluation, name))
+    for domain, own in evaluation.domains.items():
+        for name, shown in _EVALUATION_DOMAIN_GAUGES.items():
+            shown.labels(domain).set(getattr(own, name))
+
+
+def show_no_evaluation(result: Literal["skipped", "refused"]) -> None:
+    """To Prometheus: one that fell due was left out, or refused by the scheduler."""
+    _EVALUATIONS.labels(result).inc()

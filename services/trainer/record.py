@@ -1,4 +1,4 @@
-"""What training has done so far: phase, versions, the metrics of every step.
+"""What training has done so far: phase, versions, the metrics of every step, evaluations.
 
 Owns the history, its file, and who waits for news of it. Lives on the event loop; the learner and
 the RPCs meet here.
@@ -19,6 +19,9 @@ from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.sinks import Sink
 
+_EVALUATION = "evaluation"
+"""Of an entry of the history that is no step's: its one key."""
+
 
 class TrainingRecord:
     """The one account of a training run that everybody reads."""
@@ -31,6 +34,7 @@ class TrainingRecord:
         """0 while training is being resumed: then any checkpoint may turn out to be the one."""
         self._max_steps = max_steps
         self._steps: list[pb.StepMetrics] = []
+        self._evaluations: list[pb.Evaluation] = []
         self._rewinds: list[int] = []
         self._news = asyncio.Event()
         self._closed = False
@@ -49,26 +53,49 @@ class TrainingRecord:
         """All steps, oldest first."""
         return self._steps
 
+    @property
+    def evaluations(self) -> Sequence[pb.Evaluation]:
+        """Those that ended, in that order."""
+        return self._evaluations
+
     def append(self, metrics: pb.StepMetrics) -> None:
         """One more step was taken."""
         self._steps.append(metrics)
-        self._keep(anew=self._behind)
+        self._keep(_to_json(metrics))
         for sink in self._sinks:
             sink.write(metrics)
         self._wake()
 
+    def evaluated(self, evaluation: pb.Evaluation) -> None:
+        """One more evaluation ended."""
+        self._evaluations.append(evaluation)
+        self._keep({_EVALUATION: _to_json(evaluation)})
+        for sink in self._sinks:
+            sink.evaluated(evaluation)
+
     def rewind(self, history: Sequence[dict[str, Any]]) -> None:
         """Training goes on from a checkpoint with this history: later steps never were."""
-        self._steps = [_filled(pb.StepMetrics(), entry) for entry in history]
+        self._steps = [
+            _filled(pb.StepMetrics(), entry) for entry in history if _EVALUATION not in entry
+        ]
+        told = [
+            _filled(pb.Evaluation(), entry[_EVALUATION])
+            for entry in history
+            if _EVALUATION in entry
+        ]
+        # Of a step that stays, one may have ended after the checkpoint was taken.
+        known = {each.step: each for each in [*told, *self._evaluations] if each.step <= self.step}
+        self._evaluations = list(known.values())
         self._rewinds.append(self.step)
-        self._keep(anew=True)
+        self._keep(None)
         for sink in self._sinks:
             sink.begin(self.step)
         self._wake()
 
     def history(self) -> list[dict[str, Any]]:
         """What `rewind` takes, as JSON values."""
-        return [_to_json(metrics) for metrics in self._steps]
+        steps = [_to_json(metrics) for metrics in self._steps]
+        return [*steps, *({_EVALUATION: _to_json(each)} for each in self._evaluations)]
 
     def status(self) -> pb.GetTrainerStatusResponse:
         """Where training stands."""
@@ -80,6 +107,7 @@ class TrainingRecord:
             checkpoint_step=self.checkpoint_step,
             oldest_checkpoint_step=self.oldest_checkpoint_step,
             latest=self._steps[-1] if self._steps else None,
+            latest_evaluation=self._evaluations[-1] if self._evaluations else None,
         )
 
     async def watch(self, after_step: int) -> AsyncGenerator[pb.StepMetrics, None]:
@@ -109,14 +137,14 @@ class TrainingRecord:
         for sink in self._sinks:
             sink.close()
 
-    def _keep(self, *, anew: bool) -> None:
-        """The newest step, or all of them, in the file. A full disk is told and stops nothing."""
+    def _keep(self, newest: dict[str, Any] | None) -> None:
+        """The newest entry, or every one, in the file. A full disk is told and stops nothing."""
         if self._file is None:
             return
-        steps = self._steps if anew else self._steps[-1:]
-        text = "".join(json.dumps(_to_json(metrics)) + "\n" for metrics in steps)
+        entries = self.history() if newest is None or self._behind else [newest]
+        text = "".join(json.dumps(entry) + "\n" for entry in entries)
         try:
-            if anew:
+            if newest is None or self._behind:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 temporary = self._file.with_name(self._file.name + ".new")
                 temporary.write_text(text, encoding="utf-8")

@@ -6,7 +6,7 @@ what the record has, under the names of docs/training.md (`domains/code/entropy`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,15 +18,21 @@ from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.config import TrainerConfig
 
+EVALUATION = "evaluation"
+"""Before the names of an evaluation's numbers."""
+
 
 class Sink(Protocol):
-    """Gets every step once per lineage."""
+    """Gets every step once per lineage, and evaluations as they end."""
 
     def begin(self, step: int) -> None:
         """Steps after `step` come now, and replace any that came before."""
 
     def write(self, metrics: pb.StepMetrics) -> None:
         """One more step."""
+
+    def evaluated(self, evaluation: pb.Evaluation) -> None:
+        """One more evaluation ended; of a step that was written before, or of 0."""
 
     def close(self) -> None:
         """Nothing more comes."""
@@ -56,7 +62,10 @@ class QueuedSink:
         self._submit(lambda: self._begin(step))
 
     def write(self, metrics: pb.StepMetrics) -> None:
-        self._submit(lambda: self._write(metrics))
+        self._submit(lambda: self._begun().write(metrics))
+
+    def evaluated(self, evaluation: pb.Evaluation) -> None:
+        self._submit(lambda: self._begun().evaluated(evaluation))
 
     def close(self) -> None:
         self._submit(self._sink.close)
@@ -67,10 +76,10 @@ class QueuedSink:
         self._sink.begin(step)
         self._to_begin = None
 
-    def _write(self, metrics: pb.StepMetrics) -> None:
+    def _begun(self) -> Sink:
         if self._to_begin is not None:
             self._begin(self._to_begin)
-        self._sink.write(metrics)
+        return self._sink
 
     def _submit(self, work: Callable[[], None]) -> None:
         self._thread.submit(work).add_done_callback(self._done)
@@ -84,11 +93,11 @@ class QueuedSink:
 
 
 def scalars(metrics: Message) -> dict[str, float]:
-    """Every number of a step by its path; the step itself is the axis."""
+    """Every number of a step, or evaluation, by its path; the step itself is the axis."""
     values: dict[str, float] = {}
     for field in metrics.DESCRIPTOR.fields:
         value = getattr(metrics, field.name)
-        if field.name == "step":
+        if field.name == "step" or isinstance(value, str):
             continue
         if not field.is_repeated:
             values[field.name] = float(value)
@@ -99,6 +108,10 @@ def scalars(metrics: Message) -> dict[str, float]:
             else:
                 values[f"{field.name}/{key}"] = float(entry)
     return values
+
+
+def _evaluation_scalars(evaluation: pb.Evaluation) -> dict[str, float]:
+    return {f"{EVALUATION}/{name}": value for name, value in scalars(evaluation).items()}
 
 
 class TensorBoardSink:
@@ -122,8 +135,14 @@ class TensorBoardSink:
         self._writer = self._make(logdir=str(self._directory), purge_step=step + 1)
 
     def write(self, metrics: pb.StepMetrics) -> None:
-        for name, value in scalars(metrics).items():
-            self._writer.add_scalar(name, value, metrics.step)
+        self._add(scalars(metrics), metrics.step)
+
+    def evaluated(self, evaluation: pb.Evaluation) -> None:
+        self._add(_evaluation_scalars(evaluation), evaluation.step)
+
+    def _add(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -145,8 +164,10 @@ class WandbSink:
         self._wandb: Any = wandb
         self._project, self._name = project, name
         self._run: Any = None
+        self._step = 0
 
     def begin(self, step: int) -> None:
+        self._step = step
         # It takes no step back: what is trained again after a restore is a run of its own.
         self.close()
         self._run = self._wandb.init(
@@ -154,7 +175,15 @@ class WandbSink:
         )
 
     def write(self, metrics: pb.StepMetrics) -> None:
+        self._step = metrics.step
         self._run.log(scalars(metrics), step=metrics.step)
+
+    def evaluated(self, evaluation: pb.Evaluation) -> None:
+        # Nor does it take an earlier step: these have an axis of their own.
+        axis = f"{EVALUATION}/step"
+        self._run.define_metric(f"{EVALUATION}/*", step_metric=axis)
+        values = {axis: evaluation.step, **_evaluation_scalars(evaluation)}
+        self._run.log(values, step=self._step)
 
     def close(self) -> None:
         if self._run is not None:

@@ -115,6 +115,40 @@ def test_the_metrics_file_follows_the_lineage(tmp_path: Path) -> None:
     assert other.steps[0].domains["code"].entropy == 0.25
 
 
+def evaluation(step: int, *, reward: float = 0.5) -> pb.Evaluation:
+    own = pb.DomainEvaluation(mean_reward=reward, rollouts=2)
+    return pb.Evaluation(step=step, mean_reward=reward, tag=f"eval-s{step}", domains={"code": own})
+
+
+def test_evaluations_have_lines_of_their_own_and_follow_the_lineage(tmp_path: Path) -> None:
+    """One of a step that a restore took back is gone with it; one that ended after the checkpoint
+    of a later step stays."""
+    path = tmp_path / "metrics.jsonl"
+    one = record(path)
+    one.rewind([])
+    one.evaluated(evaluation(0))
+    for number in (1, 2):
+        one.append(step(number))
+    history = json.loads(json.dumps(one.history()))
+    one.evaluated(evaluation(1, reward=0.75))
+    one.append(step(3))
+    one.evaluated(evaluation(3))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line.get("step") for line in lines] == [None, 1, 2, None, 3, None]
+    assert lines[3]["evaluation"]["domains"]["code"] == {
+        "mean_reward": 0.75, "solved_share": 0.0, "length_tokens": 0.0, "rollouts": 2, "failed": 0,
+    }  # fmt: skip
+
+    one.rewind(history)
+    assert [(each.step, each.mean_reward) for each in one.evaluations] == [(0, 0.5), (1, 0.75)]
+    assert one.status().latest_evaluation == evaluation(1, reward=0.75)
+    other = record(path)
+    other.rewind(history)
+    assert list(other.evaluations) == [evaluation(0)] and other.step == 2
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line.get("step") for line in lines] == [1, 2, None]
+
+
 def test_status_tells_where_training_stands() -> None:
     """Before the first step there is no latest one."""
     one = record()

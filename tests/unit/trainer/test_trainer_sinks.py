@@ -28,6 +28,14 @@ STEP = pb.StepMetrics(
 )
 
 
+EVALUATION = pb.Evaluation(
+    step=2,
+    mean_reward=0.5,
+    tag="eval-s2",
+    domains={"code": pb.DomainEvaluation(solved_share=0.25)},
+)
+
+
 def record(**settings: str) -> TrainingRecord:
     return TrainingRecord(max_steps=9, metrics_file="", sinks=make_sinks(TrainerConfig(**settings)))
 
@@ -57,9 +65,12 @@ def test_every_step_is_in_tensorboards_files(tmp_path: Path) -> None:
     run = record(tensorboard_dir=str(tmp_path / "board"))
     run.rewind([])
     run.append(STEP)
+    run.evaluated(EVALUATION)
     run.close_sinks()
     found = list(events(tmp_path / "board"))
     assert (3, "loss", 0.5) in found and (3, "domains/code/entropy", 1.5) in found
+    assert (2, "evaluation/mean_reward", 0.5) in found
+    assert (2, "evaluation/domains/code/solved_share", 0.25) in found
 
 
 def test_steps_go_to_wandb_and_a_restore_begins_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,3 +148,27 @@ def test_a_missing_package_is_one_clear_line(
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=f"{next(iter(settings))} = 'x' .*{install}"):
         make_sinks(TrainerConfig(**settings))
+
+
+def test_an_evaluation_has_an_axis_of_its_own_in_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends after the steps that followed its own, and the package takes no earlier step."""
+    defined: list[Any] = []
+    logged: list[Any] = []
+
+    def init(**settings: Any) -> Any:
+        return SimpleNamespace(
+            log=lambda values, step: logged.append((step, values)),
+            define_metric=lambda name, step_metric: defined.append((name, step_metric)),
+            finish=lambda: None,
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    run = record(wandb_project="p", cluster="c")
+    run.rewind([])
+    run.append(STEP)
+    run.evaluated(EVALUATION)
+    run.close_sinks()
+    assert defined == [("evaluation/*", "evaluation/step")]
+    step, values = logged[-1]
+    assert (step, values["evaluation/step"], values["evaluation/mean_reward"]) == (3, 2, 0.5)
+    assert not any("tag" in name for name in values)
