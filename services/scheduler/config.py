@@ -174,6 +174,8 @@ class SchedulerConfig(ServiceConfig):
         ignored = dict.fromkeys(IGNORED[Mode(self.mode)], f"mode = {self.mode}")
         if self.admission != Admission.AHEAD.value:
             ignored.setdefault("ahead", f"admission = {self.admission}")
+        if self.partial_groups != PartialGroups.FILL.value:
+            ignored["max_attempts"] = f"partial_groups = {self.partial_groups}"
         for key in dataclasses.fields(self):
             value, without = getattr(self, key.name), ignored.get(key.name)
             if without and value not in (key.default, {}):

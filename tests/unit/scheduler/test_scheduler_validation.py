@@ -106,6 +106,7 @@ def test_modes_are_configured_by_name() -> None:
         ("--max-staleness-p99 4", "max_staleness_p99 = 4.0 means nothing with mode = windowed"),
         ("--ahead 9", "ahead = 9 means nothing with admission = window"),
         ("--mode fifo --admission running --ahead 9", "nothing with admission = running"),
+        ("--partial-groups wait --max-attempts 9", "max_attempts = 9 means nothing with partial_"),
         ("--mode adaptive --domain-shares a=1", "means nothing with mode = adaptive"),
         ("--mode adaptive --window 4", "window = 4 means nothing with mode = adaptive"),
         ("--mode adaptive --admission ahead", "admission = 'ahead' means nothing with mode ="),
