@@ -366,7 +366,7 @@ class Evaluation(_message.Message):
     duration_s: _builtins.float
     """From its beginning, or from the restart that took it up again, to the last rollout's end."""
     skipped: _builtins.int
-    """Evaluations that fell due meanwhile and were left out."""
+    """Evaluations that fell due since the one told before, and were left out."""
     tag: _builtins.str
     """Its groups bear it in the pool and the scheduler."""
     @_builtins.property

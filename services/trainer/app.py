@@ -10,6 +10,8 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from forge.client.operator import Operator
+from forge.client.task_files import read_tasks
 from forge.core.errors import ActorStopped, ConfigError, ForgeError, Unavailable
 from forge.rl.batch_plan import plan_batch
 from forge.rl.policy import attention_channels
@@ -29,6 +31,7 @@ from services.trainer.actors.training import (
 from services.trainer.batches import BatchSource, SourceSettings
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.config import TrainerConfig
+from services.trainer.evaluation import DEFAULTS, Evaluator, Timetable, run_id_in
 from services.trainer.record import TrainingRecord
 from services.trainer.service import FULL_NAME, SCOPES, WEIGHTS_FULL_NAME, TrainerServicer
 from services.trainer.sinks import make_sinks
@@ -53,8 +56,10 @@ class TrainerApp:
         self._training: ActorRef | None = None
         self._driver: asyncio.Task[None] | None = None
         self._batches: BatchSource | None = None
+        self._evaluator: Evaluator | None = None
 
     async def start(self) -> None:
+        self._evaluator = self._make_evaluator()
         self._context.metadata["incarnation"] = secrets.token_hex(8)
         actors = self._context.actors
         store = CheckpointStore(Path(self._config.checkpoint_dir))
@@ -69,6 +74,7 @@ class TrainerApp:
                 source=source(),
                 record=self._record,
                 make_publisher=self._make_publisher,
+                evaluator=self._evaluator,
             ),
             name="training",
         )
@@ -90,6 +96,8 @@ class TrainerApp:
         """Lose no step that was taken: what is in hand ends, then a checkpoint."""
         if self._driver is not None:
             self._driver.cancel()
+        if self._evaluator is not None:
+            await self._evaluator.stop()
         self._record.close()
         if self._batches is not None:
             self._batches.hurry()
@@ -139,6 +147,24 @@ class TrainerApp:
         publisher = Publisher(self._context.coordinator, source=self._address, floor=floor)
         self._weights.publisher = publisher
         return publisher
+
+    def _make_evaluator(self) -> Evaluator | None:
+        """Raises `InvalidArgument` naming file, line and field of a task that cannot be."""
+        config = self._config
+        if not config.eval_tasks:
+            return None
+        return Evaluator(
+            Operator(self._context.coordinator, self._context.channels),
+            self._record,
+            tasks=read_tasks(Path(config.eval_tasks), DEFAULTS),
+            timetable=Timetable(
+                every_steps=config.eval_every_steps,
+                at_start=config.eval_at_start,
+                at_end=config.eval_at_end,
+                max_steps=config.max_steps,
+            ),
+            run_id=run_id_in(Path(config.checkpoint_dir)),
+        )
 
     def _source(self, channels: int) -> BatchSource:
         config = self._config

@@ -48,6 +48,15 @@ class TrainerConfig(ServiceConfig):
     metrics_file: str = setting("", help="file to append each step's metrics to; empty: none")
     tensorboard_dir: str = setting("", help="directory of TensorBoard event files; empty: none")
     wandb_project: str = setting("", help="project of Weights & Biases; empty: none")
+    eval_tasks: str = setting(
+        "", help="JSON Lines file of held-out tasks, as `forge queue submit` takes, to evaluate on "
+        "while training goes on; a task that names no group_size is attempted once; empty: none",
+    )  # fmt: skip
+    eval_every_steps: int = setting(
+        0, help="optimizer steps between evaluations; 0: none in between", minimum=0
+    )
+    eval_at_start: bool = setting(False, help="also evaluate the starting weights")
+    eval_at_end: bool = setting(True, help="also evaluate the weights of step max_steps")
     torch_threads: int = setting(
         0, help="threads of the tensor library; 0: half the cores, inference has the rest",
         minimum=0,
@@ -230,6 +239,12 @@ class TrainerConfig(ServiceConfig):
             raise ConfigError(
                 f"trainer: learning_rate_schedule = {self.learning_rate_schedule} is not allowed "
                 "with max_steps = 0: it falls to the last step, so there has to be one"
+            )
+        if not self.eval_tasks and (self.eval_every_steps or self.eval_at_start):
+            name = "eval_every_steps" if self.eval_every_steps else "eval_at_start"
+            raise ConfigError(
+                f"trainer: {name} = {getattr(self, name)} is not allowed without eval_tasks, the "
+                "file of tasks to evaluate on"
             )
         try:
             Objective(self.objective())

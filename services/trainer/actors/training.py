@@ -28,6 +28,7 @@ from services.trainer.actors.learner import Capture, Restore, Step, TakeSnapshot
 from services.trainer.batches import BatchSource, PreparedBatch
 from services.trainer.checkpoints import Checkpoint
 from services.trainer.config import TrainerConfig
+from services.trainer.evaluation import Evaluator
 from services.trainer.record import TrainingRecord
 from services.trainer.weights import Publisher
 
@@ -62,6 +63,7 @@ class Training(Actor):
         source: BatchSource,
         record: TrainingRecord,
         make_publisher: Callable[[int], Publisher],
+        evaluator: Evaluator | None = None,
     ) -> None:
         """`make_publisher` takes the highest weight version known to be used."""
         self._config = config
@@ -70,6 +72,7 @@ class Training(Actor):
         self._source = source
         self._record = record
         self._make_publisher = make_publisher
+        self._evaluator = evaluator
         self._publisher: Publisher | None = None
         self._consistent = False
         """The learner holds what the books say; otherwise the next thing to do is resume."""
@@ -123,6 +126,8 @@ class Training(Actor):
         self._record.oldest_checkpoint_step = await self._flush()
         self._consistent = True
         self._idle_since_s = self._now_s()
+        if self._evaluator is not None:
+            self._evaluator.resumed()
 
     async def _train(self, batch: PreparedBatch) -> None:
         self._record.phase = pb.TRAINER_PHASE_TRAINING
@@ -143,6 +148,9 @@ class Training(Actor):
             self._consistent = True
             self._skipped = 0
             await self._save_if_due(step)
+            # The last step's is begun once its weights are out for certain.
+            if self._evaluator is not None and step != self._config.max_steps:
+                self._evaluator.reached(step, published=self._published_step == step)
         self._idle_since_s = self._now_s()
 
     async def _give_up(self, batch: PreparedBatch, result: StepResult, step: int) -> None:
@@ -298,6 +306,8 @@ class Training(Actor):
         if self._record.checkpoint_step != self._record.step:
             await self._save()
         await self._source.release()
+        if self._evaluator is not None:
+            self._evaluator.reached(self._record.step)
         self._record.phase = pb.TRAINER_PHASE_FINISHED
         log.info("finished", step=self._record.step, weight_version=self._record.weight_version)
 

@@ -83,6 +83,8 @@ def test_a_loss_of_ones_own_is_found_at_start() -> None:
         (("--algorithm", "ppo", "--normalize-std", "batch"), "normalize_std = batch .*= ppo"),
         (("--domain-weights", "code=-1"), "domain_weights = 'code=-1'"),
         (("--learning-rate-schedule", "linear"), "learning_rate_schedule = linear .*max_steps = 0"),
+        (("--eval-every-steps", "5"), "eval_every_steps = 5 is not allowed without eval_tasks"),
+        (("--eval-at-start",), "eval_at_start = True is not allowed without eval_tasks"),
     ],
 )
 def test_a_wrong_setting_is_one_line_with_name_and_value(

@@ -45,6 +45,8 @@ class World:
     disk: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the disk answers."""
     batches: int = 100
+    evaluated: list[str] = field(default_factory=list)
+    """What the evaluator was told."""
 
     def do(self, event: str) -> None:
         fault = self.faults.pop(event.split()[0], None)
@@ -153,6 +155,17 @@ class FakePublisher:
         return self.version
 
 
+class FakeEvaluator:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def resumed(self) -> None:
+        self._world.evaluated.append("resumed")
+
+    def reached(self, step: int, *, published: bool = True) -> None:
+        self._world.evaluated.append(f"{step} {'published' if published else 'not published'}")
+
+
 @dataclass(slots=True, kw_only=True)
 class Run:
     """A training actor in its world."""
@@ -183,6 +196,7 @@ async def run() -> AsyncIterator[Run]:
     writer = await actors.spawn(lambda: FakeWriter(world), name="checkpoints")
     source: Any = FakeSource(world)
     publisher: Any = lambda floor: FakePublisher(world, floor)  # noqa: E731
+    evaluator: Any = FakeEvaluator(world)
     training = await actors.spawn(
         lambda: Training(
             TrainerConfig(max_steps=3, checkpoint_every_steps=2),
@@ -191,6 +205,7 @@ async def run() -> AsyncIterator[Run]:
             source=source,
             record=record,
             make_publisher=publisher,
+            evaluator=evaluator,
         ),
         name="training",
     )
@@ -241,6 +256,17 @@ async def test_a_shortage_of_memory_is_one_warning_and_a_number(run: Run) -> Non
     assert warning["event"] == "token_budget_lowered" and warning["reason"] == "no memory"
     assert (warning["step"], warning["batch_id"], warning["token_budget"]) == (1, "b", 64)
     assert [(one.memory_retries, one.token_budget) for one in run.record.steps] == [(2, 64)]
+
+
+async def test_the_evaluator_is_told_of_weights_and_whether_they_are_out(run: Run) -> None:
+    """Of each step once; of the last one when its weights are out for certain."""
+    await run.advance(2)
+    run.world.faults["publish"] = Unavailable("etcd")
+    await run.advance()
+    run.world.faults["publish"] = Unavailable("etcd")
+    await run.advance(3)
+    told = ["resumed", "1 published", "2 not published", "3 published"]
+    assert run.world.evaluated == told
 
 
 async def test_without_a_batch_it_waits(run: Run) -> None:

@@ -1,0 +1,305 @@
+"""Evaluation while training goes on: held-out tasks, sampled and scored beside it.
+
+    due -> every worker serves the weights -> submitted -> all groups ended -> told
+
+Owns when one is due, the names of its tasks, and its way to the record, one at a time. Tasks are
+named by run and step, and the scheduler knows tasks by name: so whatever ends in between, the same
+is asked again, and nothing is sampled twice. Nothing of it comes back to training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from forge.client.operator import DomainResult, Operator
+from forge.core.errors import ConfigError, ForgeError
+from forge.runtime.telemetry import log
+from forge.v1 import common_pb2
+from forge.v1 import trainer_pb2 as pb
+from services.trainer import metrics
+from services.trainer.record import TrainingRecord
+
+POLL_S = 2.0
+_RUN_FILE = "run-id"
+
+DEFAULTS = common_pb2.Task(scaffold="blackbox", group_size=1, purpose=common_pb2.PURPOSE_EVAL)
+"""Of fields that a line of the file leaves out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timetable:
+    """At which steps an evaluation is due."""
+
+    every_steps: int
+    """0: at none in between."""
+    at_start: bool
+    at_end: bool
+    max_steps: int
+    """0: there is no end."""
+
+    def due(self, step: int) -> bool:
+        if step == 0:
+            return self.at_start
+        if step == self.max_steps:
+            return self.at_end
+        return bool(self.every_steps) and step % self.every_steps == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Due:
+    step: int
+    weight_version: int
+    fresh: bool
+    """The weights of `step` are the newest; otherwise it only counts if it was begun before."""
+
+
+class Evaluator:
+    """The evaluations of one run."""
+
+    def __init__(
+        self,
+        operator: Operator,
+        record: TrainingRecord,
+        *,
+        tasks: Sequence[common_pb2.Task],
+        timetable: Timetable,
+        run_id: str,
+        poll_s: float = POLL_S,
+    ) -> None:
+        """`tasks` have no ids yet; a `run_id` tells this run from others of the same cluster."""
+        self._operator = operator
+        self._record = record
+        self._tasks = tasks
+        self._timetable = timetable
+        self._poll_s = poll_s
+        digest = blake2b(run_id.encode(), digest_size=4)
+        for task in tasks:
+            digest.update(task.SerializeToString(deterministic=True))
+        self._name = f"eval-{digest.hexdigest()}"
+        self._waiting: deque[_Due] = deque()
+        self._current: _Due | None = None
+        self._skipped = 0
+        """Left out since one was told."""
+        self._work: asyncio.Task[None] | None = None
+        self._stopped = False
+
+    def resumed(self) -> None:
+        """Training goes on from the record's step, whose weights are published. What was begun
+        before, by another process maybe, and has not been told, is followed again."""
+        step = self._record.step
+        versions = {each.step: each.weight_version for each in self._record.steps}
+        told = max((each.step for each in self._record.evaluations), default=-1)
+        for earlier in range(told + 1, step):
+            if self._timetable.due(earlier) and not self._known(earlier):
+                version = versions.get(earlier, self._record.weight_version)
+                self._waiting.append(_Due(step=earlier, weight_version=version, fresh=False))
+        self._begin(step)
+
+    def reached(self, step: int, *, published: bool = True) -> None:
+        """A step was taken, and inference may have its weights, or not. Never waits."""
+        if not self._timetable.due(step) or self._known(step):
+            return
+        if not published:
+            self._skip(step, "its weights are not published yet")
+        elif self._busy and step != self._timetable.max_steps:
+            self._skip(step, f"that of step {self._at} is still in flight")
+        else:
+            self._begin(step)
+
+    async def stop(self) -> None:
+        """Follow nothing any more, and begin nothing; the next start does."""
+        self._stopped = True
+        if self._work is None or self._work.done():
+            return
+        self._work.cancel()
+        await asyncio.wait({self._work})
+        log.info("evaluation_left", step=self._at, tag=self.tag(self._at))
+
+    def tag(self, step: int) -> str:
+        """Of the groups that evaluate the weights of `step`."""
+        return f"{self._name}-s{step}"
+
+    @property
+    def _busy(self) -> bool:
+        return self._work is not None and not self._work.done()
+
+    @property
+    def _at(self) -> int:
+        """Step of the evaluation in flight."""
+        return self._current.step if self._current else self._waiting[0].step
+
+    def _known(self, step: int) -> bool:
+        in_hand = {each.step for each in (*self._waiting, self._current) if each is not None}
+        return step in in_hand or any(each.step == step for each in self._record.evaluations)
+
+    def _skip(self, step: int, why: str) -> None:
+        self._skipped += 1
+        metrics.show_no_evaluation("skipped")
+        log.warning("evaluation_skipped", step=step, reason=why)
+
+    def _begin(self, step: int) -> None:
+        if self._stopped:
+            return
+        if self._timetable.due(step) and not self._known(step):
+            version = self._record.weight_version
+            self._waiting.append(_Due(step=step, weight_version=version, fresh=True))
+        if self._waiting and not self._busy:
+            self._work = asyncio.create_task(self._evaluate_waiting())
+            self._work.add_done_callback(_tell_crash)
+
+    async def _evaluate_waiting(self) -> None:
+        metrics.show_evaluating(True)
+        try:
+            while self._waiting:
+                self._current = self._waiting.popleft()
+                await self._evaluate(self._current)
+                self._current = None
+        finally:
+            metrics.show_evaluating(False)
+
+    async def _evaluate(self, due: _Due) -> None:
+        """Follow one to its end, through every outage of the others."""
+        began_s = asyncio.get_running_loop().time()
+        told = False
+        while True:
+            try:
+                if not await self._submitted(due):
+                    return
+                results = await self._operator.all_ended(
+                    self.tag(due.step), groups=len(self._tasks), poll_s=self._poll_s
+                )
+                break
+            except ForgeError as error:
+                if not error.retryable:
+                    metrics.show_no_evaluation("refused")
+                    log.error("evaluation_refused", step=due.step, error=str(error))
+                    return
+                if not told:
+                    log.warning("evaluation_waits", step=due.step, error=str(error))
+                told = True
+            await asyncio.sleep(self._poll_s)
+        duration_s = asyncio.get_running_loop().time() - began_s
+        self._tell(due, results, duration_s)
+
+    async def _submitted(self, due: _Due) -> bool:
+        """Whether its tasks are in the queue now; one that is too late to begin is not."""
+        tag = self.tag(due.step)
+        begun = [group async for group in self._operator.groups(tag)]
+        if not begun and not due.fresh:
+            return False
+        if not begun:
+            await self._served(due.weight_version)
+        # Those that were submitted before are known by their ids.
+        new = await self._operator.submit(self._named(tag))
+        if new:
+            log.info("evaluation_begun", step=due.step, tag=tag, groups=len(self._tasks))
+        return True
+
+    async def _served(self, weight_version: int) -> None:
+        """Until no worker samples from older weights."""
+        while True:
+            status = await self._operator.inference_status()
+            if status.weight_version >= weight_version:
+                return
+            await asyncio.sleep(self._poll_s)
+
+    def _named(self, tag: str) -> list[common_pb2.Task]:
+        named = []
+        for row, task in enumerate(self._tasks):
+            own = common_pb2.Task(task_id=f"{tag}-r{row}", tag=tag)
+            own.MergeFrom(task)
+            named.append(own)
+        return named
+
+    def _tell(self, due: _Due, results: Sequence[DomainResult], duration_s: float) -> None:
+        evaluation = evaluation_of(
+            results,
+            step=due.step,
+            weight_version=due.weight_version,
+            duration_s=duration_s,
+            skipped=self._skipped,
+            tag=self.tag(due.step),
+        )
+        self._skipped = 0
+        self._record.evaluated(evaluation)
+        metrics.show_evaluation(evaluation)
+        log.info(
+            "evaluation_done",
+            step=due.step,
+            mean_reward=round(evaluation.mean_reward, 4),
+            solved_share=round(evaluation.solved_share, 4),
+            rollouts=evaluation.rollouts,
+            failed=evaluation.failed,
+            weight_version=evaluation.weight_version,
+            min_weight_version=evaluation.min_weight_version,
+            max_weight_version=evaluation.max_weight_version,
+            duration_s=round(duration_s, 1),
+        )
+
+
+def evaluation_of(
+    results: Sequence[DomainResult],
+    *,
+    step: int,
+    weight_version: int,
+    duration_s: float,
+    skipped: int,
+    tag: str,
+) -> pb.Evaluation:
+    """What one came to: each domain, and all rollouts together."""
+    rollouts = sum(each.rollouts for each in results)
+    failed = sum(each.failed for each in results)
+    sampled = [each for each in results if each.min_weight_version >= 0]
+    return pb.Evaluation(
+        step=step,
+        weight_version=weight_version,
+        min_weight_version=min((each.min_weight_version for each in sampled), default=-1),
+        max_weight_version=max((each.max_weight_version for each in sampled), default=-1),
+        mean_reward=sum(each.mean_outcome * each.rollouts for each in results) / rollouts,
+        solved_share=sum(each.solved for each in results) / rollouts,
+        length_tokens=sum(each.sampled_tokens for each in results) / max(1, rollouts - failed),
+        rollouts=rollouts,
+        failed=failed,
+        domains={
+            each.domain: pb.DomainEvaluation(
+                mean_reward=each.mean_outcome,
+                solved_share=each.solved / each.rollouts,
+                length_tokens=each.sampled_tokens / max(1, each.rollouts - each.failed),
+                rollouts=each.rollouts,
+                failed=each.failed,
+            )
+            for each in results
+        },
+        duration_s=duration_s,
+        skipped=skipped,
+        tag=tag,
+    )
+
+
+def run_id_in(directory: Path) -> str:
+    """The name of the run that has its checkpoints there; given once, and kept with them.
+
+    Raises `ConfigError` where it cannot be kept.
+    """
+    file = directory / _RUN_FILE
+    try:
+        if not file.exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            # Write beside and rename: a kill in between leaves no half a name.
+            unfinished = file.with_suffix(".new")
+            unfinished.write_text(secrets.token_hex(8))
+            unfinished.replace(file)
+        return file.read_text()
+    except OSError as error:
+        raise ConfigError(f"trainer: {file}: {error.strerror}") from None
+
+
+def _tell_crash(work: asyncio.Task[None]) -> None:
+    if not work.cancelled() and (error := work.exception()):
+        log.error("evaluation_crashed", exc_info=error)
