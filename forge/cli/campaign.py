@@ -36,6 +36,8 @@ class Progress:
     trainer: trainer_pb2.GetTrainerStatusResponse | None = None
     steps: list[trainer_pb2.StepMetrics] = field(default_factory=list)
     """One entry per optimizer step seen, in order."""
+    evaluations: list[trainer_pb2.Evaluation] = field(default_factory=list)
+    """Of the trainer's, those seen, in the order they ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +204,14 @@ class Campaign:
             self.progress.inference = inference
         if not isinstance(trainer, BaseException):
             self.progress.trainer = trainer
+            self._note_evaluation(trainer)
+
+    def _note_evaluation(self, trainer: trainer_pb2.GetTrainerStatusResponse) -> None:
+        newest, seen = trainer.latest_evaluation, self.progress.evaluations
+        if trainer.HasField("latest_evaluation") and newest.step not in {
+            each.step for each in seen
+        }:
+            seen.append(newest)
 
 
 def evaluation(results: Sequence[DomainResult]) -> Evaluation:

@@ -6,10 +6,10 @@ Reads `Progress` and draws; decides nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -46,6 +46,7 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
         )
         self._said_phase: Phase | None = None
         self._said_step = 0
+        self._said_evaluations = 0
 
     def __enter__(self) -> Self:
         if self._live:
@@ -79,6 +80,9 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
             self._live.update(self._panel(progress))
         else:
             self._print_new_steps(progress)
+        for evaluation in progress.evaluations[self._said_evaluations :]:
+            self.say(evaluation_line(evaluation))
+        self._said_evaluations = len(progress.evaluations)
 
     def _print_new_steps(self, progress: Progress) -> None:
         for step in progress.steps:
@@ -107,6 +111,43 @@ def step_line(step: trainer_pb2.StepMetrics, total: int) -> str:
         f"v{step.weight_version}  staleness {step.staleness_mean:.1f}  "
         f"merge {step.merge_ratio:.1f}x  {step.step_s:.1f} s"
     )
+
+
+def evaluation_line(evaluation: trainer_pb2.Evaluation) -> str:
+    """Held-out tasks, measured while training went on, in one line."""
+    rewards = {name: own.mean_reward for name, own in evaluation.domains.items()}
+    domains = "  ".join(f"{name} {value:.2f}" for name, value in _sorted(rewards))
+    versions = _versions(evaluation.min_weight_version, evaluation.max_weight_version)
+    left_out = f"  {evaluation.skipped} skipped before it" if evaluation.skipped else ""
+    given_up = f"  {evaluation.failed} given up" if evaluation.failed else ""
+    return (
+        f"held-out after step {evaluation.step}  reward {evaluation.mean_reward:.2f}  "
+        f"({domains})  solved {evaluation.solved_share:.2f}  by {versions}  "
+        f"{evaluation.rollouts} attempts{given_up}{left_out}"
+    )
+
+
+def _versions(oldest: int, newest: int) -> str:
+    if newest < 0:
+        return "none"
+    return f"v{oldest}" if oldest == newest else f"v{oldest}-{newest}"
+
+
+def evaluations_table(evaluations: Sequence[Mapping[str, Any]]) -> Table:
+    """What the trainer measured, by step, as its metrics file has it."""
+    table = Table(title="Held-out mean reward while training", title_justify="left")
+    domains = sorted({name for one in evaluations for name in one["domains"]})
+    for column in ("step", "weights", *domains, "all", "failed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in evaluations:
+        rewards = (one["domains"].get(name, {}).get("mean_reward", 0.0) for name in domains)
+        table.add_row(
+            str(one["step"]),
+            _versions(one["min_weight_version"], one["max_weight_version"]),
+            *(f"{reward:.3f}" for reward in (*rewards, one["mean_reward"])),
+            str(one["failed"]),
+        )
+    return table
 
 
 def result_table(result: CampaignResult) -> Table:

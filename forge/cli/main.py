@@ -55,6 +55,10 @@ def run(
     eval_tasks: Annotated[
         int | None, typer.Option(min=1, help="Held-out tasks per domain. Default: the preset's.")
     ] = None,
+    eval_every_steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Also measure held-out tasks while training, each N steps."),
+    ] = None,
     root: Root = Path(".forge"),
     run_dir: RunDir = None,
     etcd: Etcd = "",
@@ -76,6 +80,7 @@ def run(
             run_dir=run_dir,
             steps=steps,
             eval_tasks=eval_tasks,
+            eval_every_steps=eval_every_steps,
             etcd=etcd,
             settings=parse_overrides(overrides or []),
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ SMOOTHING = 0.25
 """Weight of the newest step in the moving average that is drawn over the single steps."""
 
 Step = Mapping[str, Any]
+Evaluation = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +40,17 @@ class Panel:
     value: Callable[[Step], float]
     of_domain: str = ""
     """Its name among a domain's metrics; "" for what only a whole step has."""
+    of_evaluation: str = ""
+    """Its name in an evaluation and among a domain's of it; "" for what evaluations lack."""
 
 
 PANELS = (
-    Panel(title="reward", value=lambda step: step["mean_reward"], of_domain="mean_reward"),
+    Panel(
+        title="reward",
+        value=lambda step: step["mean_reward"],
+        of_domain="mean_reward",
+        of_evaluation="mean_reward",
+    ),
     Panel(title="entropy (nats)", value=lambda step: step["entropy"], of_domain="entropy"),
     Panel(title="staleness (versions)", value=lambda step: step["staleness_mean"]),
     Panel(title="log-prob gap", value=lambda step: step["logprob_gap_mean"]),
@@ -56,7 +65,26 @@ def read_steps(path: Path) -> list[Step]:
     """The steps of a run directory or metrics file, in order; a step that was taken again counts
     as it was taken last. Raises `NotFound` for no file, `InvalidArgument` for one that is not
     metrics or holds no step."""
-    file = RunDirectory(path).metrics_file if path.is_dir() else path
+    steps, _ = _read(path)
+    if not steps:
+        raise InvalidArgument(f"{_file_of(path)} holds no step yet")
+    return [steps[number] for number in sorted(steps)]
+
+
+def read_evaluations(path: Path) -> list[Evaluation]:
+    """The evaluations of a run directory or metrics file, by step; none is no error. Raises what
+    `read_steps` raises."""
+    _, evaluations = _read(path)
+    return [evaluations[number] for number in sorted(evaluations)]
+
+
+def _file_of(path: Path) -> Path:
+    return RunDirectory(path).metrics_file if path.is_dir() else path
+
+
+def _read(path: Path) -> tuple[dict[int, Step], dict[int, Evaluation]]:
+    """Steps and evaluations by step; what comes later in the file counts."""
+    file = _file_of(path)
     try:
         lines = file.read_text().splitlines()
     except FileNotFoundError:
@@ -64,16 +92,19 @@ def read_steps(path: Path) -> list[Step]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{file} cannot be read: {error}") from None
     steps: dict[int, Step] = {}
+    evaluations: dict[int, Evaluation] = {}
     for number, line in enumerate(lines, 1):
         try:
-            step = json.loads(line)
-            _check(step)
-            steps[step["step"]] = step
-        except (ValueError, KeyError, TypeError):
+            entry = json.loads(line)
+            if evaluation := entry.get("evaluation"):
+                _check_evaluation(evaluation)
+                evaluations[evaluation["step"]] = evaluation
+            else:
+                _check(entry)
+                steps[entry["step"]] = entry
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise InvalidArgument(f"{file}:{number} is not the metrics of a step") from None
-    if not steps:
-        raise InvalidArgument(f"{file} holds no step yet")
-    return [steps[number] for number in sorted(steps)]
+    return steps, evaluations
 
 
 def _check(step: Step) -> None:
@@ -82,6 +113,13 @@ def _check(step: Step) -> None:
         panel.value(step)
         for domain in step["domains"].values() if panel.of_domain else ():
             float(domain[panel.of_domain])
+
+
+def _check_evaluation(evaluation: Evaluation) -> None:
+    """The same of an evaluation."""
+    for panel in PANELS:
+        for part in (evaluation, *evaluation["domains"].values()) if panel.of_evaluation else ():
+            float(part[panel.of_evaluation])
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
@@ -116,6 +154,29 @@ def curves(panel: Panel, runs: Mapping[str, Sequence[Step]]) -> list[Curve]:
     return lines
 
 
+def points(panel: Panel, runs: Mapping[str, Sequence[Evaluation]]) -> list[Curve]:
+    """What evaluations have of a panel, at the steps they are about, labelled as `curves` does."""
+    name = panel.of_evaluation
+    if not name:
+        return []
+    if len(runs) > 1:
+        return [_points(run, evaluations, name) for run, evaluations in runs.items()]
+    (evaluations,) = runs.values()
+    own: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for one in evaluations:
+        for domain, part in one["domains"].items():
+            own[domain].append({"step": one["step"], **part})
+    return [_points(domain, own[domain], name) for domain in sorted(own)]
+
+
+def _points(label: str, parts: Sequence[Mapping[str, Any]], name: str) -> Curve:
+    return Curve(
+        label=label,
+        steps=[part["step"] for part in parts],
+        values=[part[name] for part in parts],
+    )
+
+
 def smoothed(values: Sequence[float]) -> list[float]:
     """Exponential moving average, as long as `values`."""
     averages: list[float] = []
@@ -128,7 +189,9 @@ def smoothed(values: Sequence[float]) -> list[float]:
 def draw(paths: Sequence[Path], out: Path) -> None:
     """Write the picture, in the format of `out`'s suffix. Raises `FailedPrecondition` without
     matplotlib, `NotFound` or `InvalidArgument` for what cannot be read or written."""
-    runs = dict(zip(labels(paths), map(read_steps, paths), strict=True))
+    names = labels(paths)
+    runs = dict(zip(names, map(read_steps, paths), strict=True))
+    evaluated = dict(zip(names, map(read_evaluations, paths), strict=True))
     try:
         import matplotlib
     except ImportError:
@@ -138,14 +201,7 @@ def draw(paths: Sequence[Path], out: Path) -> None:
 
     figure, rows = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained", sharex=True)
     for axes, panel in zip(rows.flat, PANELS, strict=True):
-        lines = curves(panel, runs)
-        for index, line in enumerate(lines):
-            axes.plot(line.steps, line.values, color=f"C{index}", alpha=0.25, linewidth=0.8)
-            axes.plot(line.steps, smoothed(line.values), color=f"C{index}", label=line.label)
-        axes.set_title(panel.title, fontsize=10)
-        axes.set_ylim(bottom=min(0.0, *(value for line in lines for value in line.values)))
-        if len(lines) > 1:
-            axes.legend(fontsize=8)
+        _draw_panel(axes, panel, runs, evaluated)
     for axes in rows[-1]:
         axes.set_xlabel("optimizer step")
     figure.suptitle(", ".join(runs), fontsize=11)
@@ -155,3 +211,27 @@ def draw(paths: Sequence[Path], out: Path) -> None:
         raise InvalidArgument(f"--out {out}: {error}") from error
     finally:
         pyplot.close(figure)
+
+
+def _draw_panel(
+    axes: Any,
+    panel: Panel,
+    runs: Mapping[str, Sequence[Step]],
+    evaluated: Mapping[str, Sequence[Evaluation]],
+) -> None:
+    lines = curves(panel, runs)
+    for index, line in enumerate(lines):
+        axes.plot(line.steps, line.values, color=f"C{index}", alpha=0.25, linewidth=0.8)
+        axes.plot(line.steps, smoothed(line.values), color=f"C{index}", label=line.label)
+    colors = {line.label: f"C{index}" for index, line in enumerate(lines)}
+    held_out = [each for each in points(panel, evaluated) if each.steps]
+    for dots in held_out:
+        # A domain that is only evaluated has no line, and a color of its own.
+        label = None if dots.label in colors else f"{dots.label} (held-out)"
+        color = colors.setdefault(dots.label, f"C{len(colors)}")
+        axes.plot(dots.steps, dots.values, "D", color=color, markeredgecolor="k", label=label)
+    axes.set_title(panel.title + " (diamonds: held-out)" * bool(held_out), fontsize=10)
+    drawn = [value for line in [*lines, *held_out] for value in line.values]
+    axes.set_ylim(bottom=min(0.0, *drawn))
+    if len(colors) > 1:
+        axes.legend(fontsize=8)

@@ -42,6 +42,7 @@ class RunDirectory:
         self.etcd = path / "etcd"
         self.checkpoints = path / "checkpoints"
         self.metrics_file = path / "metrics.jsonl"
+        self.eval_tasks = path / "eval-tasks.jsonl"
         self.curves = path / "curves.svg"
         self._state_file = path / "run.json"
 

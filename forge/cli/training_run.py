@@ -12,14 +12,16 @@ from pathlib import Path
 from rich.console import Console
 
 from forge.cli.campaign import Campaign, CampaignResult
-from forge.cli.display import RunDisplay, result_notes, result_table
+from forge.cli.dataset import held_out_tasks
+from forge.cli.display import RunDisplay, evaluations_table, result_notes, result_table
 from forge.cli.doctor import disk
 from forge.cli.models import ensure_model
-from forge.cli.plot import draw
+from forge.cli.plot import draw, read_evaluations
 from forge.cli.presets import Preset, Settings, merged, preset_for
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
 from forge.cli.stack import Stack, StackPlan, check_settings
 from forge.client.operator import Operator
+from forge.client.task_files import write_tasks
 from forge.core.errors import ForgeError
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc import Channels
@@ -44,6 +46,7 @@ class RunOptions:
     settings: Settings
     steps: int | None = None
     eval_tasks: int | None = None
+    eval_every_steps: int | None = None
 
 
 def directory_of(options: RunOptions) -> RunDirectory:
@@ -66,20 +69,50 @@ async def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
     )
     state = replace(state, steps=options.steps or state.steps)
     preset = preset_of(options, state)
-    chosen = settings_of(options, state, preset)
+    chosen = settings_of(options, directory, state, preset)
     check_settings({name: chosen[name] for name in options.settings})
     if not state.model_path:
         path = await ensure_model(options.model, seed=options.seed, root=options.root)
         directory.create()
         state = replace(state, model_path=str(path))
     directory.save(state)
+    if options.eval_every_steps:
+        tasks = held_out_tasks(
+            preset.domains,
+            seed=state.seed,
+            count=preset.eval_tasks,
+            attempts=preset.eval_attempts,
+            tag="",
+        )
+        write_tasks(directory.eval_tasks, tasks)
     return state
 
 
-def settings_of(options: RunOptions, state: RunState, preset: Preset) -> Settings:
+def settings_of(
+    options: RunOptions, directory: RunDirectory, state: RunState, preset: Preset
+) -> Settings:
     """Of every service: what follows from the run, then the preset's, then the command line's."""
     mode = options.settings.get("scheduler", {}).get("mode")
-    return merged(run_settings(state, preset, mode), preset.settings, options.settings)
+    return merged(
+        run_settings(state, preset, mode),
+        preset.settings,
+        evaluation_settings(options, directory),
+        options.settings,
+    )
+
+
+def evaluation_settings(options: RunOptions, directory: RunDirectory) -> Settings:
+    """Service settings that evaluate held-out tasks while training goes on, where asked for."""
+    if not options.eval_every_steps:
+        return {}
+    return {
+        "trainer": {
+            "eval_tasks": str(directory.eval_tasks),
+            "eval_every_steps": str(options.eval_every_steps),
+            # The campaign measures the last weights itself, as it does the first ones.
+            "eval_at_end": "false",
+        }
+    }
 
 
 def run_settings(state: RunState, preset: Preset, mode: str | None) -> Settings:
@@ -117,7 +150,7 @@ def plan_of(
         model_path=state.model_path,
         cluster=directory.path.name,
         etcd=options.etcd,
-        settings=settings_of(options, state, preset),
+        settings=settings_of(options, directory, state, preset),
     )
 
 
@@ -134,6 +167,9 @@ async def train(options: RunOptions, console: Console) -> None:
                 display.say(f"Resuming {directory.path}")
             result = await _campaign(plan, preset, state.seed, display)
     console.print(result_table(result))
+    with suppress(ForgeError):
+        if evaluations := read_evaluations(directory.path):
+            console.print(evaluations_table(evaluations))
     for note in result_notes(result, directory, time.monotonic() - started):
         console.print(note, highlight=False, soft_wrap=True)
     # No picture is no reason for a run to fail.

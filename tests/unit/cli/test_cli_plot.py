@@ -10,7 +10,17 @@ import pytest
 from typer.testing import CliRunner
 
 from forge.cli.main import app
-from forge.cli.plot import PANELS, Curve, curves, draw, labels, read_steps, smoothed
+from forge.cli.plot import (
+    PANELS,
+    Curve,
+    curves,
+    draw,
+    labels,
+    points,
+    read_evaluations,
+    read_steps,
+    smoothed,
+)
 from forge.core.errors import InvalidArgument, NotFound
 
 REWARD, STALENESS = PANELS[0], PANELS[2]
@@ -32,6 +42,12 @@ def step(number: int, **rewards: float) -> dict[str, Any]:
         "wait_s": 0.5,
         "domains": domains,
     }
+
+
+def evaluation(number: int, **rewards: float) -> dict[str, Any]:
+    """An evaluation, as the trainer writes it."""
+    domains = {name: {"mean_reward": reward} for name, reward in rewards.items()}
+    return {"evaluation": {"step": number, "mean_reward": 0.5, "domains": domains}}
 
 
 def write(directory: Path, *steps: dict[str, Any]) -> Path:
@@ -60,6 +76,34 @@ def test_one_run_has_a_line_per_domain_and_several_have_one_each(tmp_path: Path)
     assert [(line.label, line.values) for line in both] == [("a", [0.25, 1.0]), ("b", [0.25])]
 
 
+def test_evaluations_are_points_at_the_step_they_are_about(tmp_path: Path) -> None:
+    """Of each domain of one run, or of each of several runs; no step is one of them. They end in
+    any order, and of two of a step, after a restore, the last one counts."""
+    run = write(
+        tmp_path / "run",
+        step(1, qa=0.1),
+        evaluation(2, qa=0.5),
+        step(2, qa=0.2),
+        evaluation(0, qa=0.25, code=0.75),
+        evaluation(2, qa=0.75),
+    )
+    assert [one["step"] for one in read_steps(run)] == [1, 2]
+    found = read_evaluations(run)
+    assert points(REWARD, {"a": found}) == [
+        Curve(label="code", steps=[0], values=[0.75]),
+        Curve(label="qa", steps=[0, 2], values=[0.25, 0.75]),
+    ]
+    both = points(REWARD, {"a": found, "b": []})
+    assert both[0] == Curve(label="a", steps=[0, 2], values=[0.5, 0.5]) and not both[1].steps
+    assert points(STALENESS, {"a": found}) == []
+    assert read_evaluations(write(tmp_path / "other", step(1, qa=0.1))) == []
+    plain, marked = tmp_path / "plain.svg", tmp_path / "marked.svg"
+    draw([tmp_path / "other"], plain)
+    draw([run], marked)
+    # Words are drawn as glyphs; what stands in the file is what they were.
+    assert "held-out" in marked.read_text() and "held-out" not in plain.read_text()
+
+
 def test_the_average_starts_at_the_first_step_and_follows() -> None:
     """No pull towards zero at the start."""
     assert smoothed([4.0, 4.0, 8.0]) == [4.0, 4.0, 5.0]
@@ -83,6 +127,8 @@ def test_a_picture_names_the_domains(tmp_path: Path) -> None:
         ("", "holds no step yet"),
         ("{}\n", ":1 is not the metrics of a step"),
         ('{"step": 1}\n', ":1 is not the metrics of a step"),
+        ('{"evaluation": {"step": 1}}\n', ":1 is not the metrics of a step"),
+        ("[1]\n", ":1 is not the metrics of a step"),
         (json.dumps(step(1, qa=0.5)) + "\nnonsense\n", ":2 is not the metrics of a step"),
     ],
 )

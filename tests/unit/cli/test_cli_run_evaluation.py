@@ -1,0 +1,162 @@
+"""`forge run --eval-every-steps`: what the trainer is told, and what a person is shown of it."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from forge.cli import training_run
+from forge.cli.campaign import Campaign, Progress
+from forge.cli.display import RunDisplay, evaluations_table
+from forge.cli.presets import preset_for
+from forge.cli.rundir import RunDirectory
+from forge.cli.training_run import RunOptions, open_run, plan_of, preset_of
+from forge.client.task_files import read_tasks
+from forge.core.errors import InvalidArgument, Unavailable
+from forge.v1 import inference_pb2, scheduler_pb2
+from forge.v1 import trainer_pb2 as pb
+from services.trainer.evaluation import DEFAULTS
+
+EVALUATION = pb.Evaluation(
+    step=6,
+    min_weight_version=7,
+    max_weight_version=9,
+    mean_reward=0.5,
+    solved_share=0.25,
+    rollouts=8,
+    failed=1,
+    skipped=2,
+    domains={"qa": pb.DomainEvaluation(mean_reward=0.625)},
+)
+
+
+def options_of(root: Path, **changed: Any) -> RunOptions:
+    given: dict[str, Any] = {
+        "model": "tiny",
+        "seed": 0,
+        "root": root,
+        "run_dir": None,
+        "etcd": "",
+        "settings": {},
+    }
+    return RunOptions(**(given | changed))
+
+
+async def test_the_trainer_gets_the_held_out_tasks_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file of the run; of the last weights it is told nothing, for the run measures them. What
+    the command line sets wins."""
+
+    async def no_model(*_: Any, **__: Any) -> Path:
+        return tmp_path / "model"
+
+    monkeypatch.setattr(training_run, "ensure_model", no_model)
+    directory = RunDirectory(tmp_path / "run")
+    options = options_of(tmp_path, eval_every_steps=15, eval_tasks=3)
+    state = await open_run(options, directory)
+    preset = preset_of(options, state)
+    settings = plan_of(options, directory, state, preset).settings["trainer"]
+    assert {key: value for key, value in settings.items() if key.startswith("eval")} == {
+        "eval_tasks": str(directory.eval_tasks),
+        "eval_every_steps": "15",
+        "eval_at_end": "false",
+    }
+    tasks = read_tasks(directory.eval_tasks, DEFAULTS)
+    domains = preset_for("tiny").domains
+    assert sorted(task.domain for task in tasks) == sorted([*domains] * 3)
+    assert {task.group_size for task in tasks} == {preset.eval_attempts}
+
+    own = options_of(tmp_path, eval_every_steps=15, settings={"trainer": {"eval_at_end": "true"}})
+    assert plan_of(own, directory, state, preset).settings["trainer"]["eval_at_end"] == "true"
+    plain = plan_of(options_of(tmp_path), directory, state, preset).settings["trainer"]
+    assert not any(key.startswith("eval") for key in plain)
+
+
+async def test_a_number_of_steps_without_tasks_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    """In the trainer's words."""
+    options = options_of(tmp_path, settings={"trainer": {"eval_every_steps": "5"}})
+    with pytest.raises(InvalidArgument, match="eval_every_steps = 5 is not allowed without"):
+        await open_run(options, RunDirectory(tmp_path / "run"))
+
+
+def test_an_evaluation_is_one_line_once() -> None:
+    """With the versions that sampled, what was given up and what was left out before it."""
+    console = Console(file=StringIO(), width=200)
+    progress = Progress(phase="train", evaluations=[EVALUATION])
+    with RunDisplay(console, total_steps=9) as display:
+        display.update(progress)
+        display.update(progress)
+    assert isinstance(console.file, StringIO)
+    lines = [line for line in console.file.getvalue().splitlines() if "held-out after" in line]
+    (line,) = lines
+    assert line.partition("held-out ")[2] == (
+        "after step 6  reward 0.50  (qa 0.62)  solved 0.25  by v7-9  8 attempts  1 given up  "
+        "2 skipped before it"
+    )
+
+
+async def test_each_evaluation_is_noted_once_however_often_it_is_looked_at() -> None:
+    """A trainer that is away leaves what is known."""
+    answers: list[Any] = [
+        pb.GetTrainerStatusResponse(),
+        pb.GetTrainerStatusResponse(latest_evaluation=EVALUATION),
+        pb.GetTrainerStatusResponse(latest_evaluation=EVALUATION),
+        Unavailable("restarting"),
+        pb.GetTrainerStatusResponse(latest_evaluation=pb.Evaluation(step=12)),
+    ]
+
+    class Observer:
+        async def scheduler_status(self) -> Any:
+            return scheduler_pb2.GetSchedulerStatusResponse()
+
+        async def inference_status(self) -> Any:
+            return inference_pb2.GetInferenceStatusResponse()
+
+        async def trainer_status(self) -> Any:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    anything: Any = None
+    observer: Any = Observer()
+    campaign = Campaign(
+        operator=anything,
+        observer=observer,
+        directory=anything,
+        preset=anything,
+        seed=0,
+        on_progress=lambda progress: None,
+    )
+    while answers:
+        await campaign._observe()
+    assert [each.step for each in campaign.progress.evaluations] == [6, 12]
+
+
+def test_the_table_has_a_row_per_evaluation() -> None:
+    """Domains, the mean over all, and the versions that sampled."""
+    rows = [
+        {
+            "step": step,
+            "min_weight_version": 7,
+            "max_weight_version": newest,
+            "mean_reward": 0.5,
+            "failed": 1,
+            "domains": {"qa": {"mean_reward": 0.625}},
+        }
+        for step, newest in ((6, 7), (12, 9))
+    ]
+    console = Console(file=StringIO(), width=120)
+    console.print(evaluations_table(rows))
+    assert isinstance(console.file, StringIO)
+    words = [line.split() for line in console.file.getvalue().splitlines()]
+    shown = [[word for word in line if word not in "│┃"] for line in words]
+    assert ["6", "v7", "0.625", "0.500", "1"] in shown
+    assert ["12", "v7-9", "0.625", "0.500", "1"] in shown
