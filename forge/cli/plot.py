@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,15 @@ class Panel:
     """Its name among a domain's metrics; "" for what only a whole step has."""
     of_evaluation: str = ""
     """Its name in an evaluation and among a domain's of it; "" for what evaluations lack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Evaluations of one domain, or of one run."""
+
+    label: str
+    spans: Sequence[tuple[int, int, float]]
+    """First and last step whose weights sampled, and the value."""
 
 
 PANELS = (
@@ -117,6 +127,7 @@ def _check(step: Step) -> None:
 
 def _check_evaluation(evaluation: Evaluation) -> None:
     """The same of an evaluation."""
+    int(evaluation["min_weight_version"]), int(evaluation["max_weight_version"])
     for panel in PANELS:
         for part in (evaluation, *evaluation["domains"].values()) if panel.of_evaluation else ():
             float(part[panel.of_evaluation])
@@ -154,27 +165,32 @@ def curves(panel: Panel, runs: Mapping[str, Sequence[Step]]) -> list[Curve]:
     return lines
 
 
-def points(panel: Panel, runs: Mapping[str, Sequence[Evaluation]]) -> list[Curve]:
-    """What evaluations have of a panel, at the steps they are about, labelled as `curves` does."""
-    name = panel.of_evaluation
-    if not name:
+def measured(
+    panel: Panel, runs: Mapping[str, tuple[Sequence[Step], Sequence[Evaluation]]]
+) -> list[Measured]:
+    """What evaluations have of a panel, labelled as `curves` does. One that nothing was sampled
+    for measured nothing."""
+    if not panel.of_evaluation:
         return []
-    if len(runs) > 1:
-        return [_points(run, evaluations, name) for run, evaluations in runs.items()]
-    (evaluations,) = runs.values()
-    own: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for one in evaluations:
-        for domain, part in one["domains"].items():
-            own[domain].append({"step": one["step"], **part})
-    return [_points(domain, own[domain], name) for domain in sorted(own)]
+    found: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
+    for run, (steps, evaluations) in runs.items():
+        for one in evaluations:
+            if one["max_weight_version"] < 0:
+                continue
+            span = (
+                _step_of(one["min_weight_version"], steps),
+                _step_of(one["max_weight_version"], steps),
+            )
+            parts = {run: one} if len(runs) > 1 else one["domains"]
+            for label, part in parts.items():
+                found[label].append((*span, part[panel.of_evaluation]))
+    return [Measured(label=label, spans=found[label]) for label in sorted(found)]
 
 
-def _points(label: str, parts: Sequence[Mapping[str, Any]], name: str) -> Curve:
-    return Curve(
-        label=label,
-        steps=[part["step"] for part in parts],
-        values=[part[name] for part in parts],
-    )
+def _step_of(weight_version: int, steps: Sequence[Step]) -> int:
+    """Whose weights those were; 0 for the starting ones."""
+    before = bisect_right([step["weight_version"] for step in steps], weight_version)
+    return steps[before - 1]["step"] if before else 0
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -224,14 +240,18 @@ def _draw_panel(
         axes.plot(line.steps, line.values, color=f"C{index}", alpha=0.25, linewidth=0.8)
         axes.plot(line.steps, smoothed(line.values), color=f"C{index}", label=line.label)
     colors = {line.label: f"C{index}" for index, line in enumerate(lines)}
-    held_out = [each for each in points(panel, evaluated) if each.steps]
-    for dots in held_out:
+    held_out = measured(panel, {name: (runs[name], evaluated[name]) for name in runs})
+    for each in held_out:
         # A domain that is only evaluated has no line, and a color of its own.
-        label = None if dots.label in colors else f"{dots.label} (held-out)"
-        color = colors.setdefault(dots.label, f"C{len(colors)}")
-        axes.plot(dots.steps, dots.values, "D", color=color, markeredgecolor="k", label=label)
+        label = None if each.label in colors else f"{each.label} (held-out)"
+        color = colors.setdefault(each.label, f"C{len(colors)}")
+        first, last, values = zip(*each.spans, strict=True)
+        middle = [(a + b) / 2 for a, b in zip(first, last, strict=True)]
+        axes.hlines(values, first, last, color=color)
+        axes.plot(middle, values, "D", color=color, markeredgecolor="k", label=label)
     axes.set_title(panel.title + " (diamonds: held-out)" * bool(held_out), fontsize=10)
-    drawn = [value for line in [*lines, *held_out] for value in line.values]
+    drawn = [value for line in lines for value in line.values]
+    drawn += [value for each in held_out for _, _, value in each.spans]
     axes.set_ylim(bottom=min(0.0, *drawn))
     if len(colors) > 1:
         axes.legend(fontsize=8)

@@ -26,6 +26,7 @@ from services.trainer import metrics
 from services.trainer.record import TrainingRecord
 
 POLL_S = 2.0
+SERVED_POLL_S = 0.2
 _RUN_FILE = "run-id"
 
 DEFAULTS = common_pb2.Task(scaffold="blackbox", group_size=1, purpose=common_pb2.PURPOSE_EVAL)
@@ -207,7 +208,8 @@ class Evaluator:
             status = await self._operator.inference_status()
             if status.weight_version >= weight_version:
                 return
-            await asyncio.sleep(self._poll_s)
+            # Sooner than the rest: while it waits, training goes on.
+            await asyncio.sleep(min(self._poll_s, SERVED_POLL_S))
 
     def _named(self, tag: str) -> list[common_pb2.Task]:
         named = []

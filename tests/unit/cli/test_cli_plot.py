@@ -13,10 +13,11 @@ from forge.cli.main import app
 from forge.cli.plot import (
     PANELS,
     Curve,
+    Measured,
     curves,
     draw,
     labels,
-    points,
+    measured,
     read_evaluations,
     read_steps,
     smoothed,
@@ -33,6 +34,7 @@ def step(number: int, **rewards: float) -> dict[str, Any]:
     }
     return {
         "step": number,
+        "weight_version": number + 1,
         "mean_reward": sum(rewards.values()) / len(rewards),
         "entropy": 0.5,
         "staleness_mean": 2.0,
@@ -44,10 +46,11 @@ def step(number: int, **rewards: float) -> dict[str, Any]:
     }
 
 
-def evaluation(number: int, **rewards: float) -> dict[str, Any]:
+def evaluation(number: int, versions: tuple[int, int], **rewards: float) -> dict[str, Any]:
     """An evaluation, as the trainer writes it."""
     domains = {name: {"mean_reward": reward} for name, reward in rewards.items()}
-    return {"evaluation": {"step": number, "mean_reward": 0.5, "domains": domains}}
+    told = {"min_weight_version": versions[0], "max_weight_version": versions[1]}
+    return {"evaluation": {"step": number, "mean_reward": 0.5, "domains": domains} | told}
 
 
 def write(directory: Path, *steps: dict[str, Any]) -> Path:
@@ -76,26 +79,31 @@ def test_one_run_has_a_line_per_domain_and_several_have_one_each(tmp_path: Path)
     assert [(line.label, line.values) for line in both] == [("a", [0.25, 1.0]), ("b", [0.25])]
 
 
-def test_evaluations_are_points_at_the_step_they_are_about(tmp_path: Path) -> None:
+def test_evaluations_are_drawn_over_the_steps_whose_weights_sampled(tmp_path: Path) -> None:
     """Of each domain of one run, or of each of several runs; no step is one of them. They end in
-    any order, and of two of a step, after a restore, the last one counts."""
+    any order, and of two of a step, after a restore, the last one counts. The weights of step 2
+    were published again, as version 8, and one that nothing sampled for is not drawn."""
     run = write(
         tmp_path / "run",
         step(1, qa=0.1),
-        evaluation(2, qa=0.5),
+        evaluation(2, (3, 8), qa=0.5),
         step(2, qa=0.2),
-        evaluation(0, qa=0.25, code=0.75),
-        evaluation(2, qa=0.75),
+        step(3, qa=0.2) | {"weight_version": 9},
+        evaluation(0, (1, 2), qa=0.25, code=0.75),
+        evaluation(2, (3, 8), qa=0.75),
+        evaluation(3, (-1, -1), qa=0.0),
     )
-    assert [one["step"] for one in read_steps(run)] == [1, 2]
-    found = read_evaluations(run)
-    assert points(REWARD, {"a": found}) == [
-        Curve(label="code", steps=[0], values=[0.75]),
-        Curve(label="qa", steps=[0, 2], values=[0.25, 0.75]),
+    steps, found = read_steps(run), read_evaluations(run)
+    assert [one["step"] for one in steps] == [1, 2, 3]
+    assert [one["step"] for one in found] == [0, 2, 3]
+    assert measured(REWARD, {"a": (steps, found)}) == [
+        Measured(label="code", spans=[(0, 1, 0.75)]),
+        Measured(label="qa", spans=[(0, 1, 0.25), (2, 2, 0.75)]),
     ]
-    both = points(REWARD, {"a": found, "b": []})
-    assert both[0] == Curve(label="a", steps=[0, 2], values=[0.5, 0.5]) and not both[1].steps
-    assert points(STALENESS, {"a": found}) == []
+    assert measured(REWARD, {"a": (steps, found), "b": (steps, [])}) == [
+        Measured(label="a", spans=[(0, 1, 0.5), (2, 2, 0.5)])
+    ]
+    assert measured(STALENESS, {"a": (steps, found)}) == []
     assert read_evaluations(write(tmp_path / "other", step(1, qa=0.1))) == []
     plain, marked = tmp_path / "plain.svg", tmp_path / "marked.svg"
     draw([tmp_path / "other"], plain)
