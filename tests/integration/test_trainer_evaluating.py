@@ -1,0 +1,149 @@
+"""Evaluation beside a real trainer's steps: real scheduler, pool and etcd, killed on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest_asyncio
+
+from forge.runtime.coordination import Coordinator
+from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc, trainer_pb2
+from tests.support.etcd import EtcdServer
+from tests.support.scheduler_cluster import SchedulerCluster, assert_books_balance, make_task
+from tests.support.trainer_process import TrainerClient, TrainerProcess
+
+HELD_OUT = [{"payload": {"q": 1}, "domain": "qa", "group_size": 2}]
+
+
+class Router(inference_pb2_grpc.InferenceServiceServicer):
+    """Says that every worker serves whatever was published."""
+
+    async def GetInferenceStatus(self, request: Any, context: Any) -> Any:
+        return inference_pb2.GetInferenceStatusResponse(weight_version=10**6)
+
+
+@pytest_asyncio.fixture
+async def router(coordinator: Coordinator) -> AsyncIterator[None]:
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Router(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    registered = await coordinator.register("router", "router-0", address, metadata={}, ttl_s=5.0)
+    yield
+    await registered.close()
+    await server.stop(None)
+
+
+@pytest_asyncio.fixture
+async def trainer(
+    tmp_path: Path, etcd: EtcdServer, cluster: str, forge: SchedulerCluster, router: None
+) -> AsyncIterator[TrainerProcess]:
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(one) + "\n" for one in HELD_OUT))
+    process = TrainerProcess(tmp_path, etcd=etcd, cluster=cluster, key_file=tmp_path / "key")
+    yield process
+    process.kill()
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(60):
+        while not await condition():
+            await asyncio.sleep(0.05)
+
+
+async def test_evaluations_survive_a_killed_trainer_and_a_killed_scheduler(
+    tmp_path: Path, forge: SchedulerCluster, coordinator: Coordinator, trainer: TrainerProcess
+) -> None:
+    """Each step's is sampled once and told once, in the metrics file; none of its rollouts is
+    trained on, and steps go on whether it does or not."""
+    client = TrainerClient(coordinator, forge.channels)
+    settings = {
+        "max_steps": 3,
+        "checkpoint_every_steps": 1,
+        "eval_tasks": tmp_path / "held_out.jsonl",
+        "eval_every_steps": 1,
+    }
+    scheduler = forge.start_scheduler(batch_groups="1")
+    await forge.submit([make_task(f"task-{n}", size=2) for n in range(3)])
+    await forge.complete(4)
+    trainer.start(**settings)
+
+    async def in_flight() -> bool:
+        status = await client.status()
+        return status.checkpoint_step == 2 and (await forge.status()).eval_pending == 1
+
+    # Two steps, and the evaluation of the first waits for somebody to sample it.
+    await until(in_flight)
+    trainer.kill()
+    trainer.start(**settings)
+
+    async def followed() -> bool:
+        return (await client.status()).phase == trainer_pb2.TRAINER_PHASE_WAITING
+
+    await until(followed)
+    scheduler.kill()
+    forge.start_scheduler(batch_groups="1")
+    await forge.complete(2, reward=0.5)
+
+    async def told(*steps: int) -> bool:
+        return (await client.status()).latest_evaluation.step in steps
+
+    await until(lambda: told(1))
+    # That of the second step was not begun before the kill; its weights are still the newest.
+    await forge.complete(2, reward=0.25)
+    await until(lambda: told(2))
+    await forge.complete(2)
+    await client.until_step(3)
+    await forge.complete(2, reward=1.0)
+    await until(lambda: told(3))
+
+    lines = [json.loads(line) for line in trainer.metrics_file.read_text().splitlines()]
+    evaluations = [line["evaluation"] for line in lines if "evaluation" in line]
+    assert [(one["step"], one["mean_reward"]) for one in evaluations] == [
+        (1, 0.5),
+        (2, 0.25),
+        (3, 1.0),
+    ]
+    assert all(one["rollouts"] == 2 and not one["failed"] for one in evaluations)
+    assert evaluations[2]["domains"]["qa"]["solved_share"] == 1.0
+    groups = await forge.groups()
+    held_out = [one.group for one in groups if one.group.task.purpose == common_pb2.PURPOSE_EVAL]
+    assert {one.task.tag for one in held_out} == {one["tag"] for one in evaluations}
+    assert len(held_out) == 3
+    assert {one.state for one in held_out} == {common_pb2.GROUP_STATE_EVALUATED}
+    status = await forge.status()
+    assert status.trained == 3 and status.eval_pending == 0
+    assert_books_balance(status)
+    assert trainer.terminate() == 0
+
+
+async def test_a_stop_does_not_wait_for_an_evaluation(
+    tmp_path: Path, forge: SchedulerCluster, trainer: TrainerProcess
+) -> None:
+    """SIGTERM while one is in flight, which nobody samples: code 0, and one line with its tag."""
+    forge.start_scheduler(batch_groups="1")
+    trainer.start(eval_tasks=tmp_path / "held_out.jsonl", eval_at_start="true")
+
+    async def in_flight() -> bool:
+        return (await forge.status()).eval_pending == 1
+
+    await until(in_flight)
+    assert await asyncio.to_thread(trainer.terminate) == 0
+    (group,) = await forge.groups()
+    (left,) = trainer.logged("evaluation_left")
+    assert (left["step"], left["tag"]) == (0, group.group.task.tag)
+
+
+async def test_a_wrong_task_is_told_in_one_line(tmp_path: Path, trainer: TrainerProcess) -> None:
+    """At the start, with file, line and field: nobody finds out after the first twenty steps."""
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text('{"payload": {}, "domain": "qa"}\n{"payload": {}, "domain": 3}\n')
+    trainer.start(eval_tasks=wrong, eval_every_steps=1)
+    code, stderr = trainer.wait()
+    assert code == 2
+    assert stderr.count("\n") == 1
+    assert f"{wrong}, line 2: domain must be a text, not 3" in stderr
