@@ -1,7 +1,7 @@
 """What a decision of the scheduler's core costs, however long the queue.
 
     python -m benchmarks.scheduler [--quick] [--adaptive S] [--json FILE]
-    python -m benchmarks.scheduler --takeover [GROUPS] [--json FILE]
+    python -m benchmarks.scheduler --takeover [GROUPS] [--trained] [--json FILE]
 
 The real core (`forge.core.generation`) in one process on one core, in steady state: runners lease
 and complete in random order, a trainer takes batches of 512 from a window of 0.3 N and commits
@@ -9,7 +9,8 @@ them, with N = 8192 and a million groups queued behind, and before that with a t
 (`--quick`: a tenth alone, and fewer batches). Each operation is timed by itself, in CPU time. With
 `--adaptive`, the mode is `adaptive` with a bound of S steps on staleness: up to S batches are
 started and not trained on. `--takeover` measures something else: real processes, SIGKILL of the
-leader, and how long its clients wait for the next one, with so many groups to rebuild.
+leader, and how long its clients wait for the next one, which stood by, with so many groups to
+rebuild: queued ones, or, with `--trained`, such as were trained on.
 """
 
 from __future__ import annotations
@@ -180,7 +181,10 @@ def show_takeover(numbers: dict[str, float]) -> None:
         table.add_row(about, f"{mean_s:.2f}", f"{worst_s:.2f}", met)
     console = Console()
     console.print(table)
-    console.print(f"of it, to rebuild the queue: {numbers['rebuild_mean_s']:.2f} s")
+    rebuild_s, worst_s = numbers["rebuild_mean_s"], numbers["rebuild_worst_s"]
+    console.print(f"of it, to rebuild the queue: {rebuild_s:.2f} s, at worst {worst_s:.2f} s")
+    console.print(f"to scan the shard while it stands by: {numbers['scan_mean_s']:.2f} s")
+    console.print(f"to rebuild when it did not stand by: {numbers['cold_mean_s']:.2f} s")
 
 
 def main() -> None:
@@ -194,11 +198,14 @@ def main() -> None:
         metavar="GROUPS",
         help=f"kill leaders of so many groups (default 1000, at least {MIN_GROUPS})",
     )
+    parser.add_argument(
+        "--trained", action="store_true", help="with --takeover: groups that were trained on"
+    )
     options = parser.parse_args()
     if options.takeover is not None:
         with tempfile.TemporaryDirectory() as folder:
             groups = max(options.takeover, MIN_GROUPS)
-            numbers = asyncio.run(measure_takeover(Path(folder), groups))
+            numbers = asyncio.run(measure_takeover(Path(folder), groups, trained=options.trained))
         show_takeover(numbers)
         keep(numbers, options.json)
         return

@@ -1,7 +1,8 @@
 """Leaders killed one after the other under a full queue, and how long their clients had to wait.
 
 Real processes on loopback: etcd, a pool shard, and two schedulers at a time with the default
-settings of leases, TTL and hold. Owns the measurement, not how its numbers are shown.
+settings of leases, TTL and hold. A leader is killed once the other one has scanned the shard; at
+the end, one that never stood by takes over. Owns the measurement, not how its numbers are shown.
 """
 
 from __future__ import annotations
@@ -10,14 +11,20 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Awaitable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from forge.runtime.coordination import Coordinator
 from forge.runtime.telemetry import configure_logging
+from forge.v1 import common_pb2, pool_pb2
+from services.pool import validation
+from services.pool.store import PoolStore
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.validation import digest_of
 from tests.support.etcd import EtcdServer
+from tests.support.pool_records import make_reward
+from tests.support.pool_store import change
 from tests.support.scheduler_cluster import START_S, SchedulerCluster, SchedulerProcess, make_task
 
 CLUSTER = "takeover"
@@ -26,13 +33,15 @@ KILLS = 5
 MIN_GROUPS = 128
 """What so many kills use up."""
 GROUPS_PER_CALL = 256
+GROUPS_PER_COMMIT = 4096
 BATCH_GROUPS = 8
 CLAIMS = 8
 """Rollouts that are with a runner when the leader is killed."""
 
 
-async def measure_takeover(folder: Path, groups: int) -> dict[str, float]:
-    """Seconds from SIGKILL to each first answer, and of the rebuild, of so many groups."""
+async def measure_takeover(folder: Path, groups: int, *, trained: bool) -> dict[str, float]:
+    """Seconds from SIGKILL to each first answer, and of the rebuild, of so many groups; `trained`:
+    of these, all but what the kills use up were trained on before."""
     configure_logging("benchmark", CLUSTER, level="warning", file="")
     async with AsyncExitStack() as undo:
         etcd = EtcdServer(folder / "etcd")
@@ -42,21 +51,72 @@ async def measure_takeover(folder: Path, groups: int) -> dict[str, float]:
         undo.push_async_callback(coordinator.close)
         cluster = SchedulerCluster(folder, etcd=etcd, cluster=CLUSTER, coordinator=coordinator)
         undo.push_async_callback(cluster.close)
+        over = groups - MIN_GROUPS if trained else 0
+        await asyncio.to_thread(_fill, folder / "pool-s0" / "data", over)
         cluster.start_pool()
         leader = _start(cluster)
-        await cluster.leader()
-        for start in range(0, groups, GROUPS_PER_CALL):
+        await leader.until_logged("term_began")
+        for start in range(over, groups, GROUPS_PER_CALL):
             numbers = range(start, min(start + GROUPS_PER_CALL, groups))
             await cluster.submit(make_task(f"task-{number}") for number in numbers)
         waits_s: defaultdict[str, list[float]] = defaultdict(list)
         for step in range(1, KILLS + 1):
             standby = _start(cluster)
-            await coordinator.discover("scheduler").wait(count=2, timeout_s=START_S)
+            (scanned,) = await standby.until_logged("pool_shard_scanned")
+            waits_s["scan"].append(scanned["scan_s"])
             for name, wait_s in (await _kill(cluster, leader, step)).items():
                 waits_s[name].append(wait_s)
-            waits_s["rebuild"].append(standby.logged("term_began")[0]["rebuilt_s"])
+            (began,) = await standby.until_logged("term_began")
+            waits_s["rebuild"].append(began["rebuilt_s"])
             leader = standby
+        leader.kill()
+        (cold,) = await _start(cluster).until_logged("term_began")
+        waits_s["cold"].append(cold["rebuilt_s"])
         return _summary(waits_s, groups)
+
+
+def _fill(data_dir: Path, groups: int) -> None:
+    """A shard with so many groups of one sealed rollout that were trained on."""
+    data_dir.mkdir(parents=True)
+    with closing(PoolStore(data_dir, shard="s0")) as store:
+        for start in range(0, groups, GROUPS_PER_COMMIT):
+            numbers = range(start, min(start + GROUPS_PER_COMMIT, groups))
+            tasks = [make_task(f"task-{number}") for number in numbers]
+            records = [
+                common_pb2.GroupRecord(
+                    task=task, queue_index=number, pool_shard="s0", task_digest=digest_of(task)
+                )
+                for number, task in zip(numbers, tasks, strict=True)
+            ]
+            seals = [
+                pool_pb2.SealTrajectoryRequest(
+                    trajectory_id=f"{task.task_id}:0:0",
+                    domain=task.domain,
+                    rewards=[make_reward()],
+                    state=common_pb2.TRAJECTORY_STATE_SEALED,
+                )
+                for task in tasks
+            ]
+            changes = [
+                change(
+                    task.task_id,
+                    common_pb2.GROUP_STATE_TRAINED,
+                    batch_id=f"earlier-{number // BATCH_GROUPS}",
+                    step=1,
+                )
+                for number, task in zip(numbers, tasks, strict=True)
+            ]
+            put = pool_pb2.PutGroupsRequest(groups=records)
+            states = pool_pb2.SetGroupStatesRequest(changes=changes)
+            now_unix_s = time.time()
+            answers = store.commit(
+                [
+                    validation.put_groups(put, shard="s0"),
+                    *(validation.seal_trajectory(one, now_unix_s=now_unix_s) for one in seals),
+                    validation.set_group_states(states, now_unix_s=now_unix_s),
+                ]
+            )
+            assert not [one for one in answers if isinstance(one, Exception)]
 
 
 def _start(cluster: SchedulerCluster) -> SchedulerProcess:

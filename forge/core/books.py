@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from forge.core.activity import Activity
 from forge.core.adaptive import Adaptive
@@ -19,6 +20,8 @@ from forge.core.errors import InvalidArgument, NotFound
 from forge.core.groups import Group, Phase
 from forge.core.trajectory import TaskId
 from forge.core.window import Window
+
+_PURPOSE_AND_PHASE = attrgetter("spec.evaluation", "phase")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +93,7 @@ class Books:
         if spec.task_id in self._groups:
             raise InvalidArgument(f"task_id {spec.task_id!r} was submitted before")
         assert group.phase is Phase.QUEUED or not group.phase.open
-        gained = 0 if spec.evaluation else min(spec.priority, self._reach)
-        # Before the oldest that it passes, and behind the next one.
-        group.place = spec.index - gained - 0.5 if gained else spec.index
+        self._place(group)
         self._groups[spec.task_id] = group
         self._counts[spec.evaluation, group.phase] += 1
         self.added_s = now_s
@@ -106,6 +107,43 @@ class Books:
                 self.adaptive.gave_up(group)
         if not self.close_if_sealed(group, now_s) and group.phase is Phase.QUEUED:
             self.dispatch.list_group(group)
+
+    def are_new(self, task_ids: Sequence[TaskId]) -> bool:
+        """Whether none of them is known, and none is named twice."""
+        return len(set(task_ids)) == len(task_ids) and self._groups.keys().isdisjoint(task_ids)
+
+    def add_at_rest(
+        self, task_ids: Sequence[TaskId], groups: Sequence[Group], *, now_s: float
+    ) -> None:
+        """`add` for many new groups of an earlier term in queue order, each of which is over, or
+        not begun; some five times as fast."""
+        self._groups.update(zip(task_ids, groups, strict=True))
+        self._counts.update(map(_PURPOSE_AND_PHASE, groups))
+        self.added_s = now_s
+        for group in groups:
+            self._place(group)
+            if group.phase is Phase.TRAINED:
+                self._trained[group.step].append(group)
+            elif group.phase is Phase.QUEUED:
+                self.dispatch.list_group(group)
+        training = [group for group in groups if not group.spec.evaluation]
+        self.window.add_in_order(training)
+        if len(training) < len(groups):
+            last = max(group.spec.index for group in groups if group.spec.evaluation)
+            self.next_eval_index = max(self.next_eval_index, last + 1)
+        if self.adaptive:
+            for group in training:
+                if group.phase.consumed:
+                    self.adaptive.gave_up(group)
+
+    def _place(self, group: Group) -> None:
+        """In the order of starts."""
+        spec = group.spec
+        if spec.priority and not spec.evaluation and (gained := min(spec.priority, self._reach)):
+            # Before the oldest that it passes, and behind the next one.
+            group.place = spec.index - gained - 0.5
+        else:
+            group.place = spec.index
 
     def move(self, group: Group, phase: Phase) -> None:
         before, group.phase = group.phase, phase

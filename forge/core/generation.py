@@ -11,6 +11,8 @@ writes first and applies then. Every operation is O(log n) or amortized O(1) in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from forge.core.adaptive import Adaptive, Bounds
 from forge.core.admission import Mode, QueueSettings
 from forge.core.batches import Batch, Batches
@@ -18,7 +20,7 @@ from forge.core.books import Books
 from forge.core.groups import Group, Phase
 from forge.core.rollouts import Rollouts
 from forge.core.shares import DomainShares
-from forge.core.trajectory import TrajectoryId
+from forge.core.trajectory import TaskId, TrajectoryId
 from forge.core.window import Window
 
 
@@ -45,6 +47,15 @@ class GenerationQueue:
         self.books.add(group, now_s=now_s)
         if group.phase is Phase.TRAINED:
             self.batches.restore(group.batch_id, step=group.step)
+
+    def add_at_rest(
+        self, task_ids: Sequence[TaskId], groups: Sequence[Group], *, now_s: float
+    ) -> None:
+        """`add` for many groups of an earlier term, see `Books.add_at_rest`."""
+        self.books.add_at_rest(task_ids, groups, now_s=now_s)
+        for group in groups:
+            if group.phase is Phase.TRAINED:
+                self.batches.restore(group.batch_id, step=group.step)
 
     def take(self, *, trainer_id: str, max_groups: int, now_s: float) -> Batch | None:
         """The batch the trainer holds already, or a new one from the window, or none yet."""

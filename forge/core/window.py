@@ -67,6 +67,17 @@ class Window:
             self._count_in((group,))
         self._advance()
 
+    def add_in_order(self, groups: Sequence[Group]) -> None:
+        """`add` for many, by index."""
+        if groups and groups[0].spec.index < self.next_index:
+            for group in groups:
+                self.add(group)
+            return
+        self._groups.update(zip(map(_INDEX, groups), groups, strict=True))
+        if groups:
+            self.next_index = groups[-1].spec.index + 1
+        self._advance()
+
     def moved(self, group: Group, before: Phase) -> None:
         """The phase of a group changed, not by a rewind."""
         spec = group.spec
@@ -214,7 +225,8 @@ class Window:
         self.head = head
         edge = min(head + self.size, self.next_index)
         if edge > self.edge:
-            fresh = [groups[index] for index in range(self.edge, edge) if index in groups]
+            inside = range(max(self.edge, head), edge)
+            fresh = [groups[index] for index in inside if index in groups]
             self.edge = edge
             self._count_in(fresh)
 

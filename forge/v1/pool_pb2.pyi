@@ -156,18 +156,28 @@ class ScanGroupsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOGETHER_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
     together: _builtins.bool
     """Several groups may come in a response."""
+    since: _builtins.str
+    """`mark` of an earlier scan of this shard, "" for none. A mark that is not of this process, or
+    older than it remembers, counts as none: `begin` tells. With it, groups are told in brief: open
+    trajectories without their turns counted, groups that are over without the payload of their
+    task where a digest stands for it.
+    """
     def __init__(
         self,
         *,
         together: _builtins.bool = ...,
+        since: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_since", b"_since", "since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["together", b"together"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since", b"_since", "since", b"since", "together", b"together"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__since: _TypeAlias = _typing.Literal["since"]  # noqa: Y015
+    _WhichOneofArgType__since: _TypeAlias = _typing.Literal["_since", b"_since"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__since) -> _WhichOneofReturnType__since | None: ...
 
 Global___ScanGroupsRequest: _TypeAlias = ScanGroupsRequest  # noqa: Y015
 
@@ -175,9 +185,34 @@ Global___ScanGroupsRequest: _TypeAlias = ScanGroupsRequest  # noqa: Y015
 class ScanGroupsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class Begin(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        MARK_FIELD_NUMBER: _builtins.int
+        CHANGES_ONLY_FIELD_NUMBER: _builtins.int
+        mark: _builtins.str
+        """For `since` of the next scan: what is changed from now on is told there, once more if it
+        is told here already.
+        """
+        changes_only: _builtins.bool
+        """Only what was changed since the mark of the request follows, not every group."""
+        def __init__(
+            self,
+            *,
+            mark: _builtins.str = ...,
+            changes_only: _builtins.bool = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["changes_only", b"changes_only", "mark", b"mark"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     GROUP_FIELD_NUMBER: _builtins.int
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def group(self) -> _common_pb2.GroupRecord: ...
     @_builtins.property
@@ -186,16 +221,21 @@ class ScanGroupsResponse(_message.Message):
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScanGroupsResponse]:
         """With `together`, the groups that follow; none of them has `more` of its own."""
 
+    @_builtins.property
+    def begin(self) -> Global___ScanGroupsResponse.Begin:
+        """With `since`, alone in the first response."""
+
     def __init__(
         self,
         *,
         group: _common_pb2.GroupRecord | None = ...,
         trajectories: _abc.Iterable[_common_pb2.TrajectorySummary] | None = ...,
         more: _abc.Iterable[Global___ScanGroupsResponse] | None = ...,
+        begin: Global___ScanGroupsResponse.Begin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "more", b"more", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "group", b"group", "more", b"more", "trajectories", b"trajectories"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

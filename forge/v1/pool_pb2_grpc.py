@@ -121,7 +121,11 @@ class PoolServiceServicer(object):
     def ScanGroups(self, request, context):
         """Every group of the shard with the summaries of its trajectories, by purpose and in queue
         order. For a scheduler that rebuilds its state. Pages are snapshots, the whole is not: raise
-        the fence first (PutGroups), so that nobody else writes meanwhile.
+        the fence first (PutGroups), so that nobody else writes meanwhile. With `since`, only those
+        that were changed since an earlier scan, in any order, each as it is now: a scan and all that
+        was changed since its mark, put in place of what was told before, are what a scan from the
+        beginning would give at that moment. UNAVAILABLE as all reads. DATA_LOSS when a group cannot be
+        read. Safe to retry, with the same mark too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,7 +49,11 @@ class PoolServiceStub:
     ScanGroups: _grpc.UnaryStreamMultiCallable[_pool_pb2.ScanGroupsRequest, _pool_pb2.ScanGroupsResponse]
     """Every group of the shard with the summaries of its trajectories, by purpose and in queue
     order. For a scheduler that rebuilds its state. Pages are snapshots, the whole is not: raise
-    the fence first (PutGroups), so that nobody else writes meanwhile.
+    the fence first (PutGroups), so that nobody else writes meanwhile. With `since`, only those
+    that were changed since an earlier scan, in any order, each as it is now: a scan and all that
+    was changed since its mark, put in place of what was told before, are what a scan from the
+    beginning would give at that moment. UNAVAILABLE as all reads. DATA_LOSS when a group cannot be
+    read. Safe to retry, with the same mark too.
     """
     AppendTurns: _grpc.StreamStreamMultiCallable[_pool_pb2.AppendTurnsRequest, _pool_pb2.AppendTurnsResponse]
     """Appends turns; answers each sequence number once its turn is on disk. Idempotent by
@@ -133,7 +137,11 @@ class PoolServiceAsyncStub(PoolServiceStub):
     ScanGroups: _aio.UnaryStreamMultiCallable[_pool_pb2.ScanGroupsRequest, _pool_pb2.ScanGroupsResponse]  # type: ignore[assignment]
     """Every group of the shard with the summaries of its trajectories, by purpose and in queue
     order. For a scheduler that rebuilds its state. Pages are snapshots, the whole is not: raise
-    the fence first (PutGroups), so that nobody else writes meanwhile.
+    the fence first (PutGroups), so that nobody else writes meanwhile. With `since`, only those
+    that were changed since an earlier scan, in any order, each as it is now: a scan and all that
+    was changed since its mark, put in place of what was told before, are what a scan from the
+    beginning would give at that moment. UNAVAILABLE as all reads. DATA_LOSS when a group cannot be
+    read. Safe to retry, with the same mark too.
     """
     AppendTurns: _aio.StreamStreamMultiCallable[_pool_pb2.AppendTurnsRequest, _pool_pb2.AppendTurnsResponse]  # type: ignore[assignment]
     """Appends turns; answers each sequence number once its turn is on disk. Idempotent by
@@ -232,7 +240,11 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_pool_pb2.ScanGroupsResponse], _abc.AsyncIterator[_pool_pb2.ScanGroupsResponse]]:
         """Every group of the shard with the summaries of its trajectories, by purpose and in queue
         order. For a scheduler that rebuilds its state. Pages are snapshots, the whole is not: raise
-        the fence first (PutGroups), so that nobody else writes meanwhile.
+        the fence first (PutGroups), so that nobody else writes meanwhile. With `since`, only those
+        that were changed since an earlier scan, in any order, each as it is now: a scan and all that
+        was changed since its mark, put in place of what was told before, are what a scan from the
+        beginning would give at that moment. UNAVAILABLE as all reads. DATA_LOSS when a group cannot be
+        read. Safe to retry, with the same mark too.
         """
 
     @_abc_1.abstractmethod

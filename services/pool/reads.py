@@ -100,17 +100,35 @@ class GroupPage:
     """Continue after it; b"" when nothing is left."""
 
 
-def groups(records: Records, *, after: bytes, limit: int, limit_bytes: int) -> GroupPage:
+def groups(
+    records: Records, *, after: bytes, limit: int, limit_bytes: int, brief: bool
+) -> GroupPage:
     """The groups whose queue key follows `after`, until one of the limits is reached."""
     page: list[pool_pb2.ScanGroupsResponse] = []
     size_bytes = 0
     for key, _ in records.scan(Table.QUEUE, after=after):
-        response = _group(records, task_of_queue_key(key))
+        response = _group(records, task_of_queue_key(key), brief=brief)
         page.append(response)
         size_bytes += response.ByteSize()
         if len(page) >= limit or size_bytes >= limit_bytes:
             return GroupPage(groups=page, last_key=key)
     return GroupPage(groups=page, last_key=b"")
+
+
+def groups_of(
+    records: Records, task_ids: Sequence[str], *, limit: int, limit_bytes: int
+) -> tuple[list[pool_pb2.ScanGroupsResponse], int]:
+    """In brief, the groups of the first tasks, until one of the limits is reached, and how many
+    tasks that took; tasks without a group are passed over."""
+    page: list[pool_pb2.ScanGroupsResponse] = []
+    size_bytes = 0
+    for taken, task_id in enumerate(task_ids):
+        if taken >= limit or size_bytes >= limit_bytes:
+            return page, taken
+        if records.get(Table.GROUPS, group_key(task_id)) is not None:
+            page.append(_group(records, task_id, brief=True))
+            size_bytes += page[-1].ByteSize()
+    return page, len(task_ids)
 
 
 def queued_group(records: Records, task_id: str) -> common_pb2.GroupRecord:
@@ -124,14 +142,20 @@ def queued_group(records: Records, task_id: str) -> common_pb2.GroupRecord:
     return group
 
 
-def _group(records: Records, task_id: str) -> pool_pb2.ScanGroupsResponse:
+def _group(records: Records, task_id: str, *, brief: bool) -> pool_pb2.ScanGroupsResponse:
     """Without the trajectories that cannot be read: a scheduler has others sampled."""
-    response = pool_pb2.ScanGroupsResponse(group=queued_group(records, task_id))
+    group = queued_group(records, task_id)
+    if brief and group.settled_unix_s and group.task_digest:
+        group.task.payload_json = ""
+    response = pool_pb2.ScanGroupsResponse(group=group)
     prefix = task_prefix(task_id)
     keys = (key for key, _ in records.scan_sealed(Table.TRAJECTORIES, after=prefix))
     for key in takewhile(lambda key: key.startswith(prefix), keys):
         try:
-            response.trajectories.extend(summaries(records, [name_of_trajectory_key(key)]))
+            summary = summarize(records, name_of_trajectory_key(key), brief=brief)
         except DataLoss as error:
             log.error("trajectory_not_scanned", task_id=task_id, error=str(error))
+        else:
+            assert summary is not None, "its key was just read"
+            response.trajectories.append(summary)
     return response

@@ -14,13 +14,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from isal.isal_zlib import crc32
 
 from forge.core.errors import DataLoss
 from forge.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from services.pool.recent import RecentChanges
 
 Payload = bytes | memoryview
 """A memoryview points into the map: copy what must outlive the transaction."""
@@ -201,6 +204,8 @@ class Records:
         self.changed: dict[Key, bytes | None] | None = None
         """Filled by `put` and `delete`, with what lies on disk now, None for what was deleted; None
         where nobody asks, so that a large commit is not held in memory twice."""
+        self.recent: RecentChanges | None = None
+        """Told of every change."""
 
     def get(self, table: Table, key: bytes) -> Payload | None:
         value = self._transaction.get(key, db=self._databases[table])
@@ -219,8 +224,13 @@ class Records:
     def _note(self, table: Table, key: bytes, value: bytes | None) -> None:
         if self.changed is not None:
             self.changed[table, key] = value
+        self._tell(table, key)
+
+    def _tell(self, table: Table, key: bytes) -> None:
         if self._notes is not None:
             self._notes.add(table, key)
+        if self.recent is not None:
+            self.recent.note(table, key)
 
     def get_sealed(self, table: Table, key: bytes) -> bytes | None:
         """The record as it lies on disk, checksum and all."""
@@ -233,14 +243,15 @@ class Records:
             self._transaction.delete(key, db=self._databases[table])
         else:
             self._transaction.put(key, value, db=self._databases[table])
-        if self._notes is not None:
-            self._notes.add(table, key)
+        self._tell(table, key)
 
     def clear(self, table: Table) -> None:
         """Deletes all records of a table; not noted in `changed`."""
         self._transaction.drop(self._databases[table], delete=False)
         if self._notes is not None:
             self._notes.lose(f"the table {table.value} was cleared")
+        if self.recent is not None:
+            self.recent.lose(table)
 
     def delete_prefix(
         self, table: Table, prefix: bytes, *, limit: int, limit_bytes: int

@@ -77,13 +77,36 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def ScanGroups(
         self, request: pool_pb2.ScanGroupsRequest, context: Any
     ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
-        page = await self._readers.run(self._store.groups)
-        while True:
-            for response in _together(page.groups) if request.together else page.groups:
+        brief, changed = request.HasField("since"), None
+        if brief:
+            since = await self._readers.run(partial(self._store.changed_since, request.since))
+            changed = since.task_ids
+            begin = pool_pb2.ScanGroupsResponse.Begin(
+                mark=since.mark, changes_only=changed is not None
+            )
+            yield pool_pb2.ScanGroupsResponse(begin=begin)
+        pages = self._every_group(brief=brief) if changed is None else self._groups_of(changed)
+        async for page in pages:
+            for response in _together(page) if request.together else page:
                 yield response
-            if not page.last_key:
-                return
-            page = await self._readers.run(partial(self._store.groups, after=page.last_key))
+
+    async def _every_group(
+        self, *, brief: bool
+    ) -> AsyncIterator[Sequence[pool_pb2.ScanGroupsResponse]]:
+        after, begun = b"", False
+        while after or not begun:
+            begun = True
+            page = await self._readers.run(partial(self._store.groups, after=after, brief=brief))
+            yield page.groups
+            after = page.last_key
+
+    async def _groups_of(
+        self, task_ids: Sequence[str]
+    ) -> AsyncIterator[Sequence[pool_pb2.ScanGroupsResponse]]:
+        while task_ids:
+            page, taken = await self._readers.run(partial(self._store.groups_of, task_ids))
+            yield page
+            task_ids = task_ids[taken:]
 
     async def AppendTurns(
         self, request_iterator: AsyncIterator[pool_pb2.AppendTurnsRequest], context: Any

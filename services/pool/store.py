@@ -32,7 +32,11 @@ from services.pool.journal import (
 )
 from services.pool.keys import SHARD_KEY
 from services.pool.orphans import OrphanPage, orphans_after
+from services.pool.recent import RecentChanges, Since
 from services.pool.records import Records, Table
+
+PAGE_GROUPS, PAGE_BYTES = 512, 1 << 20
+"""Of the groups in one message."""
 
 T = TypeVar("T")
 OnCommit = Callable[[int, Changes], None]
@@ -65,6 +69,7 @@ class PoolStore:
         self._refused = False
         """The last commit found no room."""
         self._on_commit: OnCommit | None = None
+        self._recent = RecentChanges()
         self.confirmed_position = 0
         """Newest commit that a follower is known to have; kept with the next one."""
         try:
@@ -99,7 +104,7 @@ class PoolStore:
             return answers, log_commit(records, changes, confirmed_position=confirmed), changes
 
         try:
-            answers, position, changes = self._environment.write(change)
+            answers, position, changes = self.change(change)
         except ResourceExhausted:
             self._refused = True
             raise
@@ -121,8 +126,15 @@ class PoolStore:
         return self.change(partial(begin_replication, replica_id=own_id))
 
     def change(self, change: Callable[[Records], T]) -> T:
-        """Changes what is this replica's own; not while something commits."""
-        return self._environment.write(change)
+        """Changes records in one transaction; on the thread that commits, or while nothing does."""
+
+        def noted(records: Records) -> T:
+            records.recent = self._recent
+            return change(records)
+
+        answer = self._environment.write(noted)
+        self._recent.committed()
+        return answer
 
     def _room_is_scarce(self) -> ResourceExhausted | None:
         if not self._disk_reserve_bytes:
@@ -165,12 +177,31 @@ class PoolStore:
         )
 
     def groups(
-        self, *, after: bytes = b"", limit: int = 512, limit_bytes: int = 1 << 20
+        self,
+        *,
+        after: bytes = b"",
+        limit: int = PAGE_GROUPS,
+        limit_bytes: int = PAGE_BYTES,
+        brief: bool = False,
     ) -> reads.GroupPage:
         """A page of groups in queue order, each page its own snapshot; it fits in one message."""
         return self._environment.read(
-            lambda records: reads.groups(records, after=after, limit=limit, limit_bytes=limit_bytes)
+            lambda records: reads.groups(
+                records, after=after, limit=limit, limit_bytes=limit_bytes, brief=brief
+            )
         )
+
+    def groups_of(
+        self, task_ids: Sequence[str], *, limit: int = PAGE_GROUPS, limit_bytes: int = PAGE_BYTES
+    ) -> tuple[list[pool_pb2.ScanGroupsResponse], int]:
+        """A page of the groups of tasks, and how many of the tasks that took."""
+        return self._environment.read(
+            lambda records: reads.groups_of(records, task_ids, limit=limit, limit_bytes=limit_bytes)
+        )
+
+    def changed_since(self, mark: str) -> Since:
+        """The groups that a scan has to tell; what is read then is as of the mark or newer."""
+        return self._recent.since(mark)
 
     def read(self, look: Callable[[Records], T]) -> T:
         """What `look` finds in one snapshot; it must copy what it returns."""

@@ -61,13 +61,16 @@ def count_turns(header: TrajectoryHeader, heads: Sequence[TurnHead]) -> Trajecto
     )
 
 
-def summarize(records: Records, name: TrajectoryName) -> common_pb2.TrajectorySummary | None:
-    """None when nothing of the trajectory is stored."""
+def summarize(
+    records: Records, name: TrajectoryName, *, brief: bool = False
+) -> common_pb2.TrajectorySummary | None:
+    """None when nothing of the trajectory is stored; `brief`: the turns of an open one are not
+    read, and count as none."""
     key = trajectory_key(name)
     header = header_of(records, key)
     if header is None:
         return None
-    if header.is_open:
+    if header.is_open and not brief:
         header = count_turns(header, [head for head, _ in turns_of(records, key)])
     return summary_of(records, name, header)
 

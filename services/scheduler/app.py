@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 
 from forge.core.errors import ForgeError, Unavailable
+from forge.runtime.coordination import Leadership
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2_grpc, scheduler_pb2_grpc
 from services.scheduler import metrics
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import FULL_NAME, SCOPES, SchedulerServicer
-from services.scheduler.shards import PoolShards
+from services.scheduler.shards import PoolShards, ShardScans
+from services.scheduler.standby import ShardCopies
 from services.scheduler.term import Term
 
 ELECTION = "scheduler"
@@ -58,13 +60,11 @@ class SchedulerApp:
     async def _stand(self) -> None:
         """Stand in one election after the other."""
         while True:
-            leadership = await self._context.coordinator.campaign(
-                ELECTION, self._config.instance_id, ttl_s=self._config.lease_ttl_s
-            )
-            shards = PoolShards(
-                self._pools, self._pool, leadership, timeout_s=self._config.pool_timeout_s
-            )
-            term = Term(self._config, self._context.coordinator, leadership, shards)
+            timeout_s = self._config.pool_timeout_s
+            copies = ShardCopies(ShardScans(self._pools, self._pool, timeout_s=timeout_s))
+            leadership = await self._until_elected(copies)
+            shards = PoolShards(self._pools, self._pool, leadership, timeout_s=timeout_s)
+            term = Term(self._config, self._context.coordinator, leadership, shards, copies)
             try:
                 await self._serve(term)
             except ForgeError as error:
@@ -75,6 +75,16 @@ class SchedulerApp:
             finally:
                 await term.end()
             await asyncio.sleep(_PAUSE_S)
+
+    async def _until_elected(self, copies: ShardCopies) -> Leadership:
+        following = asyncio.create_task(copies.follow(), name="standby")
+        try:
+            return await self._context.coordinator.campaign(
+                ELECTION, self._config.instance_id, ttl_s=self._config.lease_ttl_s
+            )
+        finally:
+            following.cancel()
+            await asyncio.wait({following})
 
     async def _serve(self, term: Term) -> None:
         begin = asyncio.create_task(term.begin())

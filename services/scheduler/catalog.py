@@ -23,23 +23,40 @@ _STATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
+    """One task."""
+
     digest: bytes
     task: bytes
     """A serialized Task: a fifth of the memory of a message."""
+
+    @classmethod
+    def of(cls, task: common_pb2.Task, *, digest: bytes, payload: bool = True) -> Entry:
+        """`digest` is of the task as it was submitted, b"" when `task` is that; without `payload`,
+        `task` loses it."""
+        digest = digest or digest_of(task)
+        if not payload:
+            task.payload_json = ""
+        return cls(digest, task.SerializeToString())
 
 
 class Catalog:
     """Every task of the queue."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._tags: defaultdict[str, list[str]] = defaultdict(list)
 
     def add(self, task: common_pb2.Task, *, digest: bytes = b"") -> None:
         """`digest` is of the task as it was submitted: the pool may have freed its payload."""
-        self._entries[task.task_id] = _Entry(digest or digest_of(task), task.SerializeToString())
-        self._tags[task.tag].append(task.task_id)
+        self.enter((task.task_id,), (Entry.of(task, digest=digest),), (task.tag,))
+
+    def enter(self, task_ids: Sequence[str], entries: Sequence[Entry], tags: Sequence[str]) -> None:
+        """Tasks by id, with the tag of each."""
+        self._entries.update(zip(task_ids, entries, strict=True))
+        for task_id, tag in zip(task_ids, tags, strict=True):
+            if tag:
+                self._tags[tag].append(task_id)
 
     def digest(self, task_id: str) -> bytes | None:
         """None for an unknown task."""
@@ -54,7 +71,7 @@ class Catalog:
         entry = self._entries[task_id]
         task = common_pb2.Task.FromString(entry.task)
         task.payload_json = ""
-        self._entries[task_id] = _Entry(entry.digest, task.SerializeToString())
+        self._entries[task_id] = Entry(entry.digest, task.SerializeToString())
 
     def tagged(self, tag: str) -> Sequence[str]:
         """Task ids in the order they were added; every task for no tag."""

@@ -7,6 +7,7 @@ Such a group has no advantage, and so no gradient. It is tombstoned as soon as i
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 from forge.core.books import Books
 from forge.core.groups import Group, Phase
@@ -24,9 +25,10 @@ class EqualRewards:
         """By task id, of groups that are not complete."""
         self.skipped = 0
 
-    def restored(self, group: Group) -> None:
-        """A group as an earlier term left it, before its rollouts are counted."""
-        self.skipped += group.phase is Phase.TOMBSTONED and group.reason == REASON
+    def restored(self, groups: Iterable[Group]) -> None:
+        """Groups as an earlier term left them, before their rollouts are counted."""
+        tombstoned = (group for group in groups if group.phase is Phase.TOMBSTONED)
+        self.skipped += sum(group.reason == REASON for group in tombstoned)
 
     def settled(self, group: Group) -> None:
         """Given up before all its rollouts had ended."""

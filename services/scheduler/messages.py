@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from forge.core.activity import Activity
 from forge.runtime.actor import ActorRef
 from forge.v1 import common_pb2
-from services.scheduler.recovery import StoredGroup
+from services.scheduler.stored import StoredGroup
 
 # To the queue
 

@@ -6,8 +6,9 @@ Evaluation has no part in it: what it measures is asked for by tag.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heappush, heappushpop
+from math import fsum, inf
 
 from forge.v1 import common_pb2
 
@@ -29,12 +30,26 @@ class Progress:
         """Heap of (sealed at, outcome): after a change of leader they arrive out of order."""
 
     def record(self, domain: str, *, sealed_unix_s: float, outcome: float) -> None:
-        self._completed[domain] += 1
-        recent = self._recent.setdefault(domain, [])
-        if len(recent) < RECENT_ROLLOUTS:
-            heappush(recent, (sealed_unix_s, outcome))
-        else:
-            heappushpop(recent, (sealed_unix_s, outcome))
+        self.recall((domain,), ((sealed_unix_s, outcome),))
+
+    def recall(self, domains: Iterable[str], rollouts: Iterable[Sequence[float]]) -> None:
+        """`record` for all rollouts of groups: of each its domain, and when its rollouts were
+        sealed, each with its outcome, the latest first."""
+        oldest_unix_s: dict[str, float] = {}
+        for domain, sealed in zip(domains, rollouts, strict=True):
+            if not sealed:
+                continue
+            self._completed[domain] += len(sealed) // 2
+            if sealed[0] < oldest_unix_s.get(domain, -inf):
+                continue
+            recent = self._recent.setdefault(domain, [])
+            for rollout in zip(sealed[::2], sealed[1::2], strict=True):
+                if len(recent) < RECENT_ROLLOUTS:
+                    heappush(recent, rollout)
+                else:
+                    heappushpop(recent, rollout)
+            if len(recent) == RECENT_ROLLOUTS:
+                oldest_unix_s[domain] = recent[0][0]
 
     def completed(self, domain: str) -> int:
         return self._completed[domain]
@@ -42,7 +57,8 @@ class Progress:
     def recent_reward(self, domain: str) -> float:
         """Mean outcome of the last rollouts; 0 before the first."""
         outcomes = [outcome for _, outcome in self._recent.get(domain, ())]
-        return sum(outcomes) / len(outcomes) if outcomes else 0.0
+        # The same in whatever order they came.
+        return fsum(outcomes) / len(outcomes) if outcomes else 0.0
 
     def domains(self, configured: Iterable[str]) -> list[str]:
         return sorted({*configured, *self._completed})

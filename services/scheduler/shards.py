@@ -1,4 +1,4 @@
-"""The pool shards as the leader uses them: fenced writes, summaries, scans.
+"""The pool shards: scans for every instance, fenced writes and summaries for the one that leads.
 
 Owns the calls and the fence on each; when to make them is for the actors and `recovery` to say.
 Every write checks leadership first and carries the fence, so that a leader that was deposed
@@ -38,7 +38,44 @@ def shard_of(instance: Instance) -> str:
     return instance.metadata.get("shard", instance.instance_id)
 
 
-class PoolShards:
+class ShardScans:
+    """Every pool shard, to look at."""
+
+    def __init__(
+        self, discovery: Discovery, remote: Remote[PoolServiceAsyncStub], *, timeout_s: float
+    ) -> None:
+        self._discovery = discovery
+        self._remote = remote
+        self._timeout_s = timeout_s
+
+    def live(self) -> frozenset[str]:
+        """Shards that are registered now."""
+        return frozenset(map(shard_of, self._discovery.instances))
+
+    async def changed(self) -> None:
+        """Returns when a shard has come or gone."""
+        await self._discovery.changed()
+
+    async def scan(
+        self, shard: str, *, since: str = ""
+    ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
+        """How the scan begins, then every group of a shard in queue order, or, if `since` is a mark
+        that the shard knows, every group changed since.
+
+        Raises Unavailable, and DeadlineExceeded when the shard stops in the middle for longer than
+        one call may take.
+        """
+        _, stub = await self._remote.pick(where=lambda i: shard_of(i) == shard)
+        groups = stub.ScanGroups(pool_pb2.ScanGroupsRequest(together=True, since=since))
+        async for response in flowing(
+            groups, silence_s=self._timeout_s, source=f"pool shard {shard}"
+        ):
+            yield response
+            for following in response.more:
+                yield following
+
+
+class PoolShards(ShardScans):
     """Every pool shard, in one leader's term."""
 
     def __init__(
@@ -49,18 +86,8 @@ class PoolShards:
         *,
         timeout_s: float,
     ) -> None:
-        self._discovery = discovery
-        self._remote = remote
+        super().__init__(discovery, remote, timeout_s=timeout_s)
         self._leadership = leadership
-        self._timeout_s = timeout_s
-
-    def live(self) -> frozenset[str]:
-        """Shards that are registered now."""
-        return frozenset(map(shard_of, self._discovery.instances))
-
-    async def changed(self) -> None:
-        """Returns when a shard has come or gone."""
-        await self._discovery.changed()
 
     async def raise_fence(self, shard: str) -> None:
         """From now on the shard refuses the writes of every earlier leader."""
@@ -76,7 +103,7 @@ class PoolShards:
     async def set_states(self, changes: Mapping[str, Sequence[Change]]) -> None:
         """Store the states of groups, by shard; each part of at most `MAX_WRITE_GROUPS` changes is
         all or none. Raises what one shard raised, once all have been tried."""
-        await _all(
+        await gathered(
             self._set_states(shard, changed[start : start + MAX_WRITE_GROUPS])
             for shard, changed in changes.items()
             for start in range(0, len(changed), MAX_WRITE_GROUPS)
@@ -87,24 +114,12 @@ class PoolShards:
     ) -> dict[str, common_pb2.TrajectorySummary]:
         """By trajectory id, from ids by shard; what a shard does not know, or cannot read, is left
         out."""
-        answers = await _all(
+        answers = await gathered(
             self._summaries(shard, ids[start : start + MAX_SUMMARIES])
             for shard, ids in trajectory_ids.items()
             for start in range(0, len(ids), MAX_SUMMARIES)
         )
         return {one.trajectory_id: one for answer in answers for one in answer}
-
-    async def scan(self, shard: str) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
-        """Every group of a shard, in queue order. Raises Unavailable, and DeadlineExceeded when the
-        shard stops in the middle for longer than one call may take."""
-        _, stub = await self._remote.pick(where=lambda i: shard_of(i) == shard)
-        groups = stub.ScanGroups(pool_pb2.ScanGroupsRequest(together=True))
-        async for response in flowing(
-            groups, silence_s=self._timeout_s, source=f"pool shard {shard}"
-        ):
-            yield response
-            for following in response.more:
-                yield following
 
     async def _summaries(
         self, shard: str, trajectory_ids: Sequence[str]
@@ -169,7 +184,7 @@ def _parts(
         yield part
 
 
-async def _all(calls: Iterable[Any]) -> list[Any]:
+async def gathered(calls: Iterable[Any]) -> list[Any]:
     """All answers; the first error once every call has ended, so that none is left behind."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 from forge.core.errors import InvalidArgument, ResourceExhausted
 from forge.core.generation import GenerationQueue
 from forge.core.groups import Group, Phase
 from forge.core.tasks import MAX_PAYLOAD_BYTES
+from forge.core.trajectory import TaskId
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler import metrics
@@ -21,7 +24,7 @@ from services.scheduler.catalog import Catalog
 from services.scheduler.equal_rewards import EqualRewards
 from services.scheduler.messages import BatchView, Fate, Grant, GroupView, Report, RewindPlan
 from services.scheduler.progress import Progress, outcome_of
-from services.scheduler.recovery import StoredGroup
+from services.scheduler.stored import StoredGroup
 from services.scheduler.validation import ACTIVITIES, digest_of
 
 MAX_GRANT_BYTES = 3 << 20
@@ -32,7 +35,6 @@ _FATES = {
     Phase.TOMBSTONED: common_pb2.GROUP_STATE_TOMBSTONED,
     Phase.EVALUATED: common_pb2.GROUP_STATE_EVALUATED,
 }
-
 
 _ACTIVITIES = {each: number for number, each in ACTIVITIES.items()}
 
@@ -51,25 +53,50 @@ class TermState:
 
     # Groups
 
-    def add(self, record: common_pb2.GroupRecord, group: Group, *, now_s: float) -> bool:
-        """A group that is stored in the pool, new or of an earlier term; False when it is known."""
+    def add(self, record: common_pb2.GroupRecord, group: Group, *, now_s: float) -> None:
+        """A new group that is stored in the pool; one that is known is passed over."""
         if group.spec.task_id in self.queue.books:
-            return False
+            return
         self.catalog.add(record.task, digest=record.task_digest)
         self.queue.add(group, now_s=now_s)
-        if not group.phase.open:
-            self.catalog.drop_payload(group.spec.task_id)
-        return True
 
-    def restore(self, stored: StoredGroup, *, now_s: float) -> None:
-        """A group of an earlier term, with what became of its rollouts."""
-        if not self.add(stored.record, stored.group, now_s=now_s):
+    def restore(self, groups: Iterable[StoredGroup], *, now_s: float) -> None:
+        """Groups of an earlier term in queue order, with what became of their rollouts; those that
+        are known are passed over."""
+        for at_rest, run in groupby(groups, key=attrgetter("at_rest")):
+            together = tuple(run)
+            task_ids = [one.group.spec.task_id for one in together]
+            if at_rest and self.queue.books.are_new(task_ids):
+                self._restore_at_rest(task_ids, together, now_s=now_s)
+            else:
+                for stored in together:
+                    self._restore_one(stored, now_s=now_s)
+
+    def _restore_at_rest(
+        self, task_ids: Sequence[TaskId], stored: Sequence[StoredGroup], *, now_s: float
+    ) -> None:
+        """As `_restore_one` would one by one; a new leader has no time for that."""
+        groups, _, entries, tags, outcomes, _ = zip(*stored, strict=True)
+        self.catalog.enter(task_ids, entries, tags)
+        self.queue.add_at_rest(task_ids, groups, now_s=now_s)
+        self._equal.restored(groups)
+        # The latest first: of the earlier ones hardly any is among the recent.
+        domains = map(attrgetter("spec.domain"), reversed(groups))
+        self.progress.recall(domains, reversed(outcomes))
+
+    def _restore_one(self, stored: StoredGroup, *, now_s: float) -> None:
+        group = stored.group
+        task_id = group.spec.task_id
+        if task_id in self.queue.books:
             return
-        self._equal.restored(stored.group)
-        counted = set(stored.group.sealed_ids())
-        for summary in stored.summaries:
-            if summary.trajectory_id in counted:
-                self._count(summary)
+        self.catalog.enter((task_id,), (stored.entry,), (stored.tag,))
+        self.queue.add(group, now_s=now_s)
+        if not group.phase.open:
+            self.catalog.drop_payload(task_id)
+        self._equal.restored((group,))
+        self.progress.recall((group.spec.domain,), (stored.outcomes,))
+        for outcome in stored.outcomes[1::2]:
+            self._equal.sealed(group, outcome)
 
     def find_new(self, tasks: Mapping[str, common_pb2.Task]) -> list[common_pb2.Task]:
         """Those not known. Raises InvalidArgument for a known id with other content."""

@@ -28,9 +28,11 @@ from services.scheduler.actors.registrar import Registrar
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.messages import Connect, GetStatus, RestoreGroups, SetAway
 from services.scheduler.record import OwnRecord, TermRecord
-from services.scheduler.recovery import StoredGroup, enlist, wait_for_shards
+from services.scheduler.recovery import enlist, wait_for_shards
 from services.scheduler.shards import PoolShards
+from services.scheduler.standby import ShardCopies
 from services.scheduler.state import TermState
+from services.scheduler.stored import StoredGroup
 
 RETRY_S = 1.0
 ASK_S = 30.0
@@ -58,11 +60,14 @@ class Term:
         coordinator: Coordinator,
         leadership: Leadership,
         shards: PoolShards,
+        copies: ShardCopies,
     ) -> None:
+        """`copies`: what this instance knows of the shards from the time it stood by."""
         self._config = config
         self._coordinator = coordinator
         self._leadership = leadership
         self._shards = shards
+        self._copies = copies
         self._failed = asyncio.Event()
         # A crash leaves state nobody can vouch for: end the term, and rebuild it from the pool.
         self._actors = ActorSystem("scheduler-term", on_escalate=lambda *_: self._failed.set())
@@ -140,11 +145,10 @@ class Term:
         # least of all now: it stops the process for longer than the lease may wait.
         gc.disable()
         try:
-            found = await enlist(self._shards, enlisted)
+            found = await enlist(self._shards, enlisted, self._copies)
             now_s = time.monotonic()
             for part in _parts(found):
-                for stored in part:
-                    state.restore(stored, now_s=now_s)
+                state.restore(part, now_s=now_s)
                 # The lease that leadership rests on has to be renewed meanwhile.
                 await asyncio.sleep(0)
             gc.freeze()
@@ -213,7 +217,7 @@ class Term:
         """Shards that were not there when the term began. Raises ForgeError."""
         # The record first: a shard it does not name would be forgotten by the next term.
         await self._record().add_shards(joined)
-        found = await enlist(self._shards, joined)
+        found = await enlist(self._shards, joined, self._copies)
         for part in _parts(found):
             await office.queue.ask(RestoreGroups(groups=part), timeout_s=ASK_S)
         self._enlisted |= joined

@@ -184,6 +184,7 @@ async def test_a_deposed_leader_is_refused_everything(shard):
     await put_once_it_is_taken(client, "before")
     await in_sync(replicas)
     await put(client, "in-both")
+    (begin, *_) = await client.groups(since="")
     deposed, _ = await replicas.freeze_leader()
     assert deposed.process is not None
     frozen, deposed.process = deposed.process, None
@@ -196,6 +197,9 @@ async def test_a_deposed_leader_is_refused_everything(shard):
             await late
         listed = {one.group.task.task_id for one in await successor.groups()}
         assert listed == {"before", "in-both", "after"}
+        # What was told by the one is nothing to the other.
+        (anew, *told) = await successor.groups(since=begin.begin.mark)
+        assert (anew.begin.changes_only, len(told)) == (False, 3)
         assert await asyncio.to_thread(frozen.wait) == 0
     finally:
         frozen.kill()

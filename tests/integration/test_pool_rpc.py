@@ -26,7 +26,7 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.chunks import split
 from forge.runtime.rpc.status import translated
 from forge.runtime.security import Claims
-from forge.v1 import pool_pb2, pool_pb2_grpc
+from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc
 from tests.support.etcd import EtcdServer
 from tests.support.pool_process import CALL_S, PoolClient, PoolProcess
 from tests.support.pool_records import damage, make_group, make_reward, make_turn
@@ -177,6 +177,29 @@ async def test_a_scan_lists_thousands_of_groups_in_order(start):
     together = [each.group.queue_index for first in responses for each in (first, *first.more)]
     assert together == list(range(3000))
     assert len(responses) < 10
+
+
+async def test_a_scan_by_mark_lists_what_was_changed_since(start, pool):
+    """A scheduler that stands by asks for that alone, until another process serves the shard."""
+    client = await start()
+    groups = [make_group(f"t{index}", index) for index in range(600)]
+    await client.stub.PutGroups(pool_pb2.PutGroupsRequest(groups=groups, fence=1))
+    begin, *listed = await client.groups(since="")
+    assert (begin.begin.changes_only, len(listed)) == (False, 600)
+    changed = pool_pb2.SetGroupStatesRequest.Change(
+        task_id="t7", state=common_pb2.GROUP_STATE_TRAINED, step=1
+    )
+    await client.stub.SetGroupStates(
+        pool_pb2.SetGroupStatesRequest(changes=[changed, changed], fence=1)
+    )
+    late, only = await client.groups(since=begin.begin.mark)
+    assert late.begin.changes_only
+    assert (only.group.task.task_id, only.group.step) == ("t7", 1)
+    assert len(await client.groups(since=late.begin.mark)) == 1
+    pool.kill()
+    client = await start()
+    anew, *listed = await client.groups(since=late.begin.mark)
+    assert (anew.begin.changes_only, len(listed)) == (False, 600)
 
 
 @pytest.mark.parametrize(

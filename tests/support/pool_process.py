@@ -134,8 +134,8 @@ class PoolClient:
                 found.append(common_pb2.Trajectory.FromString(whole))
         return found
 
-    async def groups(self) -> list[pool_pb2.ScanGroupsResponse]:
-        scan = self.stub.ScanGroups(pool_pb2.ScanGroupsRequest(), timeout=CALL_S)
+    async def groups(self, *, since: str | None = None) -> list[pool_pb2.ScanGroupsResponse]:
+        scan = self.stub.ScanGroups(pool_pb2.ScanGroupsRequest(since=since), timeout=CALL_S)
         return [response async for response in scan]
 
     async def close(self) -> None:

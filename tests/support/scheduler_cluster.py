@@ -3,6 +3,7 @@ them: operator, runner, gateway and trainer."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -27,6 +28,8 @@ from tests.support.pool_records import make_reward, make_turn
 
 START_S = 60.0
 CALL_S = 20.0
+LOOK_S = 0.1
+"""From one look into a log to the next."""
 DEFAULTS = {
     "lease_ttl_s": "2",
     "concurrency": "8",
@@ -78,8 +81,18 @@ class SchedulerProcess:
         return self.process.wait(timeout=START_S)
 
     def logged(self, event: str) -> list[dict[str, Any]]:
-        lines = map(json.loads, self.log_path.read_text().splitlines())
+        if not self.log_path.exists():
+            return []
+        # Without the line that is being written.
+        whole, _, _ = self.log_path.read_text().rpartition("\n")
+        lines = map(json.loads, whole.splitlines())
         return [line for line in lines if line["event"] == event]
+
+    async def until_logged(self, event: str, *, times: int = 1) -> list[dict[str, Any]]:
+        """The events of that name, once there are so many; as long as it takes."""
+        while len(found := self.logged(event)) < times:
+            await asyncio.sleep(LOOK_S)
+        return found
 
 
 class SchedulerCluster:
@@ -107,7 +120,7 @@ class SchedulerCluster:
     def start_pool(self, shard: str = "s0") -> PoolProcess:
         if shard not in self.pools:
             folder = self._folder / f"pool-{shard}"
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             shutil.copy(self._key_file, folder / "key")
             self.pools[shard] = PoolProcess(
                 folder, etcd=self._etcd, cluster=self._cluster, shard=shard

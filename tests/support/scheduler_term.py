@@ -63,7 +63,10 @@ class FakeShards:
     async def raise_fence(self, shard: str) -> None:
         await self._answer(shard)
 
-    async def scan(self, shard: str) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
+    async def scan(
+        self, shard: str, *, since: str = ""
+    ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
+        yield pool_pb2.ScanGroupsResponse(begin=pool_pb2.ScanGroupsResponse.Begin(mark="fake:0"))
         for response in self.scanned if shard == "s0" else ():
             yield response
 

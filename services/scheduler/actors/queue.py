@@ -15,8 +15,8 @@ from forge.core.errors import ActorStopped, MailboxFull, Unavailable
 from forge.runtime.actor import Actor
 from services.scheduler import messages as m
 from services.scheduler import metrics
-from services.scheduler.recovery import new_group
 from services.scheduler.state import TermState
+from services.scheduler.stored import new_group
 from services.scheduler.waiting import WaitingRoom
 
 MAX_TICK_S = 1.0
@@ -96,8 +96,7 @@ class QueueActor(Actor):
                 for record in records:
                     state.add(record, new_group(record), now_s=now_s)
             case m.RestoreGroups(groups=groups):
-                for stored in groups:
-                    state.restore(stored, now_s=now_s)
+                state.restore(groups, now_s=now_s)
             case m.SetActivity(activity=activity):
                 state.queue.books.activity = activity
             case m.SetAway(shards=shards):

@@ -27,8 +27,8 @@ from services.pool.keys import group_key, trajectory_key
 from services.pool.records import Table
 from services.pool.retention import RetentionPolicy, TrainersCoverage
 from services.pool.store import PoolStore
-from services.scheduler.recovery import stored_group
 from services.scheduler.state import TermState
+from services.scheduler.stored import stored_group
 from services.scheduler.validation import digest_of
 from tests.support.pool_records import make_group, make_reward, make_turn
 from tests.support.pool_store import (
@@ -320,8 +320,7 @@ def test_a_new_scheduler_keeps_the_same_books_from_a_freed_pool(store):
 def scheduler_of(store: PoolStore) -> TermState:
     """What a scheduler that takes office makes of the shard."""
     state = TermState(GenerationQueue(QueueSettings(concurrency=8), term=1), max_pending=100)
-    for response in store.groups().groups:
-        state.restore(stored_group(response), now_s=0.0)
+    state.restore(map(stored_group, store.groups().groups), now_s=0.0)
     return state
 
 

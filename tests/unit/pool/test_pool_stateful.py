@@ -143,6 +143,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.now_unix_s = 100.0
         self.model = PoolModel()
         self.compactor: Compactor | None = None
+        self.mark = ""
+        self.scanned: dict[str, pool_pb2.ScanGroupsResponse] = {}
         self.store = self._open()
 
     def _open(self) -> PoolStore:
@@ -171,6 +173,19 @@ class PoolMachine(RuleBasedStateMachine):
         return command
 
     @rule()
+    def scan(self) -> None:
+        """What was told before, with what was changed since in its place, is what there is."""
+        since = self.store.changed_since(self.mark)
+        whole = self.store.groups(brief=True).groups
+        if since.task_ids is None:
+            self.scanned, told = {}, whole
+        else:
+            told, _ = self.store.groups_of(since.task_ids)
+        self.scanned |= {one.group.task.task_id: one for one in told}
+        self.mark = since.mark
+        assert self.scanned == {one.group.task.task_id: one for one in whole}
+
+    @rule()
     def die(self) -> None:
         """What lies in the file is what there is."""
         before = self._directory()
@@ -180,6 +195,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.store.close()
         self.compactor = None
         self.store = self._open()
+        assert self.store.changed_since(self.mark).task_ids is None
 
     @precondition(lambda self: self.compactor is None)
     @rule()

@@ -12,8 +12,9 @@ from forge.core.groups import Phase
 from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.record import TermRecord
-from services.scheduler.recovery import stored_group
+from services.scheduler.standby import ShardCopies
 from services.scheduler.state import TermState
+from services.scheduler.stored import stored_group
 from services.scheduler.term import RESTORED_AT_ONCE, Term
 from tests.support.pool_records import make_reward
 from tests.support.scheduler_cluster import make_task
@@ -55,8 +56,7 @@ def scanned(
 def rebuild(*responses: pool_pb2.ScanGroupsResponse) -> TermState:
     queue = GenerationQueue(QueueSettings(concurrency=8), term=1)
     state = TermState(queue, max_pending=100)
-    for response in responses:
-        state.restore(stored_group(response), now_s=0.0)
+    state.restore(map(stored_group, responses), now_s=0.0)
     return state
 
 
@@ -65,7 +65,7 @@ async def test_leader_keeps_its_lease_while_it_rebuilds_a_long_queue() -> None:
     their time after the last."""
     shards = FakeShards()
     shards.scanned = [scanned(f"t{index}", index) for index in range(5000)]
-    term = Term(SchedulerConfig(), None, None, shards)
+    term = Term(SchedulerConfig(), None, None, shards, ShardCopies(shards))
     turns = 0
 
     async def count() -> None:

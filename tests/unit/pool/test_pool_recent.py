@@ -1,0 +1,168 @@
+"""What a scan is told that asks only for what was changed since an earlier one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forge.v1 import common_pb2, pool_pb2, replica_pb2
+from services.pool.commands import FreeGroups
+from services.pool.readers import Readers
+from services.pool.recent import RecentChanges
+from services.pool.records import Table, seal_value
+from services.pool.service import PoolServicer
+from services.pool.store import PoolStore
+from tests.support.pool_records import make_group, make_reward, make_turn
+from tests.support.pool_store import append, change, commit, put_groups, reward, seal, set_states
+
+TRAINED = common_pb2.GROUP_STATE_TRAINED
+
+
+def changed(store: PoolStore, mark: str) -> list[str] | None:
+    task_ids = store.changed_since(mark).task_ids
+    return None if task_ids is None else sorted(task_ids)
+
+
+def mark_of(store: PoolStore) -> str:
+    return store.changed_since("").mark
+
+
+def test_whatever_a_scan_would_tell_otherwise_is_named(store):
+    """A group, its state, its trajectories, their rewards, what was freed; nothing twice, and
+    nothing that no scan tells."""
+    put_groups(store, make_group("a"), make_group("b", 1), make_group("c", 2))
+    mark = mark_of(store)
+    assert changed(store, mark) == []
+    put_groups(store, make_group("d", 3))
+    append(store, make_turn("a:0:0"))
+    assert changed(store, mark) == ["a", "d"]
+    mark = mark_of(store)
+    append(store, make_turn("a:0:0", 1))
+    put_groups(store, make_group("b", 1), fence=7)
+    assert changed(store, mark) == []
+    seal(store, "a:0:0", turns=2)
+    set_states(store, change("b", TRAINED, batch_id="x", step=1), fence=7)
+    assert changed(store, mark) == ["a", "b"]
+    mark = mark_of(store)
+    reward(store, make_reward("late"), trajectory_id="a:0:0")
+    commit(store, FreeGroups(task_ids=("b",), covered_step=1, max_records=9, now_unix_s=1.0))
+    assert changed(store, mark) == ["a", "b"]
+
+
+def test_mark_of_another_process_or_of_nobody_is_unknown(store, open_store):
+    """The record is in memory: a shard that is opened again tells everything, once."""
+    put_groups(store, make_group("a"))
+    mark = mark_of(store)
+    again = open_store(shard="s0")
+    process = mark_of(again).partition(":")[0]
+    for unknown in (mark, "", "nonsense", f"{process}:", f"{process}:x", f"{process}:9"):
+        assert changed(again, unknown) is None
+    assert changed(again, mark_of(again)) == []
+
+
+def test_mark_older_than_the_record_is_unknown():
+    """It is bounded: what was changed first is forgotten first, and then all marks before that."""
+    recent = RecentChanges(most_tasks=2)
+    marks = []
+    for task in "abcd":
+        marks.append(recent.since("").mark)
+        recent.note(Table.GROUPS, task.encode())
+        recent.committed()
+    assert [recent.since(mark).task_ids for mark in marks] == [None, None, ["d", "c"], ["d"]]
+    recent.note(Table.STATES, b"c")
+    recent.committed()
+    assert recent.since(marks[2]).task_ids == ["c", "d"]
+
+
+def test_commit_that_is_being_made_is_told_again_after_it():
+    """A scan may have seen it or not: its mark is of the commit before."""
+    recent = RecentChanges()
+    recent.note(Table.STATES, b"a")
+    during = recent.since("").mark
+    recent.committed()
+    assert recent.since(during).task_ids == ["a"]
+    assert recent.since(recent.since("").mark).task_ids == []
+
+
+def test_commit_that_failed_hides_none_that_comes_after_it():
+    """What it noted is in no mark, and told with what the next one changes."""
+    recent = RecentChanges()
+    recent.note(Table.STATES, b"a")
+    after = recent.since("").mark
+    recent.note(Table.STATES, b"b")
+    recent.committed()
+    assert recent.since(after).task_ids == ["b", "a"]
+
+
+def test_what_a_follower_takes_is_noted(node):
+    """One that leads later knows what it took itself; a whole copy ends every mark before it."""
+    follower = node("b")
+    mark = mark_of(follower.store)
+    record = replica_pb2.RecordKey(table=Table.STATES.value, key=b"a")
+    value = seal_value(b"a", b"")
+    commit_step = replica_pb2.FollowStep(commit=replica_pb2.RecordChanges(position=2))
+    commit_step.commit.changes.add(record=record, value=value)
+    follower.take(replica_pb2.FollowStep(caught_up_position=1), commit_step)
+    assert changed(follower.store, mark) == ["a"]
+    copy = replica_pb2.FollowStep()
+    copy.begin.from_scratch = True
+    follower.take(copy)
+    assert changed(follower.store, mark) is None
+    assert changed(follower.store, mark_of(follower.store)) == []
+
+
+async def scan(store: PoolStore, **request: Any) -> list[pool_pb2.ScanGroupsResponse]:
+    readers = Readers(1)
+    servicer = PoolServicer(store, None, readers, None, max_turn_bytes=1)
+    try:
+        asked = pool_pb2.ScanGroupsRequest(**request)
+        return [response async for response in servicer.ScanGroups(asked, None)]
+    finally:
+        await readers.close()
+
+
+async def test_scan_by_mark_begins_with_the_next_mark_and_leaves_out_the_rest(store):
+    """What is over comes without its payload, what is open without its turns counted."""
+    digest = {"task_digest": b"d"}
+    over, running = make_group("over", payload_json='{"q": 1}'), make_group("open", 1)
+    for group in (over, running):
+        group.MergeFrom(common_pb2.GroupRecord(**digest))
+    put_groups(store, over, running)
+    set_states(store, change("over", TRAINED, batch_id="x", step=1))
+    append(store, make_turn("open:0:0"))
+    begin, first, second = await scan(store, since="")
+    assert begin.begin.mark
+    assert not begin.begin.changes_only
+    assert not begin.HasField("group")
+    assert (first.group.task.task_id, first.group.task.payload_json) == ("over", "")
+    assert second.group.task.payload_json == "{}"
+    assert (second.trajectories[0].turns, second.trajectories[0].sampled_tokens) == (0, 0)
+    (plain, _) = await scan(store)
+    assert plain.group.task.payload_json == '{"q": 1}'
+    assert not plain.HasField("begin")
+
+    begin, *told = await scan(store, since=begin.begin.mark)
+    assert begin.begin.changes_only
+    assert told == []
+    seal(store, "open:0:0")
+    (begin, only) = await scan(store, since=begin.begin.mark)
+    assert only.group.task.task_id == "open"
+
+
+async def test_payload_without_a_digest_is_told(store):
+    """It is what a task is known again by."""
+    put_groups(store, make_group("a", payload_json='{"q": 1}'))
+    set_states(store, change("a", TRAINED, batch_id="x", step=1))
+    (_, told) = await scan(store, since="")
+    assert told.group.task.payload_json == '{"q": 1}'
+
+
+async def test_changes_come_page_by_page(store):
+    """As many as there are, in messages that fit, and a task without a group in none."""
+    mark = mark_of(store)
+    put_groups(store, *(make_group(f"t{index}", index) for index in range(1200)))
+    append(store, make_turn("orphan:0:0"))
+    begin, *pages = await scan(store, since=mark, together=True)
+    assert begin.begin.changes_only
+    assert [1 + len(page.more) for page in pages] == [511, 512, 177]
+    found = {one.group.task.task_id for page in pages for one in (page, *page.more)}
+    assert len(found) == 1200

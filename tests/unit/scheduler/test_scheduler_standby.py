@@ -1,0 +1,200 @@
+"""What an instance that stands by keeps of the shards, and when it throws that away."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from forge.core.errors import FailedPrecondition, Unavailable
+from forge.v1 import common_pb2, pool_pb2
+from services.pool.store import PoolStore
+from services.scheduler import standby
+from services.scheduler.recovery import enlist
+from services.scheduler.standby import ShardCopies
+from services.scheduler.stored import StoredGroup
+from tests.support.pool_records import make_group, make_reward
+from tests.support.pool_store import change, put_groups, reward, seal, set_states
+from tests.support.scheduler_standby import StoreScans
+
+TRAINED = common_pb2.GROUP_STATE_TRAINED
+
+
+@pytest.fixture
+def scans(tmp_path: Path) -> Any:
+    """Two shards, of which one holds three groups."""
+    scans = StoreScans({name: PoolStore(tmp_path / name, shard=name) for name in ("s0", "s1")})
+    put_groups(scans.stores["s0"], *(make_group(name, index) for index, name in enumerate("abc")))
+    yield scans
+    for store in scans.stores.values():
+        store.close()
+
+
+def names(groups: list[StoredGroup]) -> list[str]:
+    return [stored.group.spec.task_id for stored in groups]
+
+
+async def test_only_what_was_changed_is_asked_for(scans: StoreScans) -> None:
+    """The first look takes everything, later ones what was changed since, be it nothing."""
+    copies = ShardCopies(scans)
+    store = scans.stores["s0"]
+    await copies.refresh("s0")
+    await copies.refresh("s0")
+    set_states(store, change("b", TRAINED, batch_id="x", step=1))
+    put_groups(store, make_group("d", 3))
+    await copies.refresh("s0")
+    await copies.refresh("s0")
+    assert scans.told == [3, 0, 2, 0]
+    assert names(copies.take(["s0"])) == ["a", "b", "c", "d"]
+
+
+async def test_shard_of_another_process_is_scanned_anew(scans: StoreScans, tmp_path: Path) -> None:
+    """After a restart, a fail-over, or with what a backup held, nothing of the copy is left."""
+    copies = ShardCopies(scans)
+    await copies.refresh("s0")
+    scans.stores["s0"].close()
+    scans.stores["s0"] = PoolStore(tmp_path / "restored", shard="s0")
+    put_groups(scans.stores["s0"], make_group("older", 0))
+    await copies.refresh("s0")
+    assert names(copies.take(["s0"])) == ["older"]
+
+
+async def test_whole_scans_alone_are_told_of(scans: StoreScans) -> None:
+    """Not each look at a shard that holds nothing, or of which all is changed."""
+    copies = ShardCopies(scans)
+    with capture_logs() as logged:
+        for _ in range(3):
+            await copies._follow("s0")
+            await copies._follow("s1")
+            every = [change(name, TRAINED, batch_id="x", step=1) for name in "abc"]
+            set_states(scans.stores["s0"], *every)
+    assert [(line["event"], line["groups"]) for line in logged] == [
+        ("pool_shard_scanned", 3),
+        ("pool_shard_scanned", 0),
+    ]
+
+
+async def test_scan_that_was_cut_short_changes_nothing(scans: StoreScans) -> None:
+    """The copy stays at its mark: what the scan told is asked for again."""
+    copies = ShardCopies(scans)
+    await copies.refresh("s0")
+    set_states(scans.stores["s0"], change("a", TRAINED, step=1), change("b", TRAINED, step=1))
+    scans.break_after = 2
+    with pytest.raises(Unavailable):
+        await copies.refresh("s0")
+    scans.break_after = None
+    assert await copies.refresh("s0") == 2
+    assert [stored.group.step for stored in copies.take(["s0"])] == [1, 1, 0]
+
+
+async def test_first_scan_that_was_cut_short_leaves_no_copy(scans: StoreScans) -> None:
+    """Half a shard is none."""
+    copies = ShardCopies(scans)
+    scans.break_after = 2
+    with pytest.raises(Unavailable):
+        await copies.refresh("s0")
+    scans.break_after = None
+    assert await copies.refresh("s0") == 3
+
+
+async def test_groups_are_handed_over_once(scans: StoreScans) -> None:
+    """A term changes what it is built from: who stands again after one scans anew."""
+    copies = ShardCopies(scans)
+    await copies.refresh("s0")
+    copies.take(["s0"])
+    assert await copies.refresh("s0") == 3
+
+
+async def test_what_is_held_of_a_group_that_is_over_is_small(scans: StoreScans) -> None:
+    """No payload, no rollouts, no messages; late rewards count all the same."""
+    store = scans.stores["s0"]
+    group = make_group("big", 9, payload_json='{"x": "' + 10_000 * "x" + '"}')
+    group.task_digest = b"digest"
+    put_groups(store, group)
+    seal(store, "big:0:0", turns=0, rewards=[make_reward(value=0.25)])
+    seal(store, "big:1:7", turns=0, rewards=[make_reward(value=0.5)], now_unix_s=200.0)
+    set_states(store, change("big", TRAINED, batch_id="x", step=1))
+    copies = ShardCopies(scans)
+    await copies.refresh("s0")
+    reward(store, make_reward("late", 0.125), trajectory_id="big:0:0")
+    await copies.refresh("s0")
+    *_, stored = copies.take(["s0"])
+    assert len(stored.entry.task) < 100
+    assert stored.entry.digest == b"digest"
+    assert (stored.group.rollouts, stored.group.counted) == ([], (0, 7))
+    assert list(stored.outcomes) == [200.0, 0.5, 100.0, 0.375]
+    assert stored.at_rest
+
+
+class OlderScans:
+    """A shard that gives no marks."""
+
+    async def scan(
+        self, shard: str, *, since: str = ""
+    ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
+        yield pool_pb2.ScanGroupsResponse(group=make_group())
+
+
+async def test_pool_of_an_earlier_version_is_named() -> None:
+    """It ignores what it is asked: nobody could tell its answer from a whole scan."""
+    with pytest.raises(FailedPrecondition, match="pool shard s0 gives no marks: upgrade it first"):
+        await ShardCopies(OlderScans()).refresh("s0")
+
+
+class FencedScans(StoreScans):
+    """Shards whose last leader writes until its fence is stale."""
+
+    async def raise_fence(self, shard: str) -> None:
+        set_states(self.stores[shard], change("c", TRAINED, batch_id="x", step=1), fence=1)
+        set_states(self.stores[shard], fence=2)
+
+
+async def test_last_write_of_the_leader_before_is_seen(scans: StoreScans) -> None:
+    """The fence comes before the look that counts, however lately the standby looked."""
+    fenced = FencedScans({"s0": scans.stores["s0"]})
+    copies = ShardCopies(fenced)
+    await copies.refresh("s0")
+    found = await enlist(fenced, ["s0"], copies)
+    assert names(found) == ["a", "b", "c"]
+    assert found[2].group.batch_id == "x"
+    assert fenced.told == [3, 1]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby, "FOLLOW_S", 0.0)
+    monkeypatch.setattr(standby, "RETRY_S", 0.0)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():
+            await asyncio.sleep(0)
+
+
+async def test_standby_follows_the_shards_that_are_there(scans: StoreScans, quick: None) -> None:
+    """One that goes is forgotten, one that comes is scanned, one that fails is tried again; the
+    collector is on in between."""
+    gone = scans.stores.pop("s1")
+    copies = ShardCopies(scans)
+    scans.break_after = 1
+    following = asyncio.create_task(copies.follow())
+    await until(lambda: len(scans.told) > 2)
+    scans.break_after = None
+    await until(lambda: "s0" in copies._copies)
+    scans.stores["s1"] = gone
+    await until(lambda: "s1" in copies._copies)
+    away = scans.stores.pop("s0")
+    await until(lambda: "s0" not in copies._copies)
+    scans.stores["s0"] = away
+    await until(lambda: "s0" in copies._copies)
+    following.cancel()
+    await asyncio.wait({following})
+    assert following.cancelled()
+    assert gc.isenabled()
+    assert names(copies.take(["s0", "s1"])) == ["a", "b", "c"]

@@ -1,0 +1,246 @@
+"""A standby's copies after random histories of the shards, against a scan from the beginning.
+
+Two real stores are written to as leaders, gateways and retention write to them, and now and then
+opened again, compacted, or made to forget. The standby looks when it looks. Whenever it is elected
+its term must be the very one that an instance which never stood by would build, group by group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from forge.core.admission import Mode, QueueSettings
+from forge.core.errors import ForgeError
+from forge.core.generation import GenerationQueue
+from forge.v1 import common_pb2
+from services.pool.commands import FreeGroups, MarkOrphans
+from services.pool.compaction import NOTED_BYTES
+from services.pool.recent import RecentChanges
+from services.pool.store import PoolStore
+from services.scheduler.equal_rewards import REASON
+from services.scheduler.standby import ShardCopies
+from services.scheduler.state import TermState
+from services.scheduler.stored import StoredGroup
+from services.scheduler.validation import digest_of
+from tests.support.pool_records import make_reward, make_turn
+from tests.support.pool_store import append, change, commit, put_groups, reward, seal, set_states
+from tests.support.scheduler_cluster import make_task
+from tests.support.scheduler_standby import StoreScans, everything_in
+
+SHARDS = ("s0", "s1")
+TASKS = 12
+STATES = ("BATCHED", "TRAINED", "TRAINED", "TRAINED", "TOMBSTONED", "PENDING")
+MODES = {mode: QueueSettings(concurrency=4, window=4, mode=mode) for mode in Mode}
+
+shards = st.sampled_from(SHARDS)
+numbers = st.integers(0, TASKS - 1)
+rollouts = st.tuples(st.integers(0, 1), st.sampled_from([0, 0, 1, 1000]))
+values = st.sampled_from([0.0, 0.25, 1.0])
+
+
+class StandbyMachine(RuleBasedStateMachine):
+    """See the module's docstring."""
+
+    @initialize(mode=st.sampled_from(Mode), skip=st.booleans(), remembered=st.sampled_from([2, 99]))
+    def begin(self, mode: Mode, skip: bool, remembered: int) -> None:
+        shared = Path("/dev/shm")
+        self.root = Path(tempfile.mkdtemp(dir=shared if shared.is_dir() else None))
+        self.loop = asyncio.new_event_loop()
+        self.mode, self.skip, self.remembered = mode, skip, remembered
+        self.now_unix_s = 1000.0
+        self.known: dict[int, str] = {}
+        """Where each group is, by number."""
+        self.scans = StoreScans({shard: self._open(shard) for shard in SHARDS})
+        self.copies = ShardCopies(self.scans)
+
+    def _open(self, shard: str) -> PoolStore:
+        store = PoolStore(self.root / shard, shard=shard)
+        store._recent = RecentChanges(most_tasks=self.remembered)
+        return store
+
+    def _of(self, number: int) -> PoolStore:
+        # What has no group yet is written to a shard all the same.
+        return self.scans.stores[self.known.get(number, SHARDS[number % 2])]
+
+    def _now(self) -> float:
+        self.now_unix_s += 1.0
+        return self.now_unix_s
+
+    def _try(self, write: Any, *arguments: Any, **more: Any) -> None:
+        try:
+            write(*arguments, **more)
+        except ForgeError:
+            return  # A shard refuses what makes no sense.
+
+    # What happens on the shards
+
+    @rule(
+        some=st.lists(numbers, min_size=1, max_size=6, unique=True),
+        size=st.integers(1, 2),
+        evaluation=st.booleans(),
+        priority=st.integers(0, 3),
+        digest=st.booleans(),
+    )
+    def submit(
+        self, some: list[int], size: int, evaluation: bool, priority: int, digest: bool
+    ) -> None:
+        for number in some:
+            if number in self.known:
+                continue
+            shard = self.known[number] = SHARDS[(number // 3) % 2]
+            task = make_task(
+                f"t{number}",
+                domain=("code", "qa")[number % 2],
+                size=size,
+                evaluation=evaluation and number % 3 == 0,
+                tag="x" if number % 4 == 0 else "",
+            )
+            task.priority = priority
+            record = common_pb2.GroupRecord(
+                task=task,
+                queue_index=number,
+                state=common_pb2.GROUP_STATE_PENDING,
+                pool_shard=shard,
+                task_digest=digest_of(task) if digest else b"",
+            )
+            put_groups(self._of(number), record)
+
+    @rule(number=numbers, rollout=rollouts, value=values, sealed=st.integers(0, 3))
+    def close(self, number: int, rollout: tuple[int, int], value: float, sealed: int) -> None:
+        state = "SEALED" if sealed else "ABANDONED"
+        self._try(
+            seal,
+            self._of(number),
+            f"t{number}:{rollout[0]}:{rollout[1]}",
+            turns=0,
+            state=common_pb2.TrajectoryState.Value(f"TRAJECTORY_STATE_{state}"),
+            domain="code",
+            rewards=[make_reward(value=value)] if value else [],
+            now_unix_s=self._now(),
+        )
+
+    @rule(number=numbers, rollout=rollouts)
+    def begin_rollout(self, number: int, rollout: tuple[int, int]) -> None:
+        self._try(append, self._of(number), make_turn(f"t{number}:{rollout[0]}:{rollout[1]}"))
+
+    @rule(number=numbers, rollout=rollouts, value=values, event=st.sampled_from(["late", "later"]))
+    def reward_late(self, number: int, rollout: tuple[int, int], value: float, event: str) -> None:
+        trajectory_id = f"t{number}:{rollout[0]}:{rollout[1]}"
+        self._try(reward, self._of(number), make_reward(event, value), trajectory_id=trajectory_id)
+
+    @rule(
+        some=st.lists(numbers, min_size=1, max_size=5, unique=True),
+        state=st.sampled_from(STATES),
+        step=st.integers(1, 3),
+        reason=st.sampled_from(["gone", REASON]),
+    )
+    def settle(self, some: list[int], state: str, step: int, reason: str) -> None:
+        """Commits, gives up, or, as a rewind does, takes back."""
+        for number in some:
+            changed = change(
+                f"t{number}",
+                common_pb2.GroupState.Value(f"GROUP_STATE_{state}"),
+                batch_id=f"batch-0-{step}" if state in ("BATCHED", "TRAINED") else "",
+                step=step if state == "TRAINED" else 0,
+                reason=reason if state == "TOMBSTONED" else "",
+            )
+            self._try(set_states, self._of(number), changed, now_unix_s=self._now())
+
+    @rule(number=numbers, limit=st.sampled_from([1, 100]))
+    def free(self, number: int, limit: int) -> None:
+        """What retention does."""
+        command = FreeGroups(
+            task_ids=(f"t{number}",), covered_step=2, max_records=limit, now_unix_s=self._now()
+        )
+        commit(self._of(number), command)
+
+    @rule(number=numbers)
+    def give_up_orphan(self, number: int) -> None:
+        command = MarkOrphans(task_ids=(f"t{number}",), now_unix_s=self._now())
+        if number not in self.known:
+            commit(self._of(number), command)
+
+    # What happens to the shards
+
+    @rule(shard=shards)
+    def restart(self, shard: str) -> None:
+        self.scans.stores[shard].close()
+        self.scans.stores[shard] = self._open(shard)
+
+    @rule(shard=shards)
+    def exchange_file(self, shard: str) -> None:
+        store = self.scans.stores[shard]
+        store._environment.note_changes(NOTED_BYTES)
+        compactor = store.compactor()
+        compactor._copy_directory.mkdir()
+        store._environment._lmdb.copy(str(compactor._copy_directory), compact=True)
+        self._try(put_groups, store, fence=1)
+        compactor._finish()
+        compactor._clean()
+
+    # What the standby does
+
+    @rule(shard=shards)
+    def look(self, shard: str) -> None:
+        self.loop.run_until_complete(self.copies.refresh(shard))
+
+    @rule(shard=shards, after=st.integers(0, 3))
+    def look_in_vain(self, shard: str, after: int) -> None:
+        """The shard is gone in the middle of its answer."""
+        self.scans.break_after = after
+        self._try(self.loop.run_until_complete, self.copies.refresh(shard))
+        self.scans.break_after = None
+
+    @precondition(lambda self: len(self.known) > 2)
+    @rule()
+    def take_office(self) -> None:
+        """And stand by anew."""
+        cold, warm = (self._enlisted(copies) for copies in (ShardCopies(self.scans), self.copies))
+        assert [everything_in(one) for one in warm] == [everything_in(one) for one in cold]
+        expected = self._term(cold, one_by_one=True)
+        assert everything_in(self._term(warm, one_by_one=False)) == everything_in(expected)
+        self.copies = ShardCopies(self.scans)
+
+    def _enlisted(self, copies: ShardCopies) -> list[StoredGroup]:
+        for shard in SHARDS:
+            self.loop.run_until_complete(copies.refresh(shard))
+        return copies.take(SHARDS)
+
+    def _term(self, groups: list[StoredGroup], *, one_by_one: bool) -> TermState:
+        queue = GenerationQueue(MODES[self.mode], term=1)
+        state = TermState(queue, max_pending=100, skip_equal_rewards=self.skip)
+        if one_by_one:
+            for stored in groups:
+                state._restore_one(stored, now_s=1.0)
+        else:
+            state.restore(groups[:5], now_s=1.0)
+            state.restore(groups[5:], now_s=1.0)
+        return state
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scans"):
+            return
+        try:
+            self.take_office()
+        finally:
+            for store in self.scans.stores.values():
+                store.close()
+            self.loop.close()
+            shutil.rmtree(self.root)
+
+
+StandbyMachine.TestCase.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestStandby = StandbyMachine.TestCase
