@@ -93,6 +93,7 @@ class Campaign:
         self._enter("after")
         version = await self._final_weights_served()
         after = await self._evaluate("eval-after")
+        await self._trainer_evaluated()
         self._enter("done")
         return CampaignResult(before=before, after=after, weight_version=version)
 
@@ -185,6 +186,15 @@ class Campaign:
             trainer, inference = self.progress.trainer, self.progress.inference
             if trainer and inference and inference.weight_version >= trainer.weight_version > 0:
                 return inference.weight_version
+            await asyncio.sleep(POLL_S)
+
+    async def _trainer_evaluated(self) -> None:
+        """Wait until the trainer has told what it measured while training went on."""
+        while True:
+            await self._observe()
+            self._on_progress(self.progress)
+            if self.progress.trainer is None or not self.progress.trainer.evaluating:
+                return
             await asyncio.sleep(POLL_S)
 
     async def _observe(self) -> None:

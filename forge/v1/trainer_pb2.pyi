@@ -456,6 +456,7 @@ class GetTrainerStatusResponse(_message.Message):
     LATEST_FIELD_NUMBER: _builtins.int
     OLDEST_CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
     LATEST_EVALUATION_FIELD_NUMBER: _builtins.int
+    EVALUATING_FIELD_NUMBER: _builtins.int
     phase: Global___TrainerPhase.ValueType
     step: _builtins.int
     max_steps: _builtins.int
@@ -465,6 +466,8 @@ class GetTrainerStatusResponse(_message.Message):
     """Of the oldest checkpoint kept: no rewind goes to an earlier step, so the pool may free what it
     and the steps before trained. 0 without a checkpoint, and while one is being looked for.
     """
+    evaluating: _builtins.bool
+    """One is in flight."""
     @_builtins.property
     def latest(self) -> Global___StepMetrics: ...
     @_builtins.property
@@ -482,10 +485,11 @@ class GetTrainerStatusResponse(_message.Message):
         latest: Global___StepMetrics | None = ...,
         oldest_checkpoint_step: _builtins.int = ...,
         latest_evaluation: Global___Evaluation | None = ...,
+        evaluating: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "latest_evaluation", b"latest_evaluation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "latest", b"latest", "latest_evaluation", b"latest_evaluation", "max_steps", b"max_steps", "oldest_checkpoint_step", b"oldest_checkpoint_step", "phase", b"phase", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "evaluating", b"evaluating", "latest", b"latest", "latest_evaluation", b"latest_evaluation", "max_steps", b"max_steps", "oldest_checkpoint_step", b"oldest_checkpoint_step", "phase", b"phase", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

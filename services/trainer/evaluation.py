@@ -139,6 +139,10 @@ class Evaluator:
         in_hand = {each.step for each in (*self._waiting, self._current) if each is not None}
         return step in in_hand or any(each.step == step for each in self._record.evaluations)
 
+    def _show(self, in_flight: bool) -> None:
+        self._record.evaluating = in_flight
+        metrics.show_evaluating(in_flight)
+
     def _skip(self, step: int, why: str) -> None:
         self._skipped += 1
         metrics.show_no_evaluation("skipped")
@@ -151,18 +155,18 @@ class Evaluator:
             version = self._record.weight_version
             self._waiting.append(_Due(step=step, weight_version=version, fresh=True))
         if self._waiting and not self._busy:
+            self._show(True)
             self._work = asyncio.create_task(self._evaluate_waiting())
             self._work.add_done_callback(_tell_crash)
 
     async def _evaluate_waiting(self) -> None:
-        metrics.show_evaluating(True)
         try:
             while self._waiting:
                 self._current = self._waiting.popleft()
                 await self._evaluate(self._current)
                 self._current = None
         finally:
-            metrics.show_evaluating(False)
+            self._show(False)
 
     async def _evaluate(self, due: _Due) -> None:
         """Follow one to its end, through every outage of the others."""

@@ -32,6 +32,8 @@ class TrainingRecord:
         self.checkpoint_step = 0
         self.oldest_checkpoint_step = 0
         """0 while training is being resumed: then any checkpoint may turn out to be the one."""
+        self.evaluating = False
+        """An evaluation is in flight."""
         self._max_steps = max_steps
         self._steps: list[pb.StepMetrics] = []
         self._evaluations: list[pb.Evaluation] = []
@@ -108,6 +110,7 @@ class TrainingRecord:
             oldest_checkpoint_step=self.oldest_checkpoint_step,
             latest=self._steps[-1] if self._steps else None,
             latest_evaluation=self._evaluations[-1] if self._evaluations else None,
+            evaluating=self.evaluating,
         )
 
     async def watch(self, after_step: int) -> AsyncGenerator[pb.StepMetrics, None]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from forge.cli import campaign as campaign_module
 from forge.cli import training_run
 from forge.cli.campaign import Campaign, Progress
 from forge.cli.display import RunDisplay, evaluations_table
@@ -102,8 +103,10 @@ def test_an_evaluation_is_one_line_once() -> None:
     )
 
 
-async def test_each_evaluation_is_noted_once_however_often_it_is_looked_at() -> None:
-    """A trainer that is away leaves what is known."""
+async def test_each_evaluation_is_noted_once_and_the_last_one_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often it is looked at; a trainer that is away leaves what is known."""
     answers: list[Any] = [
         pb.GetTrainerStatusResponse(),
         pb.GetTrainerStatusResponse(latest_evaluation=EVALUATION),
@@ -135,8 +138,14 @@ async def test_each_evaluation_is_noted_once_however_often_it_is_looked_at() -> 
         seed=0,
         on_progress=lambda progress: None,
     )
-    while answers:
+    while len(answers) > 1:
         await campaign._observe()
+    assert [each.step for each in campaign.progress.evaluations] == [6]
+    # The last one may end after the run's own measurement: nobody may stop the trainer before.
+    monkeypatch.setattr(campaign_module, "POLL_S", 0.0)
+    answers[:0] = [pb.GetTrainerStatusResponse(evaluating=True)] * 2
+    await campaign._trainer_evaluated()
+    assert not answers
     assert [each.step for each in campaign.progress.evaluations] == [6, 12]
 
 

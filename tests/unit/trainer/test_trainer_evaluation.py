@@ -268,10 +268,13 @@ async def test_rollouts_that_all_failed_are_told_as_failed(run: Run, system: Sys
     """Not as a model that scores 0: no version is named."""
     run.steps(2)
     await run.until(lambda: len(system.tasks) == 2)
+    assert run.record.status().evaluating
     system.end()
     told = await run.until_told(2)
     assert (told.rollouts, told.failed, told.mean_reward, told.length_tokens) == (4, 4, 0.0, 0.0)
     assert (told.min_weight_version, told.max_weight_version) == (-1, -1)
+    await run.settle()
+    assert not run.record.status().evaluating
 
 
 async def test_a_restart_follows_what_was_begun_and_samples_nothing_twice(
@@ -328,7 +331,7 @@ async def test_steps_taken_again_are_not_evaluated_again(run: Run, system: Syste
     run.rewind(history)
     run.step()
     system.end(1.0, 1.0)
-    await run.until_told(2)
+    assert (await run.until_told(2)).skipped == 0
     assert len(system.tasks) == 2
 
 

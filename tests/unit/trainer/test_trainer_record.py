@@ -85,7 +85,8 @@ def test_a_full_disk_stops_no_step(tmp_path: Path, capsys: pytest.CaptureFixture
     one.append(step(3))
     one.append(step(4))
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3, 4]
-    assert capsys.readouterr().out.count("metrics_not_written") == 1
+    # Where logs go is the business of whoever configured them first in this process.
+    assert "".join(capsys.readouterr()).count("metrics_not_written") == 1
 
 
 async def test_watchers_are_told_when_it_ends() -> None:
