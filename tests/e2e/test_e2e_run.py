@@ -13,8 +13,10 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_run_trains_and_prints_the_table(tmp_path: Path, forge_root: Path) -> None:
-    """A run ends with exit code 0, a table per domain, and weights that went through the stream."""
-    run = ForgeRun(tmp_path / "run", root=forge_root, steps=3)
+    """A run ends with exit code 0, a table per domain, and weights that went through the stream;
+    held-out tasks were measured on the way too."""
+    extra = ("--eval-every-steps", "1")
+    run = ForgeRun(tmp_path / "run", root=forge_root, steps=3, extra=extra)
     run.start()
     run.wait_for_step(1)
     pids = run.stack_pids()
@@ -30,6 +32,11 @@ def test_run_trains_and_prints_the_table(tmp_path: Path, forge_root: Path) -> No
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["merge_ratio"] > 1 for step in steps)
     assert (run.directory / "curves.svg").exists()
+    first, *_ = run.evaluations()
+    assert first["step"] == 1 and 2 <= first["min_weight_version"] <= first["max_weight_version"]
+    assert set(first["domains"]) == {"reasoning", "qa", "code", "general"}
+    assert first["rollouts"] == 16 and first["length_tokens"] > 0
+    assert "held-out after step 1 " in output and "while training" in output
 
 
 def test_interrupted_run_leaves_no_process_and_resumes(tmp_path: Path, forge_root: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -95,6 +96,13 @@ class ForgeRun:
 
     def metrics(self) -> list[dict[str, float]]:
         """One entry per optimizer step, in the order they were taken."""
+        return [line for line in self._recorded() if "step" in line]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """One entry per evaluation while training went on, in the order they ended."""
+        return [line["evaluation"] for line in self._recorded() if "evaluation" in line]
+
+    def _recorded(self) -> list[dict[str, Any]]:
         lines = (self.directory / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
