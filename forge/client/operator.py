@@ -8,6 +8,7 @@ of any one instance.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ BATCH_BYTES = 2 << 20
 RECONNECT_S = 0.5
 SOLVED_OUTCOME = 1.0 - 1e-6
 """Of a task that is solved: 1, but for the rounding of a sum."""
+LOOK_PAUSE = 9.0
+"""Between two looks at a tag, over the time a look takes: thousands of groups take a second of the
+scheduler's each time."""
 LIST_SILENCE_S = 30.0
 """A list of groups may be long: as long as it comes, it is waited for."""
 
@@ -135,18 +139,20 @@ class Operator:
         groups: int,
         poll_s: float,
         on_look: Callable[[int], Awaitable[None]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> list[DomainResult]:
-        """Results of `tag` once that many groups have ended, looked for every `poll_s`.
-
-        `on_look` is told after each look how many have.
+        """Results of `tag` once that many groups have ended, looked for every `poll_s`, or less
+        often where a look takes long. `on_look` is told after each how many have.
         """
         while True:
+            began_s = clock()
             done = [group async for group in self.groups(tag) if ended(group)]
             if on_look is not None:
                 await on_look(len(done))
             if len(done) >= groups:
                 return domain_results(done)
-            await asyncio.sleep(poll_s)
+            await sleep(max(poll_s, LOOK_PAUSE * (clock() - began_s)))
 
     async def tail(self, *, after_step: int = 0) -> AsyncIterator[trainer_pb2.StepMetrics]:
         """Metrics of every step after `after_step`, then live ones, for as long as one reads.

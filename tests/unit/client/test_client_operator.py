@@ -196,8 +196,17 @@ async def test_a_tag_is_followed_until_all_its_groups_ended(
         for each in system.scheduler.groups:
             each.group.state = tombstoned
 
-    (sums,) = await operator.all_ended("test", groups=2, poll_s=0.0, on_look=looked)
-    assert seen == [1, 2]
+    # A look takes half a second here: nine times as long it is left in peace, or for `poll_s`.
+    paused_s: list[float] = []
+
+    async def sleep(pause_s: float) -> None:
+        paused_s.append(pause_s)
+
+    clock = itertools.count(step=0.5).__next__
+    (sums,) = await operator.all_ended(
+        "test", groups=2, poll_s=2.0, on_look=looked, clock=clock, sleep=sleep
+    )
+    assert seen == [1, 2] and paused_s == [4.5]
     assert (sums.rollouts, sums.failed, sums.mean_outcome) == (4, 4, 0.0)
     assert (sums.min_weight_version, sums.max_weight_version) == (-1, -1)
 
