@@ -19,7 +19,7 @@ from random import Random
 from forge.agents.environments import get_domain
 from forge.agents.environments.base import Domain
 from forge.agents.plugins import load_attribute
-from forge.client.operator import DomainResult, Operator
+from forge.client.operator import Operator
 from forge.runtime.security import Keyring, Security
 from forge.v1.common_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, Task
 
@@ -40,15 +40,6 @@ def make_tasks(domain: Domain, count: int, *, group_size: int, tag: str, train: 
     ]
 
 
-async def finished(operator: Operator, tag: str, rollouts: int) -> DomainResult:
-    """What they came to, once all have ended."""
-    while True:
-        for result in await operator.results(tag):
-            if result.rollouts == rollouts:
-                return result
-        await asyncio.sleep(1.0)
-
-
 async def main(options: argparse.Namespace) -> None:
     run: Path = options.directory.resolve()
     name: str = options.domain
@@ -63,7 +54,7 @@ async def main(options: argparse.Namespace) -> None:
     try:
         print(f"{await operator.submit(tasks)} tasks of {domain.name} are queued ({tag})")
         if not options.train:
-            result = await finished(operator, tag, options.tasks * options.rollouts)
+            (result,) = await operator.all_ended(tag, groups=options.tasks, poll_s=1.0)
             print(
                 f"mean outcome {result.mean_outcome:.3f} over {result.rollouts} rollouts, "
                 f"{result.failed} of them given up"
