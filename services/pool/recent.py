@@ -19,7 +19,7 @@ from forge.core.trajectory import TaskId
 from services.pool.records import Table
 
 MOST_TASKS = 1 << 17
-"""In the record: some 30 MiB of memory."""
+"""In the record: some 20 MiB of memory."""
 
 _OF_GROUPS = frozenset({Table.GROUPS, Table.STATES, Table.TRAJECTORIES, Table.REWARDS})
 """Tables that a scan reads; their keys begin with a task id, and it holds no colon."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 
 from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.coordination import Leadership
@@ -60,21 +61,27 @@ class SchedulerApp:
     async def _stand(self) -> None:
         """Stand in one election after the other."""
         while True:
-            timeout_s = self._config.pool_timeout_s
-            copies = ShardCopies(ShardScans(self._pools, self._pool, timeout_s=timeout_s))
-            leadership = await self._until_elected(copies)
-            shards = PoolShards(self._pools, self._pool, leadership, timeout_s=timeout_s)
-            term = Term(self._config, self._context.coordinator, leadership, shards, copies)
-            try:
-                await self._serve(term)
-            except ForgeError as error:
-                log.warning("term_failed", error=str(error))
-            except Exception:
-                # An instance that no longer stands for election would look alive for ever.
-                log.exception("term_crashed")
-            finally:
-                await term.end()
+            await self._stand_once()
+            # The term that is over may be a million groups, in cycles. They go before the copies
+            # of a standby come, which are frozen, and what is garbage by then would be with them.
+            gc.collect()
             await asyncio.sleep(_PAUSE_S)
+
+    async def _stand_once(self) -> None:
+        timeout_s = self._config.pool_timeout_s
+        copies = ShardCopies(ShardScans(self._pools, self._pool, timeout_s=timeout_s))
+        leadership = await self._until_elected(copies)
+        shards = PoolShards(self._pools, self._pool, leadership, timeout_s=timeout_s)
+        term = Term(self._config, self._context.coordinator, leadership, shards, copies)
+        try:
+            await self._serve(term)
+        except ForgeError as error:
+            log.warning("term_failed", error=str(error))
+        except Exception:
+            # An instance that no longer stands for election would look alive for ever.
+            log.exception("term_crashed")
+        finally:
+            await term.end()
 
     async def _until_elected(self, copies: ShardCopies) -> Leadership:
         following = asyncio.create_task(copies.follow(), name="standby")

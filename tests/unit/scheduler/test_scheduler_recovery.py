@@ -93,6 +93,24 @@ def test_group_that_is_found_twice_is_counted_once() -> None:
     assert rebuild(once, once).progress.completed("code") == 2
 
 
+def test_group_that_two_shards_hold_is_counted_once() -> None:
+    """The first one counts: a shard that was lost may come back after its tasks were submitted
+    again."""
+    twice = (scanned("a", 0), scanned("a", 1), scanned("b", 2))
+    assert rebuild(*twice).queue.books.status().queued == 2
+
+
+def test_tasks_are_found_by_tag_in_the_order_of_the_queue() -> None:
+    """Whether or not anybody has begun them."""
+    groups = [scanned(name, index) for index, name in enumerate("abcd")]
+    groups[2] = scanned("c", 2, ("0:0", OPEN))
+    for group in groups[1:]:
+        group.group.task.tag = "x"
+    catalog = rebuild(*groups).catalog
+    assert catalog.tagged("x") == ("b", "c", "d")
+    assert catalog.tagged("") == ("a", "b", "c", "d")
+
+
 def test_sealed_trajectories_make_a_group_complete() -> None:
     """What was recorded before the change of leader need not be sampled again."""
     state = rebuild(scanned("a", 0, ("0:0", SEALED), ("1:0", ABANDONED), ("1:1", SEALED)))

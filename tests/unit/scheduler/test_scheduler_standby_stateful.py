@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -200,11 +202,14 @@ class StandbyMachine(RuleBasedStateMachine):
         self.scans.break_after = None
 
     @precondition(lambda self: len(self.known) > 2)
-    @rule()
-    def take_office(self) -> None:
-        """And stand by anew."""
+    @rule(joins=st.booleans())
+    def take_office(self, joins: bool) -> None:
+        """With both shards, or with one that the other joins. And stand by anew."""
         cold, warm = (self._enlisted(copies) for copies in (ShardCopies(self.scans), self.copies))
         assert [everything_in(one) for one in warm] == [everything_in(one) for one in cold]
+        if joins:
+            for found in (cold, warm):
+                found.sort(key=attrgetter("group.spec.shard"))
         expected = self._term(cold, one_by_one=True)
         assert everything_in(self._term(warm, one_by_one=False)) == everything_in(expected)
         self.copies = ShardCopies(self.scans)
@@ -221,15 +226,15 @@ class StandbyMachine(RuleBasedStateMachine):
             for stored in groups:
                 state._restore_one(stored, now_s=1.0)
         else:
-            state.restore(groups[:5], now_s=1.0)
-            state.restore(groups[5:], now_s=1.0)
+            for _, found in groupby(groups, key=attrgetter("group.spec.shard")):
+                state.restore(found, now_s=1.0)
         return state
 
     def teardown(self) -> None:
         if not hasattr(self, "scans"):
             return
         try:
-            self.take_office()
+            self.take_office(joins=False)
         finally:
             for store in self.scans.stores.values():
                 store.close()
