@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
+from forge.runtime.security import Claims
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.gateway.actors.session import Closed, Describe, Reread, SessionFacts, StartClose
@@ -46,16 +47,16 @@ async def close_session(
     """
     check_rewards(rewards)
     await _end_calls(session)
-    await _make_durable(sessions, session, abandon_reason=abandon_reason)
+    facts = await _make_durable(sessions, session, abandon_reason=abandon_reason)
     if not abandon_reason:
-        await _catch_up(session, min_turns)
-    seal = partial(_seal, pool, session, rewards, abandon_reason)
+        facts = await _catch_up(session, facts, min_turns)
+    seal = partial(_seal, pool, session.claims, rewards, abandon_reason)
     try:
-        summary = await seal()
+        summary = await seal(facts)
     except FailedPrecondition:
         # Another gateway may have recorded turns that this one has not seen.
         await session.actor.ask(Reread(), timeout_s=ASK_TIMEOUT_S)
-        summary = await seal()
+        summary = await seal(await facts_of(session))
     await session.actor.ask(Closed(), timeout_s=ASK_TIMEOUT_S)
     log.info(
         "session_closed",
@@ -67,23 +68,25 @@ async def close_session(
     return summary
 
 
-async def _make_durable(sessions: Sessions, session: Session, *, abandon_reason: str) -> None:
-    if (await facts_of(session)).closed:
-        # Nothing can be added any more, and to close again is no error.
-        return
+async def _make_durable(
+    sessions: Sessions, session: Session, *, abandon_reason: str
+) -> SessionFacts:
+    """What is known of a session once nothing of it waits."""
     try:
         await sessions.flush(session)
     except FailedPrecondition:
-        # What the pool refuses keeps nobody from giving the trajectory up.
-        if not abandon_reason:
+        # What the pool refuses keeps nobody from giving the trajectory up, nor from closing again
+        # what is closed.
+        if not abandon_reason and not (await facts_of(session)).closed:
             raise
+    return await facts_of(session)
 
 
-async def _catch_up(session: Session, min_turns: int) -> None:
+async def _catch_up(session: Session, facts: SessionFacts, min_turns: int) -> SessionFacts:
     """Waits for turns that another gateway may have answered and not yet made durable. Raises
     `FailedPrecondition` when they do not come."""
     give_up_s = time.monotonic() + CATCH_UP_S
-    while (facts := await facts_of(session)).turns < min_turns:
+    while facts.turns < min_turns:
         if time.monotonic() >= give_up_s:
             raise FailedPrecondition(
                 f"{min_turns} turns were answered but {facts.turns} are on record: a gateway died "
@@ -91,17 +94,19 @@ async def _catch_up(session: Session, min_turns: int) -> None:
             )
         await asyncio.sleep(CATCH_UP_PAUSE_S)
         await session.actor.ask(Reread(), timeout_s=ASK_TIMEOUT_S)
+        facts = await facts_of(session)
+    return facts
 
 
 async def _seal(
     pool: Pool,
-    session: Session,
+    claims: Claims,
     rewards: Sequence[common_pb2.RewardEvent],
     abandon_reason: str,
+    facts: SessionFacts,
 ) -> common_pb2.TrajectorySummary:
-    facts = await facts_of(session)
     return await pool.seal(
-        session.claims,
+        claims,
         turns=facts.turns,
         rewards=[*rewards, *(_malformed(turn) for turn in facts.malformed)],
         abandon_reason=abandon_reason,

@@ -98,6 +98,27 @@ async def test_streaming_gives_the_same_answer_in_pieces(
     assert chunks[-1].usage.completion_tokens > 10
 
 
+async def test_streamed_choices_end_together(stack: GatewayStack, gateway: Instance) -> None:
+    """Each of n choices streams to its own end; the usage of all of them comes once, behind."""
+    client = stack.openai(gateway, stack.token("stream-choices:0:0"))
+    stream = await client.chat.completions.create(
+        model="policy",
+        messages=[user("SAY[[same]]")],
+        n=3,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = [chunk async for chunk in stream]
+    texts, ends = ["", "", ""], []
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.delta.content or ""
+        ends += [choice.index] if choice.finish_reason else []
+    assert texts == ["same"] * 3
+    assert sorted(ends) == [0, 1, 2]
+    assert last.usage is not None
+    assert (last.choices, last.usage.completion_tokens % 3) == ([], 0)
+
+
 async def test_stop_strings_end_the_answer_and_the_record(
     stack: GatewayStack, gateway: Instance, own_coordinator: Coordinator
 ) -> None:

@@ -102,23 +102,18 @@ class Completion:
             usage=usage(turns),
         )
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The same as server-sent events, several at once where they come at once."""
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """The same as server-sent events, several at once where they come at once; the last is an
+        `Ending`."""
         choices = [_StreamedChoice(self, index) for index in range(self.choices)]
-        source = choices[0].events() if len(choices) == 1 else _merged(choices)
-        # What ends an answer goes out together with the end of the stream.
-        last = b""
-        async with aclosing(source) as events:
-            async for event in events:
-                if last:
-                    yield last
-                last = event if isinstance(event, Ending) else b""
-                if not last:
-                    yield event
-        if self.include_usage:
-            finished = [choice.turn for choice in choices if choice.turn is not None]
-            last += sse(self.envelope("chat.completion.chunk", [], usage=usage(finished)))
-        yield Ending(last + b"data: [DONE]\n\n")
+        return choices[0].events() if len(choices) == 1 else _merged(self, choices)
+
+    def end(self, turns: list[Turn]) -> bytes:
+        """The events behind those of all choices."""
+        done = b"data: [DONE]\n\n"
+        if not self.include_usage:
+            return done
+        return sse(self.envelope("chat.completion.chunk", [], usage=usage(turns))) + done
 
     def envelope(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {
@@ -155,14 +150,16 @@ class _StreamedChoice:
         self.turn: Turn | None = None
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """What came at once is one event; the last is an `Ending`."""
+        """What came at once is one event; what ends an only choice ends the completion with it."""
         run = self._completion.turns.run(self._completion.session, self._completion.request)
         said = [self._chunk({"role": "assistant", "content": ""})]
         async with aclosing(run) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Turn):
                     self.turn = piece
-                    yield Ending(b"".join(map(sse, [*said, self._last(piece)])))
+                    last = b"".join(map(sse, [*said, self._last(piece)]))
+                    alone = self._completion.choices == 1
+                    yield Ending(last + self._completion.end([piece])) if alone else last
                     return
                 said += [self._chunk(self._delta(delta)) for delta in piece.deltas]
                 # The last piece waits for the turn's record, which is about to be made.
@@ -194,7 +191,9 @@ class _StreamedChoice:
         return self._completion.envelope("chat.completion.chunk", [choice])
 
 
-async def _merged(choices: Sequence[_StreamedChoice]) -> AsyncGenerator[bytes, None]:
+async def _merged(
+    completion: Completion, choices: Sequence[_StreamedChoice]
+) -> AsyncGenerator[bytes, None]:
     """The events of several choices, as they come; the first error ends all of them."""
     queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(maxsize=64)
 
@@ -218,6 +217,8 @@ async def _merged(choices: Sequence[_StreamedChoice]) -> AsyncGenerator[bytes, N
                 left -= 1
             else:
                 yield event
+        turns = [choice.turn for choice in choices if choice.turn is not None]
+        yield Ending(completion.end(turns))
     finally:
         for task in tasks:
             task.cancel()
