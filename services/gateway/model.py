@@ -156,7 +156,9 @@ class ChatModel:
 
     def encode(self, text: str) -> bytes:
         """int32 ids; special tokens are recognized, none are added."""
-        return int32_bytes(self._backend.encode(text, add_special_tokens=False).ids)
+        # A batch of one, since only batches can be had without the offsets: a quarter less work.
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return int32_bytes(encoded.ids)
 
     def decode(self, ids: bytes | Sequence[int]) -> str:
         """Text of ids, without special tokens other than the marks of the output format."""
