@@ -17,8 +17,9 @@ from benchmarks.support.report import arguments, keep
 from benchmarks.support.training_ways import Bench
 from benchmarks.support.tree_workloads import VOCABULARY, turns
 from forge.rl.batch_plan import BatchPlan
-from forge.rl.logprobs import CHUNK_ELEMENTS, KEPT_ELEMENTS, KEPT_STATES
+from forge.rl.logprobs import kept_elements, table_rows
 from forge.rl.memory import recompute_activations
+from forge.rl.model_support import layer_elements
 from forge.rl.relay import shared_tokens
 
 GB = 1e9
@@ -80,14 +81,13 @@ def estimate(shape: Shape, passes: Passes, *, key_bytes: int) -> float:
     the optimizer are apart.
     """
     inputs = 4 * shape.layers * shape.channels
-    # What autograd holds of one layer, and three more tables as wide as its widest on the way back.
-    layer = 4 * (6 * shape.channels + 5 * shape.queries + 5 * shape.keys + 7 * shape.inner)
+    # Three tables as wide as the layer's widest are those of the way back.
+    layer = 4 * layer_elements(shape.channels, shape.inner, queries=shape.queries, keys=shape.keys)
     relayed = shape.layers * 2 * shape.keys * (key_bytes + 4)
     reached = 2 * shape.keys * (key_bytes + 4 + 4)
-    states = KEPT_STATES * passes.tokens * shape.channels
-    tables = max(KEPT_ELEMENTS, min(states, CHUNK_ELEMENTS)) + 2 * min(
-        CHUNK_ELEMENTS, shape.vocabulary * max(256, shape.channels)
-    )
+    states = passes.tokens * shape.channels
+    rows = table_rows(states, (shape.vocabulary, shape.channels))
+    tables = kept_elements(states) + 2 * rows * shape.vocabulary
     head = max(0, 4 * tables - layer * passes.tokens)  # before the layers go back, not beside them
     return (
         passes.tokens * (inputs + layer) + passes.attended * relayed + passes.reach * reached + head

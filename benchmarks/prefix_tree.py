@@ -50,7 +50,7 @@ def measure(
     samples = workload.samples
     loss, plan = bench.tree(samples)
     merged = bench.gradients()
-    budget = max(plan.tree_tokens, max(one.tokens for one in samples))
+    budget = pass_budget(samples, plan)
     ways: dict[str, Callable[[], object]] = {
         "tree": lambda: bench.tree(samples),
         "padded": lambda: bench.padded(samples, budget),
@@ -81,16 +81,14 @@ def measure(
     if "per_request" not in ways:
         expected = bench.per_request(samples)
     reference = bench.gradients()
-    # As many tokens as the tree, about: the weights' gradients are shared by as many.
-    pack = max(packs_of(samples, budget, padded=False), key=tokens_of)
+    merged_bytes, packed_bytes = step_bytes_per_token(bench, samples, plan)
     bound = bound_of(bench, samples, plan)
     found = {
         "tree_tokens": plan.tree_tokens,
         "sample_tokens": plan.sample_tokens,
         "plan_share": statistics.median(planning) / time_s["tree"],
-        "tree_bytes_per_token": bench.peak_bytes(ways["tree"]) / plan.tree_tokens,
-        "varlen_bytes_per_token": bench.peak_bytes(lambda: bench.varlen(pack, budget))
-        / tokens_of(pack),
+        "tree_bytes_per_token": merged_bytes,
+        "varlen_bytes_per_token": packed_bytes,
         "flop_bound": bound,
         "loss_err": abs(loss - expected) / abs(expected),
         "grad_err": float((merged - reference).norm() / reference.norm()),
@@ -102,6 +100,23 @@ def measure(
     if "per_request" in time_s:
         found["efficiency"] = found["speedup_vs_per_request"] / bound
     return found
+
+
+def step_bytes_per_token(
+    bench: Bench, samples: Sequence[Sample], plan: BatchPlan
+) -> tuple[float, float]:
+    """Peaks of a step over the tokens of its pass: merged in one, and packed without merging."""
+    # As many tokens as the tree, about: the weights' gradients are shared by as many.
+    packs = packs_of(samples, pass_budget(samples, plan), padded=False)
+    pack = max(packs, key=tokens_of)
+    others = plan.trained_tokens - sum(one.trained_tokens for one in pack)
+    packed = bench.step_bytes(bench.packed(pack, tokens_of(pack)), trained_tokens=others)
+    return bench.step_bytes(plan) / plan.tree_tokens, packed / tokens_of(pack)
+
+
+def pass_budget(samples: Sequence[Sample], plan: BatchPlan) -> int:
+    """Tokens of the passes of ways that do not merge."""
+    return max(plan.tree_tokens, max(one.tokens for one in samples))
 
 
 def tokens_of(pack: Sequence[Sample]) -> int:

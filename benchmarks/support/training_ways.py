@@ -27,7 +27,7 @@ from forge.core.packing import Node, Sample, TreePlan, plan_trees
 from forge.core.token_prefixes import common_tokens
 from forge.rl.batch_plan import BatchPlan
 from forge.rl.learner import Learner
-from forge.rl.losses import ObjectiveConfig, cispo_loss
+from forge.rl.losses import ObjectiveConfig, TokenStats, cispo_loss
 from forge.rl.policy import TreePolicy
 from forge.rl.step import LearnerConfig
 from forge.rl.tree_attention import TREE_ATTENTION
@@ -74,12 +74,16 @@ class Bench:
 
     def varlen(self, samples: Sequence[Sample], budget: int) -> float:
         """Packed without merging, in passes of at most `budget` tokens."""
+        return self.learner.accumulate(self.packed(samples, budget))[0]
+
+    def packed(self, samples: Sequence[Sample], budget: int) -> BatchPlan:
+        """The plan of that."""
         channels = self.learner.policy.channels
         trees = tuple(
             build_tree_batch(unmerged(pack), pack, channels=channels)
             for pack in packs_of(samples, budget, padded=False)
         )
-        return self.learner.accumulate(BatchPlan(trees=trees, plan_s=0.0))[0]
+        return BatchPlan(trees=trees, plan_s=0.0)
 
     def trajectories(self, rollouts: Sequence[Sequence[Sample]]) -> float:
         """Each trajectory merged by itself, nothing shared between those of a group."""
@@ -192,6 +196,21 @@ class Bench:
         return torch.cat(
             [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
         ).clone()
+
+    def step_bytes(self, plan: BatchPlan, *, trained_tokens: int = 0) -> int:
+        """`peak_bytes` of a batch's gradient; plans are made ahead of it, on the host.
+
+        `trained_tokens` is how many its batch has besides: of each a step holds what its metrics
+        need, until it ends.
+        """
+        stats: list[TokenStats] = []
+        peak = self.peak_bytes(lambda: stats.extend(self.learner.accumulate(plan)[1]))
+        held = sum(
+            column.element_size() * column.numel()
+            for one in stats
+            for column in (one.logprobs, one.entropy, one.clipped, one.pull)
+        )
+        return peak + held * trained_tokens // plan.trained_tokens
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
         """Most that the allocator has handed out at once in `run`, beside what there was before.

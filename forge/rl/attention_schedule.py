@@ -11,7 +11,8 @@ chains stay causal calls and full slabs, which compute no masked pair at all.
 A layout may begin with a *prefix*: ancestors that are attended and do not attend, because another
 pass or another rank computes them. It is the path to the first token after it, so a chain.
 
-Shapes: K tokens of the layout, prefix included: the keys, and after the prefix also the queries.
+Shapes: K tokens of the layout, prefix included: the keys, and after the prefix also the queries;
+N queries of a call, M keys.
 """
 # ruff: noqa: N815 -- shape suffixes are names here
 
@@ -57,6 +58,36 @@ class Slab(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sight:
+    """Which keys of a call its queries see: a few numbers per token, until it is asked for."""
+
+    places_N: Tensor
+    """Layout indices of the queries."""
+    places_M: Tensor
+    """Those of the keys."""
+    ends_M: Tensor
+    """Where the subtrees of the keys end."""
+    firsts_N: Tensor | None = None
+    """Position of the first key in each query's window; None: all are in reach."""
+    positions_M: Tensor | None = None
+    """Of the keys, where there are windows."""
+
+    def visible(self) -> Tensor:
+        """Boolean [N, M]: which keys are the query or an ancestor of it, and in reach."""
+        seen_NM = self.places_N[:, None] < self.ends_M
+        seen_NM &= self.places_M <= self.places_N[:, None]
+        if self.firsts_N is not None and self.positions_M is not None:
+            seen_NM &= self.positions_M >= self.firsts_N[:, None]
+        return seen_NM
+
+    def mask(self, like: Tensor) -> Tensor:
+        """Additive, [1, 1, N, M], in the type and on the device of `like`."""
+        mask_NM = torch.zeros(len(self.places_N), len(self.places_M), dtype=like.dtype)
+        mask_NM.masked_fill_(self.visible().logical_not_(), float("-inf"))
+        return mask_NM[None, None].to(like.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
     """One dense kernel call."""
 
@@ -65,22 +96,10 @@ class Call:
     keys: slice | Tensor
     """A layout range, or layout indices."""
     causal: bool = False
-    visible: Tensor | None = None
-    """Boolean [queries, keys]; None: all, or what is causal."""
+    sight: Sight | None = None
+    """None: all is seen, or what is causal."""
     merges: bool = False
     """Its keys are further ones of queries that another call came to before."""
-    _masks: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
-
-    def mask(self, like: Tensor) -> Tensor | None:
-        """`visible` as an additive mask, in the type and on the device of `like`."""
-        if self.visible is None:
-            return None
-        key = (like.dtype, like.device)
-        if key not in self._masks:
-            mask = torch.zeros(self.visible.shape, dtype=like.dtype)
-            mask.masked_fill_(~self.visible, float("-inf"))
-            self._masks[key] = mask[None, None].to(like.device)
-        return self._masks[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,11 +133,11 @@ class AttentionSchedule:
     def _full(self) -> Iterator[Call]:
         for block in self.blocks:
             span = slice(block.start, block.end)
-            visible = None
+            sight = None
             if not block.causal:
-                places = torch.arange(block.start, block.end)
-                visible = self.visible(places, places)
-            yield Call(queries=self._queries(span), keys=span, causal=block.causal, visible=visible)
+                places = torch.arange(block.start, block.end, dtype=torch.int32)
+                sight = Sight(places_N=places, places_M=places, ends_M=self.ends_K[span].int())
+            yield Call(queries=self._queries(span), keys=span, causal=block.causal, sight=sight)
         for start, end, subtree_end in self.slabs:
             queries = slice(max(end, self.prefix), subtree_end)
             yield Call(queries=self._queries(queries), keys=slice(start, end), merges=True)
@@ -129,16 +148,15 @@ class AttentionSchedule:
             reach = int(self.positions_K[block.start : block.end].min()) - window + 1
             spans = [*self._path(block.start, reach), (block.start, block.end)]
             keys = torch.cat([torch.arange(*span) for span in spans])
-            queries = torch.arange(block.start, block.end)
-            visible = self.visible(queries, keys)
-            visible &= self.positions_K[queries, None] - self.positions_K[keys] < window
-            yield Call(
-                queries=self._queries(slice(block.start, block.end)), keys=keys, visible=visible
+            span = slice(block.start, block.end)
+            sight = Sight(
+                places_N=torch.arange(block.start, block.end, dtype=torch.int32),
+                places_M=keys.int(),
+                ends_M=self.ends_K[keys].int(),
+                firsts_N=self.positions_K[span].int() - window + 1,
+                positions_M=self.positions_K[keys].int(),
             )
-
-    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Boolean [queries, keys]: which keys are the query or an ancestor of it."""
-        return (keys <= queries[:, None]) & (queries[:, None] < self.ends_K[keys])
+            yield Call(queries=self._queries(span), keys=keys, sight=sight)
 
     def _path(self, place: int, reach: int) -> list[Span]:
         """Layout ranges of the ancestors of `place` at positions from `reach` on, root first."""

@@ -69,7 +69,10 @@ def plan_batch(
     plans = plan_trees(
         trainable, token_budget=token_budget, pair_cost=pair_cost(channels), relay=relay
     )
-    trees = tuple(build_tree_batch(plan, trainable, channels=channels) for plan in plans)
+    trees = tuple(
+        build_tree_batch(plan, trainable, channels=channels, token_budget=token_budget)
+        for plan in plans
+    )
     return BatchPlan(
         trees=trees,
         plan_s=time.perf_counter() - began,

@@ -1,11 +1,11 @@
 """One tree over several ranks: each computes a range of the layout, exactly.
 
 Owns the exchange between the ranks of a group that hold the same weights and the same batch. Ranges
-follow the depth-first order and hold equal work. A rank's queries attend the path to its first
-token on other ranks: those keys and values are gathered layer by layer, attended in slabs, and
-merged with the rank's own by log-sum-exp. Keys travel rather than queries, because they are few:
-one path per rank, shared by all that hangs on it. Backward, gradients of gathered keys are summed
-over ranks and return to who computed them.
+follow the depth-first order; where they begin is the choice of `forge.rl.rank_balance`. A rank's
+queries attend the path to its first token on other ranks: those keys and values are gathered layer
+by layer, attended in slabs, and merged with the rank's own by log-sum-exp. Keys travel rather than
+queries, because they are few: one path per rank, shared by all that hangs on it. Backward,
+gradients of gathered keys are summed over ranks and return to who computed them.
 
 Log-probs are gathered too, so every rank sees the whole tree's and computes the same loss, whatever
 the objective; each differentiates its own part, and parameter gradients are summed at the end.
@@ -15,7 +15,7 @@ Shapes: N tokens that are attended by other ranks, E distinct edges.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forge.core.packing import Span
 from forge.rl.exchange import all_reduce
 from forge.rl.relay import Slots, shared_slots, shared_tokens
-from forge.rl.tree_parts import TreeLayout, TreePart, balanced_spans, cut_part, path_to
+from forge.rl.tree_parts import TreeLayout, TreePart, cut_part, path_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +42,8 @@ class RankPart:
     """E."""
 
 
-def rank_part(layout: TreeLayout, *, rank: int, ranks: int, pair_cost: float) -> RankPart:
-    """The range of a rank; the same cut on all of them."""
-    spans = balanced_spans(layout, ranks, pair_cost=pair_cost)
+def rank_part(layout: TreeLayout, spans: Sequence[Span], *, rank: int) -> RankPart:
+    """The range of a rank, of `spans`, which are the same on all of them."""
     nothing = torch.zeros(0, dtype=torch.long)
     paths = [path_to(layout, start) if start < end else nothing for start, end in spans]
     start, end = spans[rank]

@@ -206,14 +206,17 @@ class Learner:
         self._optimizer.zero_grad()
         torch.cuda.empty_cache()
         before = self.token_budget
-        largest = min(before, plan.largest_tree)
+        largest, tokens = min(before, plan.largest_tree), self._pass_tokens(plan)
         for budget in smaller_budgets(largest, floor=self.config.token_budget_floor):
             self.token_budget = budget
             smaller = self.plan(plan.samples)
-            if smaller.largest_tree < plan.largest_tree:
+            if self._pass_tokens(smaller) < tokens:
                 return smaller
         self.token_budget = before
         return None
+
+    def _pass_tokens(self, plan: BatchPlan) -> int:
+        return max(self.policy.pass_tokens(tree) for tree in plan.trees)
 
     def _later_passes(self, plan: BatchPlan, frozen: list[_Frozen], weight_version: int) -> str:
         """More updates on a batch; why they were cut short, or ""."""
@@ -254,7 +257,8 @@ class Learner:
                 behavior=tree.behavior_T,
                 advantages=tree.advantages_T if credit is None else credit.advantages,
                 lengths=tree.lengths_S,
-                staleness=weight_version - tree.versions_T,
+                versions=tree.versions_T,
+                weight_version=weight_version,
                 entropy=entropy_T,
                 reference=frozen[index].reference,
             )

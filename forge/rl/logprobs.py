@@ -22,13 +22,12 @@ from forge.rl.tree_parts import HeadRows
 CHUNK_ELEMENTS = 1 << 26
 """Most logits in one table: 256 MiB in fp32."""
 CHUNK_ROWS = 256
-"""Fewer in a table would cost time."""
-KEPT_STATES = 3
+"""Or channels, if more: no larger table saves time. A quarter of that costs little."""
+KEPT_STATES = 4
 """Probabilities kept for the backward rather than computed again, over the elements of the pass's
-states: the backward of the trunk's layers needs as much on top of what it finds, so keeping them
-does not raise the peak of memory."""
-KEPT_ELEMENTS = 1 << 22
-"""Kept in any case: 16 MiB in fp32."""
+states; the backward of the trunk's layers needs about seven times those on top of what it finds."""
+TABLE_STATES = 3
+"""The same of the two tables at work: together they do not raise the peak of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +41,10 @@ class _Rows:
     """Ranges of rows, each with the range of edges that leave from it."""
     kept_elements: int
 
-    def normed(self, states_rC: Tensor) -> Tensor:
-        """What the head's weight meets, but for the temperature."""
-        return (states_rC if self.norm is None else self.norm(states_rC)).to(self.wide)
+    def scaled(self, states_rC: Tensor, chunk: slice) -> Tensor:
+        """What the head's weight meets."""
+        normed_rC = (states_rC if self.norm is None else self.norm(states_rC)).to(self.wide)
+        return normed_rC / self.head.temperatures_R[chunk, None]
 
 
 class _EdgeLogprobs(torch.autograd.Function):
@@ -57,11 +57,10 @@ class _EdgeLogprobs(torch.autograd.Function):
         head = rows.head
         logprobs_E = weight_VC.new_empty(head.rows_E.shape)
         entropy_R = weight_VC.new_empty(states_RC.shape[:1])
-        kept: list[Tensor] = []
         left = rows.kept_elements if any(ctx.needs_input_grad) else 0
+        ctx.kept = {}  # not saved for the backward: each is let go of where it was used
         for chunk, edges in rows.chunks:
-            scaled_rC = rows.normed(states_RC[chunk]) / head.temperatures_R[chunk, None]
-            logits_rV = scaled_rC @ weight_VC.T
+            logits_rV = rows.scaled(states_RC[chunk], chunk) @ weight_VC.T
             probs_rV = logits_rV.softmax(-1)
             # log sum exp by the likeliest token, which costs two reads and no table of its own.
             lse_r = logits_rV.amax(-1) - probs_rV.amax(-1).log()
@@ -70,17 +69,17 @@ class _EdgeLogprobs(torch.autograd.Function):
             entropy_R[chunk] = lse_r - (logits_rV.mul_(probs_rV)).sum(-1)
             left -= probs_rV.numel()
             if left >= 0:
-                kept.append(probs_rV)
-        ctx.save_for_backward(states_RC, weight_VC, *norm, *kept)
-        ctx.rows, ctx.parameters = rows, len(norm)
+                ctx.kept[chunk.start] = probs_rV
+            del logits_rV, probs_rV  # ahead of the next ones, not after
+        ctx.save_for_backward(states_RC, weight_VC, *norm)
+        ctx.rows = rows
         ctx.mark_non_differentiable(entropy_R)
         return logprobs_E, entropy_R
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_E: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        states_RC, weight_VC, *others = ctx.saved_tensors
-        norm, kept = others[: ctx.parameters], others[ctx.parameters :][::-1]
+        states_RC, weight_VC, *norm = ctx.saved_tensors
         rows: _Rows = ctx.rows
         head = rows.head
         grad_states_RC = torch.empty_like(states_RC)
@@ -90,9 +89,11 @@ class _EdgeLogprobs(torch.autograd.Function):
         for chunk, edges in rows.chunks:
             states_rC = states_RC[chunk].detach().requires_grad_()
             with torch.enable_grad():
-                normed_rC = rows.normed(states_rC) / head.temperatures_R[chunk, None]
-            scaled_rC = normed_rC.detach()
-            grad_rV = kept.pop() if kept else (scaled_rC @ weight_VC.T).softmax(-1)
+                graph_rC = rows.scaled(states_rC, chunk)
+            scaled_rC = graph_rC.detach()
+            grad_rV = ctx.kept.pop(chunk.start, None)
+            if grad_rV is None:
+                grad_rV = (scaled_rC @ weight_VC.T).softmax(-1)
             rows_E = head.rows_E[edges] - chunk.start
             total_r = grad_rV.new_zeros(grad_rV.shape[0]).index_add_(0, rows_E, grad_E[edges])
             # d logprob = onehot - softmax, summed over the edges that leave the row; in place, for
@@ -102,10 +103,11 @@ class _EdgeLogprobs(torch.autograd.Function):
             if grad_weight_VC is not None:
                 grad_weight_VC.addmm_(grad_rV.T, scaled_rC)
             grad_states_RC[chunk], *shares = torch.autograd.grad(
-                normed_rC, [states_rC, *trained], grad_rV @ weight_VC
+                graph_rC, [states_rC, *trained], grad_rV @ weight_VC
             )
             for total, share in zip(grad_norm, shares, strict=True):
                 total += share
+            del grad_rV  # ahead of the next one
         given = iter(grad_norm)
         grads = (next(given) if one.requires_grad else None for one in norm)
         return grad_states_RC, grad_weight_VC, None, *grads
@@ -128,22 +130,33 @@ def edge_logprobs(
     with torch.autocast(states_LC.device.type, enabled=False):
         wide = torch.promote_types(states_LC.dtype, torch.float32)
         states_RC = states_LC.index_select(0, head.places_R)
-        vocabulary, channels = weight_VC.shape
-        # In tables no smaller than the weight, adding to its gradient is the least of the work.
-        most = max(1, CHUNK_ELEMENTS // vocabulary)
-        size = chunk_rows or min(max(channels, CHUNK_ROWS), most)
+        size = chunk_rows or table_rows(states_LC.numel(), weight_VC.shape)
         rows = _Rows(
             head=head,
             norm=norm,
             wide=wide,
             chunks=list(_chunks(head, len(states_RC), size)),
-            kept_elements=max(KEPT_ELEMENTS, min(KEPT_STATES * states_LC.numel(), CHUNK_ELEMENTS)),
+            kept_elements=kept_elements(states_LC.numel()),
         )
         parameters = () if norm is None else tuple(norm.parameters())
         logprobs_E, entropy_R = _EdgeLogprobs.apply(  # type: ignore[no-untyped-call]
             states_RC, weight_VC.to(wide), rows, *parameters
         )
     return logprobs_E, entropy_R
+
+
+def kept_elements(states: int) -> int:
+    """Most probabilities kept for the backward, by the elements of a pass's states."""
+    return min(KEPT_STATES * states, CHUNK_ELEMENTS)
+
+
+def table_rows(states: int, weight_shape: tuple[int, ...]) -> int:
+    """How many rows of logits are computed at once; of these there are two tables at a time."""
+    vocabulary, channels = weight_shape
+    # In tables no smaller than the weight, adding to its gradient is the least of the work.
+    wanted = max(channels, CHUNK_ROWS)
+    spared = TABLE_STATES * states // (2 * vocabulary)
+    return min(max(spared, wanted // 4), wanted, max(1, CHUNK_ELEMENTS // vocabulary))
 
 
 def logits_logprobs(logits_RV: Tensor, head: HeadRows) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,26 @@ def pair_cost(channels: int) -> float:
     return 1.0 / (6 * channels)
 
 
+def prefix_cost(config: Any) -> float:
+    """What a token of a pass's prefix takes of memory, of what one of its own does.
+
+    Per layer its key and its value, against what autograd holds of a token between the layer's
+    input and its output: six times its width, five times that of queries and of keys, seven times
+    that of the feed-forward layer.
+    """
+    text = config.get_text_config()
+    queries = attention_channels(config)
+    heads = getattr(text, "num_attention_heads", None) or 1
+    keys = queries * (getattr(text, "num_key_value_heads", None) or heads) // heads
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return 2 * keys / layer_elements(text.hidden_size, inner, queries=queries, keys=keys)
+
+
+def layer_elements(width: int, inner: int, *, queries: int, keys: int) -> int:
+    """Of one token, held in one layer while it is differentiated; its input is apart."""
+    return 6 * width + 5 * queries + 5 * keys + 7 * inner
+
+
 def logit_scale(config: Any) -> float:
     """Granite divides its logits, Cohere multiplies them."""
     scale: float = getattr(config, "logit_scale", None) or (

@@ -22,14 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.core.errors import InvalidArgument
-from forge.core.packing import Sample, plan_trees
+from forge.core.packing import Sample, Span, plan_trees
 from forge.rl.balance import RouterBalance
 from forge.rl.context_parallel import GatheredPrefix, gather_edges, rank_part, sum_gradients
 from forge.rl.exchange import all_reduce
 from forge.rl.logprobs import edge_logprobs, logits_logprobs
 from forge.rl.model_support import attention_channels as attention_channels
-from forge.rl.model_support import logit_scale, pair_cost, unmergeable
+from forge.rl.model_support import logit_scale, pair_cost, prefix_cost, unmergeable
 from forge.rl.passes import Passes, PassOutput, run_passes, with_loss
+from forge.rl.rank_balance import rank_spans
 from forge.rl.relay import Relay, RelayPrefix, shared_slots
 from forge.rl.tree_attention import TREE_ATTENTION, Prefix, TreeInput, register
 from forge.rl.tree_batch import TreeBatch, build_tree_batch
@@ -73,6 +74,7 @@ class TreePolicy:
         self._group = group
         self._own_attention: str = model.config._attn_implementation
         self._pair_cost = pair_cost(self.channels)
+        self._prefix_cost = prefix_cost(config)
         self._trunk = Trunk(model)
         self._head: Tensor = model.get_output_embeddings().weight
         self._logit_scale = logit_scale(config)
@@ -136,6 +138,12 @@ class TreePolicy:
     def vocabulary(self) -> int:
         """How many tokens there are a probability for."""
         return self._head.shape[0]
+
+    def pass_tokens(self, batch: TreeBatch) -> int:
+        """Of the largest pass that a tree takes, on whatever rank."""
+        if self._group is None:
+            return batch.pass_tokens
+        return max(end - start for start, end in self._spans(batch, self._group))
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -211,12 +219,7 @@ class TreePolicy:
         )
 
     def _by_rank(self, batch: TreeBatch, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        mine = rank_part(
-            batch.layout,
-            rank=dist.get_rank(group),
-            ranks=dist.get_world_size(group),
-            pair_cost=self._pair_cost,
-        )
+        mine = rank_part(batch.layout, self._spans(batch, group), rank=dist.get_rank(group))
         prefix = GatheredPrefix(group=group, slots=mine.slots, size=mine.size)
         earlier = self.balance.totals() if self.balance is not None else 0.0
         output = self._forward(mine.part, prefix)
@@ -229,6 +232,15 @@ class TreePolicy:
             self.states.gather(group)
         logprobs_E = gather_edges(self._with_balance(output), mine, group)
         return logprobs_E, gather_edges(output.entropy_E, mine, group)
+
+    def _spans(self, batch: TreeBatch, group: dist.ProcessGroup) -> list[Span]:
+        return rank_spans(
+            batch.layout,
+            dist.get_world_size(group),
+            pair_cost=self._pair_cost,
+            budget=batch.token_budget,
+            prefix_cost=self._prefix_cost,
+        )
 
     def _with_balance(self, output: PassOutput) -> Tensor:
         if self.balance is None or output.mass_X is None or not torch.is_grad_enabled():

@@ -98,7 +98,8 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _shape(call: Call, q: Tensor, scale: float) -> Shape:
-    return Shape(causal=call.causal, mask=call.mask(q), scale=scale)
+    mask = None if call.sight is None else call.sight.mask(q)
+    return Shape(causal=call.causal, mask=mask, scale=scale)
 
 
 def _take(x: Tensor, keys: slice | Tensor) -> Tensor:

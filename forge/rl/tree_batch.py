@@ -42,6 +42,8 @@ class TreeBatch:
     domains_S: tuple[str, ...]
     sample_tokens: int
     """What the samples would cost unmerged."""
+    token_budget: int = 0
+    """Most tokens that a pass was to have; 0: any number."""
 
     @property
     def tokens(self) -> int:
@@ -68,7 +70,9 @@ class TreeBatch:
         return replace(self, **moved, returns_T=returns_T)
 
 
-def build_tree_batch(plan: TreePlan, samples: Sequence[Sample], *, channels: int) -> TreeBatch:
+def build_tree_batch(
+    plan: TreePlan, samples: Sequence[Sample], *, channels: int, token_budget: int = 0
+) -> TreeBatch:
     """Tensors of one plan over `samples` (the list the plan was made from).
 
     `channels` is query heads times head size of the model.
@@ -101,6 +105,7 @@ def build_tree_batch(plan: TreePlan, samples: Sequence[Sample], *, channels: int
         returns_T=_returns(chosen),
         domains_S=tuple(one.domain for one in chosen),
         sample_tokens=sum(one.tokens for one in chosen),
+        token_budget=token_budget,
     )
 
 

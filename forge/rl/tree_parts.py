@@ -1,8 +1,8 @@
 """Pieces of a merged layout, each the work of one forward pass.
 
 Owns the cutting of a layout into ranges with the path that leads to them, and into single
-sequences. Which ranges there are is `forge.core.packing`'s choice; who computes the path's keys
-and values is `forge.rl.relay` or `forge.rl.context_parallel`.
+sequences. Which ranges there are is the choice of `forge.core.packing` or `forge.rl.rank_balance`;
+who computes the path's keys and values is `forge.rl.relay` or `forge.rl.context_parallel`.
 
 In depth-first order every ancestor that a range has outside of itself is an ancestor of its first
 token. So what a range needs to know of the rest of the tree is one path, however bushy both are.
@@ -168,15 +168,6 @@ def parents(nodes: Sequence[Node]) -> Tensor:
 def path_to(layout: TreeLayout, place: int) -> Tensor:
     """Layout indices of the ancestors of a token, root first."""
     return _indices(_path(layout.nodes, place))
-
-
-def balanced_spans(layout: TreeLayout, count: int, *, pair_cost: float) -> list[Span]:
-    """Ranges of equal work, tokens weighed by what they attend; some are empty in a tiny tree."""
-    work_L = 1 + pair_cost * (layout.positions_L + 1).double()
-    total = work_L.cumsum(0)
-    shares = total[-1] * torch.arange(1, count, dtype=torch.double) / count
-    cuts = [0, *torch.searchsorted(total, shares).tolist(), len(total)]
-    return [(cuts[index], cuts[index + 1]) for index in range(count)]
 
 
 def _path(nodes: Sequence[Node], place: int) -> list[Span]:

@@ -127,6 +127,24 @@ def shortage_error(group: dist.ProcessGroup, *, short: int, backward: bool) -> f
     return max(weights, abs(result.loss - expected.loss))
 
 
+def long_chain_error(group: dist.ProcessGroup) -> float:
+    """Of a step on one sample that no budget cuts into trees, and whose ranges of equal work are
+    too much for the first rank: against a process by itself."""
+    ids = [Random(5).randrange(13) for _ in range(200)]
+    samples = [make_sample(ids, (100, 200), rng=Random(5))]
+    results, weights = [], []
+    for ranks in (group, None):
+        policy = TreePolicy(tiny_model("qwen3", torch.float64), group=ranks)
+        one = Learner(policy, LearnerConfig(token_budget=400, token_budget_floor=10))
+        with memory_for(one, 56 if ranks else 400) as tried:
+            results.append(one.step(one.plan(samples), weight_version=1))
+        weights.append([each.detach() for each in policy.model.parameters()])
+        assert not results[-1].skipped, results[-1].skipped
+        assert ranks is None or tried[-1] <= 56, tried
+    assert results[0].memory_retries == 1
+    return max(float((mine - its).abs().max()) for mine, its in zip(*weights, strict=True))
+
+
 def run_rank(rank: int, meeting: str, results: str) -> None:
     """All cases; every rank takes part in each, the first one tells."""
     torch.set_num_threads(1)
@@ -146,6 +164,7 @@ def run_rank(rank: int, meeting: str, results: str) -> None:
             found[f"4 fp64 short of memory: rank {short}, backward {backward}"] = shortage_error(
                 dist.group.WORLD, short=short, backward=backward
             )
+        found["4 qwen3 fp64 long chain, short of memory"] = long_chain_error(dist.group.WORLD)
         if rank < 2:
             for family in FAMILIES:
                 for kind in (

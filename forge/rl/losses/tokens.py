@@ -29,12 +29,19 @@ class TrainedTokens:
     advantages: Tensor
     lengths: Tensor
     """[S] trained tokens of each sample: tokens of a sample are contiguous."""
-    staleness: Tensor
-    """Weight versions between the sampling of the token and this step."""
+    versions: Tensor
+    """Of the weights that sampled each token."""
+    weight_version: int
+    """Of those stepped from."""
     entropy: Tensor
     """Nats, of the distribution the token was drawn from, under the policy being trained."""
     reference: Tensor | None = None
     """Log-probs under a frozen reference policy, if there is one."""
+
+    @property
+    def staleness(self) -> Tensor:
+        """Weight versions between the sampling of the token and this step."""
+        return self.weight_version - self.versions
 
     @property
     def ratio(self) -> Tensor:

@@ -38,8 +38,8 @@ def coverage(schedule: AttentionSchedule, window: int | None = None) -> torch.Te
     for call in schedule.calls(window):
         keys = torch.arange(schedule.tokens)[call.keys]
         part = torch.ones(call.queries.stop - call.queries.start, len(keys), dtype=torch.bool)
-        if call.visible is not None:
-            part = call.visible
+        if call.sight is not None:
+            part = call.sight.visible()
         if call.causal:
             part = part.tril()
         seen[call.queries.start : call.queries.stop, keys] += part

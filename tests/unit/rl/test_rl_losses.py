@@ -38,7 +38,8 @@ def tokens(
     columns: dict[str, Any] = {
         "old": torch.full_like(logprobs, math.log(0.1)).detach(),
         "behavior": torch.full_like(logprobs, math.log(0.1)).detach(),
-        "staleness": torch.zeros(len(ratios), dtype=torch.int32),
+        "versions": torch.zeros(len(ratios), dtype=torch.int32),
+        "weight_version": 0,
     }
     return TrainedTokens(
         logprobs=logprobs,
@@ -161,7 +162,7 @@ def test_k1_comes_off_the_advantages_of_what_led_to_it() -> None:
 
 def test_masked_tokens_give_nothing_and_stay_in_the_count() -> None:
     """By ratio, by staleness, or both: the rest weighs as before."""
-    one = tokens([1.0, 8.0, 0.1], [1.0] * 3, staleness=torch.tensor([0, 0, 9]))
+    one = tokens([1.0, 8.0, 0.1], [1.0] * 3, versions=torch.tensor([9, 9, 0]), weight_version=9)
     alone = evaluate(tokens([1.0], [1.0]), algorithm="reinforce") / 3
     for correction in (
         Correction(mask_ratio_low=0.5, mask_ratio_high=2.0),
@@ -173,7 +174,7 @@ def test_masked_tokens_give_nothing_and_stay_in_the_count() -> None:
 
 def test_an_infinite_loss_that_is_masked_harms_nothing() -> None:
     """0 times infinity is NaN; a mask is not a factor."""
-    one = tokens([1.0, 1.0], [1.0, math.inf], staleness=torch.tensor([0, 9]))
+    one = tokens([1.0, 1.0], [1.0, math.inf], versions=torch.tensor([9, 0]), weight_version=9)
     loss = evaluate(one, algorithm="reinforce", correction=Correction(mask_staleness=1))
     assert loss == pytest.approx(-math.log(0.1) / 2)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement, pairwise
 from random import Random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forge.core.packing import Sample
 from forge.rl.batch_plan import plan_batch
-from forge.rl.tree_parts import TreeLayout, balanced_spans
+from forge.rl.rank_balance import held_tokens, rank_spans
+from forge.rl.tree_parts import TreeLayout
 from tests.support.rl_forests import KINDS, forest, random_forest
 from tests.support.rl_models import make_sample
 
@@ -28,7 +32,7 @@ def test_no_rank_has_more_than_its_share_and_a_token(ranks: int, pair_cost: floa
     by less than its heaviest token; the ranges follow each other and are the whole layout."""
     for samples in FORESTS:
         layout = layout_of(samples)
-        spans = balanced_spans(layout, ranks, pair_cost=pair_cost)
+        spans = rank_spans(layout, ranks, pair_cost=pair_cost)
         assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])]
         assert spans[-1][1] == len(layout.ids_L)
         work_L = 1 + pair_cost * (1 + layout.positions_L.double())
@@ -40,9 +44,77 @@ def test_a_long_chains_ranks_are_equal_in_work_and_not_in_tokens() -> None:
     """What is deep attends more, so the first of four ranks has most of the tokens."""
     layout = layout_of([make_sample([1] * 4000, (3999, 4000), rng=Random(0))])
     pair_cost = 0.002
-    spans = balanced_spans(layout, 4, pair_cost=pair_cost)
+    spans = rank_spans(layout, 4, pair_cost=pair_cost)
     work_L = 1 + pair_cost * torch.arange(1, 4001).double()
     shares = [float(work_L[start:end].sum() / work_L.sum()) for start, end in spans]
     assert shares == pytest.approx([0.25] * 4, abs=1e-3)
     tokens = [end - start for start, end in spans]
     assert tokens == sorted(tokens, reverse=True) and tokens[0] > 1.5 * 1000
+
+
+def test_a_long_chains_ranks_hold_no_more_than_the_budget() -> None:
+    """With equal work the first of four would hold 1,550 tokens of 4,000; what it is spared goes
+    to the next ones, whose work is then the least that it can be."""
+    layout = layout_of([make_sample([1] * 4000, (3999, 4000), rng=Random(0))])
+    cut = {"pair_cost": 0.002, "prefix_cost": 0.02}
+    apart = rank_spans(layout, 4, **cut)
+    spans = rank_spans(layout, 4, budget=1100, **cut)
+    held = [held_tokens(layout, span, prefix_cost=0.02) for span in spans]
+    assert max(held_tokens(layout, span, prefix_cost=0.02) for span in apart) > 1500
+    assert max(held) <= 1100
+    assert [end - start for start, end in spans[:2]] == [1100, 1078]
+    work_L = 1 + 0.002 * torch.arange(1, 4001).double()
+    shares = [float(work_L[start:end].sum() / work_L.sum()) for start, end in spans]
+    assert shares[2] == pytest.approx(shares[3], abs=1e-3)
+
+
+def test_where_nothing_fits_the_largest_rank_is_as_small_as_it_can_be() -> None:
+    """A sample four times as long as the budget, on two ranks."""
+    layout = layout_of([make_sample([1] * 400, (399, 400), rng=Random(0))])
+    spans = rank_spans(layout, 2, pair_cost=0.01, budget=100)
+    assert spans == [(0, 200), (200, 400)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    seed=st.integers(0, 10_000),
+    ranks=st.integers(1, 4),
+    budget=st.integers(1, 12),
+    pair_cost=st.sampled_from([0.0, 0.05, 1.0]),
+    prefix_cost=st.sampled_from([0.0, 0.1, 0.7]),
+)
+def test_the_cut_is_the_best_of_all_that_fit(
+    seed: int, ranks: int, budget: int, pair_cost: float, prefix_cost: float
+) -> None:
+    """Against every cut of a small tree there is: each token is one rank's, no rank holds more
+    than the budget if that can be, and of such cuts none has a lighter heaviest rank. Where equal
+    work fits, it is the cut that there was without a budget."""
+    rng = Random(seed)
+    chains = [[rng.randrange(2) for _ in range(rng.randrange(1, 6))] for _ in range(3)]
+    samples = [make_sample([9, *one], (1, len(one) + 1), rng=rng) for one in chains]
+    layout = layout_of(samples)
+    tokens = len(layout.ids_L)
+    work_L = 1 + pair_cost * (1 + layout.positions_L.double())
+
+    def most_held(spans: list[tuple[int, int]]) -> float:
+        return max(held_tokens(layout, span, prefix_cost=prefix_cost) for span in spans)
+
+    def most_work(spans: list[tuple[int, int]]) -> float:
+        return max(float(work_L[start:end].sum()) for start, end in spans)
+
+    spans = rank_spans(layout, ranks, pair_cost=pair_cost, budget=budget, prefix_cost=prefix_cost)
+    equal = rank_spans(layout, ranks, pair_cost=pair_cost)
+    assert [place for span in spans for place in range(*span)] == list(range(tokens))
+    assert len(spans) == ranks
+    every = [
+        list(pairwise((0, *cuts, tokens)))
+        for cuts in combinations_with_replacement(range(tokens + 1), ranks - 1)
+    ]
+    fitting = [one for one in every if most_held(one) <= budget]
+    if most_held(equal) <= budget:
+        assert spans == equal
+    elif fitting:
+        assert most_held(spans) <= budget
+        assert most_work(spans) <= min(map(most_work, fitting)) + 0.5
+    else:
+        assert most_held(spans) <= min(map(most_held, every)) + 0.5

@@ -1,0 +1,107 @@
+"""Which range of a tree each rank computes: equal work, within what a rank's memory holds.
+
+Owns the cut alone. What ranks then exchange is `forge.rl.context_parallel`; what a pass is cut to
+where one process computes a tree is `forge.core.packing`.
+
+Work is tokens, each weighed by what it attends. Memory is counted in tokens too, of which a
+`token_budget` says how many a pass holds: a rank's own tokens, and those of the path to its first
+one, of which there are keys and values alone.
+
+Shapes: L tokens of the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from forge.core.packing import Span
+from forge.rl.tree_parts import TreeLayout
+
+
+def rank_spans(
+    layout: TreeLayout, ranks: int, *, pair_cost: float, budget: int = 0, prefix_cost: float = 0.0
+) -> list[Span]:
+    """Ranges of equal work, some of them empty in a tiny tree.
+
+    Where one of them holds more than `budget` tokens (0: any number will do), the ranges whose
+    largest work is the least of all that hold no more; if there are none, of those whose largest
+    memory is the least. `prefix_cost` is what a token of the prefix takes of one's own.
+    """
+    work_L = 1 + pair_cost * (layout.positions_L + 1).double()
+    total = work_L.cumsum(0)
+    shares = total[-1] * torch.arange(1, ranks, dtype=torch.double) / ranks
+    cuts = [0, *torch.searchsorted(total, shares).tolist(), len(total)]
+    held = [held_tokens(layout, span, prefix_cost=prefix_cost) for span in _spans(cuts)]
+    if not budget or max(held) <= budget:
+        return _spans(cuts)
+    bounds = _Bounds(torch.cat([total.new_zeros(1), total]), layout.positions_L, prefix_cost)
+    everything = float(total[-1])
+    memory = float(budget)
+    if bounds.cuts(ranks, work=everything, memory=memory) is None:
+        memory = bounds.least_memory(ranks, most=max(held))
+    best = bounds.cuts(ranks, work=everything, memory=memory)
+    low, high = everything / ranks, everything
+    while high - low > 0.5:  # less than any token
+        middle = (low + high) / 2
+        found = bounds.cuts(ranks, work=middle, memory=memory)
+        low, high, best = (middle, high, best) if found is None else (low, middle, found)
+    assert best is not None
+    return _spans(best)
+
+
+def held_tokens(layout: TreeLayout, span: Span, *, prefix_cost: float) -> float:
+    """Estimate of what the pass of a range holds for its backward, in tokens."""
+    start, end = span
+    if start == end:
+        return 0.0
+    return end - start + prefix_cost * float(layout.positions_L[start])
+
+
+def _spans(cuts: Sequence[int]) -> list[Span]:
+    return list(pairwise(cuts))
+
+
+class _Bounds:
+    """How far a range may reach that begins at some token."""
+
+    def __init__(self, total: Tensor, positions_L: Tensor, prefix_cost: float) -> None:
+        """`total` [L + 1] is the work of all tokens before each, and of all."""
+        self._total = total
+        self._starts_L = torch.arange(len(positions_L))
+        self._prefix_L = prefix_cost * positions_L.double()
+
+    def cuts(self, ranks: int, *, work: float, memory: float) -> list[int] | None:
+        """Where the ranges begin and end that keep within both bounds; None: no such ranges.
+
+        A range that fits still fits when it ends earlier. So what the first ranks can cover is
+        everything up to some token, and the next one begins wherever it reaches farthest.
+        """
+        tokens = len(self._starts_L)
+        room_L = (memory - self._prefix_L).floor().clamp(min=0).long()
+        by_work_L = torch.searchsorted(self._total, self._total[:-1] + work, right=True) - 1
+        ends_L = torch.minimum(self._starts_L + room_L, by_work_L).clamp(max=tokens)
+        farthest_L, begins_L = torch.maximum(ends_L, self._starts_L).cummax(0)
+        covered = [0]
+        for _ in range(ranks):
+            last = covered[-1]
+            covered.append(int(farthest_L[last]) if last < tokens else tokens)
+        if covered[-1] < tokens:
+            return None
+        cuts = [tokens]
+        for last in reversed(covered[:-1]):
+            # Empty where the ranks before could have come as far.
+            cuts.append(int(begins_L[last]) if last < cuts[-1] else cuts[-1])
+        return cuts[::-1]
+
+    def least_memory(self, ranks: int, *, most: float) -> float:
+        """The least bound on memory within which there are ranges; `most` is known to do."""
+        low, high = 0.0, most
+        while high - low > 0.5:
+            middle = (low + high) / 2
+            found = self.cuts(ranks, work=float(self._total[-1]), memory=middle)
+            low, high = (middle, high) if found is None else (low, middle)
+        return high
