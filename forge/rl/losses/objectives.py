@@ -17,6 +17,9 @@ from forge.rl.losses.tokens import TrainedTokens
 DEFAULT_RATIO_CAP = 5.0
 """ScaleRL (arXiv 2510.13786) finds CISPO insensitive between 4 and 8."""
 
+MAX_LOG_RATIO = 20.0
+"""Of a whole sequence; where TRL 1.16 bounds it, too, in its VESPO loss."""
+
 
 def cispo_loss(
     logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, *, ratio_cap: float
@@ -69,8 +72,9 @@ def rloo_loss(tokens: TrainedTokens, *, clip_low: float, clip_high: float) -> Te
 
         R_i = pi(o_i) / pi_old(o_i),   -min(R_i * A_i, clip(R_i, 1 - clip_low, 1 + clip_high) * A_i)
 
-    spread over the sequence's tokens: summed over them this is the sequence's loss, and its
-    gradient is R_i * sum_t A_it * grad log pi(o_it). The leave-one-out baseline is the advantage's.
+    R_i is e^20 at most. Spread over the sequence's tokens: summed over them this is the sequence's
+    loss, and its gradient is R_i * sum_t A_it * grad log pi(o_it). The leave-one-out baseline is
+    the advantage's.
     """
     ratio_T = tokens.spread(_whole_ratio(tokens))
     shares_T = tokens.spread(1.0 / tokens.lengths.to(ratio_T.dtype))
@@ -117,4 +121,5 @@ def clipped_tokens(
 
 
 def _whole_ratio(tokens: TrainedTokens) -> Tensor:
-    return tokens.sums(tokens.logprobs.detach() - tokens.old).exp()
+    """[S] RLOO's ratio, of e^20 at most: a product over many stale tokens overflows otherwise."""
+    return tokens.sums(tokens.logprobs.detach() - tokens.old).clamp(max=MAX_LOG_RATIO).exp()

@@ -131,6 +131,19 @@ def test_rloo_takes_the_ratio_of_the_whole_sample() -> None:
     assert gradient(loss_T, one) == pytest.approx([-2.31, -2.31, 0.0, 0.0])
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_rloo_of_a_very_stale_sample_is_finite(advantage: float) -> None:
+    """200 tokens, each e^5 times as likely as when it was sampled: of a gain the clip takes the
+    gradient away, and of a loss the ratio counts as e^20."""
+    one = tokens([1.0] * 200, [advantage] * 200)
+    stale = replace(one, old=(one.logprobs - 5).detach())
+    loss_T = rloo_loss(stale, clip_low=0.2, clip_high=0.2)
+    expected = -1.2 if advantage > 0 else math.exp(20)
+    assert float(stale.sums(loss_T).detach()) == pytest.approx(expected)
+    pull = 0.0 if advantage > 0 else math.exp(20)
+    assert gradient(loss_T, stale) == pytest.approx([pull] * 200)
+
+
 def test_normalizations_divide_by_tokens_samples_or_a_constant() -> None:
     """Losses -1 -1 -1 and -2 (REINFORCE at probability 1/e) over samples of 3 and 1 tokens."""
     one = replace(tokens([1.0] * 4, [1.0, 1.0, 1.0, 2.0], 3, 1), logprobs=-torch.ones(4))
