@@ -278,8 +278,9 @@ class SessionActor(Actor):
 
     async def _is_behind(self, conversation: Conversation) -> bool:
         """Whether the pool has turns that are not known here."""
-        durable = conversation.turns - len(await self._waiting())
-        return await self._settings.stored(self._claims) > durable
+        # In this order: what is acknowledged in between is then durable, and nobody else's.
+        stored = await self._settings.stored(self._claims)
+        return stored > conversation.turns - len(await self._waiting())
 
     def _admit(self) -> None:
         if self._closing:

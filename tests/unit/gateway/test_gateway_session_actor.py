@@ -52,6 +52,8 @@ class World:
     size_bytes: int = 0
     away: bool = False
     """Whether the pool is."""
+    landing: bool = False
+    """Whether what waits is stored and acknowledged while the pool is asked."""
     now_s: float = 100.0
 
     async def fetch(self, _: Claims) -> common_pb2.Trajectory | None:
@@ -63,6 +65,9 @@ class World:
     async def count(self, _: Claims) -> int:
         if self.away:
             raise Unavailable("the pool is away")
+        if self.landing:
+            self.store(*self.kept)
+            self.waiting = []
         return len(self.stored.turns) if self.stored is not None else 0
 
     def store(self, *turns: common_pb2.Turn, state: Any = common_pb2.TRAJECTORY_STATE_OPEN) -> None:
@@ -307,6 +312,16 @@ async def test_unknown_answer_is_looked_for_in_the_pool(session: ActorRef, world
     assert (await begin(session, "c", "One?", invented, "Two?")).draft.how == "branched"
     assert world.fetches == 2
     await system.stop()
+
+
+async def test_own_turn_stored_meanwhile_is_nothing_new(session: ActorRef, world: World) -> None:
+    """A turn that becomes durable while the pool is asked for unknown answers is no other
+    gateway's: the session is not read again for it."""
+    await end(session, "a", await begin(session, "a"))
+    world.waiting, world.landing = list(world.kept), True
+    invented = Message(role="assistant", content="Invented.")
+    assert (await begin(session, "b", "One?", invented, "Two?")).draft.how == "branched"
+    assert world.fetches == 1
 
 
 async def test_answers_that_nobody_knows_go_on_without_the_pool(
