@@ -57,6 +57,17 @@ def test_chunks_change_neither_values_nor_gradients(
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_a_graph_that_is_kept_gives_the_same_gradient_again() -> None:
+    """What the first backward let go of, the second computes again."""
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, CHANNELS, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(VOCABULARY, CHANNELS, dtype=torch.float64, requires_grad=True)
+    values, _ = edge_logprobs(hidden, weight, head_rows(), chunk_rows=2)
+    first = torch.autograd.grad(values.sum(), [hidden, weight], retain_graph=True)
+    again = torch.autograd.grad(values.sum(), [hidden, weight])
+    torch.testing.assert_close(again, first, rtol=1e-13, atol=1e-13)
+
+
 def test_frozen_weights_get_no_gradient_and_the_states_the_same() -> None:
     """As with adapters, where head and norm stay as they are."""
     torch.manual_seed(0)
