@@ -15,7 +15,7 @@ from forge.runtime.coordination import Coordinator
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc, trainer_pb2
 from tests.support.etcd import EtcdServer
 from tests.support.scheduler_cluster import SchedulerCluster, assert_books_balance, make_task
-from tests.support.trainer_process import TrainerClient, TrainerProcess
+from tests.support.trainer_process import START_S, TrainerClient, TrainerProcess
 
 HELD_OUT = [{"payload": {"q": 1}, "domain": "qa", "group_size": 2}]
 
@@ -50,7 +50,7 @@ async def trainer(
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(START_S):
         while not await condition():
             await asyncio.sleep(0.05)
 
@@ -63,7 +63,7 @@ async def test_evaluations_survive_a_killed_trainer_and_a_killed_scheduler(
     client = TrainerClient(coordinator, forge.channels)
     settings = {
         "max_steps": 3,
-        "checkpoint_every_steps": 1,
+        "checkpoint_every_steps": 2,
         "eval_tasks": tmp_path / "held_out.jsonl",
         "eval_every_steps": 1,
     }
@@ -87,19 +87,24 @@ async def test_evaluations_survive_a_killed_trainer_and_a_killed_scheduler(
     await until(followed)
     scheduler.kill()
     forge.start_scheduler(batch_groups="1")
-    await forge.complete(2, reward=0.5)
 
-    async def told(*steps: int) -> bool:
-        return (await client.status()).latest_evaluation.step in steps
+    async def sample(step: int, *, reward: float) -> None:
+        async def begun() -> bool:
+            return (await forge.status()).eval_pending == 1
 
-    await until(lambda: told(1))
+        async def told() -> bool:
+            return (await client.status()).latest_evaluation.step == step
+
+        await until(begun)
+        await forge.complete(2, reward=reward)
+        await until(told)
+
+    await sample(1, reward=0.5)
     # That of the second step was not begun before the kill; its weights are still the newest.
-    await forge.complete(2, reward=0.25)
-    await until(lambda: told(2))
+    await sample(2, reward=0.25)
     await forge.complete(2)
     await client.until_step(3)
-    await forge.complete(2, reward=1.0)
-    await until(lambda: told(3))
+    await sample(3, reward=1.0)
 
     lines = [json.loads(line) for line in trainer.metrics_file.read_text().splitlines()]
     evaluations = [line["evaluation"] for line in lines if "evaluation" in line]
