@@ -216,7 +216,7 @@ class Learner:
         return None
 
     def _pass_tokens(self, plan: BatchPlan) -> int:
-        return max(self.policy.pass_tokens(tree) for tree in plan.trees)
+        return max((self.policy.pass_tokens(tree) for tree in plan.trees), default=0)
 
     def _later_passes(self, plan: BatchPlan, frozen: list[_Frozen], weight_version: int) -> str:
         """More updates on a batch; why they were cut short, or ""."""
