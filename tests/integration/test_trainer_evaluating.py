@@ -33,7 +33,7 @@ async def router(coordinator: Coordinator) -> AsyncIterator[None]:
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(Router(), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    registered = await coordinator.register("router", "router-0", address, metadata={}, ttl_s=5.0)
+    registered = await coordinator.register("router", "router-0", address, metadata={}, ttl_s=30.0)
     yield
     await registered.close()
     await server.stop(None)
