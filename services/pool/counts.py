@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.keys import group_key, name_of_trajectory_key, task_of_queue_key
+from services.pool.keys import group_key, name_of_trajectory_key
 from services.pool.reads import queued_group
 from services.pool.records import Payload, Records, Table, decode_header
 
@@ -88,7 +88,7 @@ class Tally:
         return self._state_of[1] == _PENDING
 
     def _count_group(self, records: Records, key: bytes, payload: Payload) -> None:
-        group = queued_group(records, task_of_queue_key(key))
+        group = queued_group(records, key)
         self._groups[group.task.domain, group.task.purpose, group.state] += 1
         trains = group.task.purpose == common_pb2.PURPOSE_TRAIN
         if self._oldest is None and trains and group.state == _PENDING:

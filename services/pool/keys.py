@@ -19,6 +19,7 @@ from __future__ import annotations
 import struct
 
 from forge.core.trajectory import TaskId, TrajectoryName
+from forge.v1 import common_pb2
 
 MAX_EVENT_ID_BYTES = 256
 SHARD_KEY = b"shard"
@@ -35,6 +36,12 @@ def group_key(task_id: str) -> bytes:
 
 def queue_key(purpose: int, queue_index: int, task_id: str) -> bytes:
     return _QUEUE.pack(purpose, queue_index) + task_id.encode()
+
+
+def place_of_queue_key(key: bytes) -> tuple[common_pb2.Purpose.ValueType, int]:
+    """Purpose and queue index."""
+    purpose, queue_index = _QUEUE.unpack_from(key)
+    return common_pb2.Purpose.ValueType(purpose), queue_index
 
 
 def task_of_queue_key(key: bytes) -> TaskId:

@@ -6,6 +6,7 @@ Owns the way from stored records to messages. Writes nothing, and every function
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -14,8 +15,10 @@ from forge.core.trajectory import TrajectoryName
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.keys import (
+    SHARD_KEY,
     group_key,
     name_of_trajectory_key,
+    place_of_queue_key,
     task_of_queue_key,
     task_prefix,
     trajectory_key,
@@ -106,8 +109,8 @@ def groups(
     """The groups whose queue key follows `after`, until one of the limits is reached."""
     page: list[pool_pb2.ScanGroupsResponse] = []
     size_bytes = 0
-    for key, _ in records.scan(Table.QUEUE, after=after):
-        response = _group(records, task_of_queue_key(key), brief=brief)
+    for key, _ in records.scan_sealed(Table.QUEUE, after=after):
+        response = _scanned(records, queued_group(records, key), brief=brief)
         page.append(response)
         size_bytes += response.ByteSize()
         if len(page) >= limit or size_bytes >= limit_bytes:
@@ -125,14 +128,34 @@ def groups_of(
     for taken, task_id in enumerate(task_ids):
         if taken >= limit or size_bytes >= limit_bytes:
             return page, taken
-        if records.get(Table.GROUPS, group_key(task_id)) is not None:
-            page.append(_group(records, task_id, brief=True))
+        if records.get_sealed(Table.GROUPS, group_key(task_id)) is None:
+            continue
+        try:
+            group = _stored_group(records, task_id)
+        except DataLoss as error:
+            # What an earlier scan told of it stands.
+            log.error("group_not_readable", task_id=task_id, error=str(error))
+        else:
+            page.append(_scanned(records, group, brief=True))
             size_bytes += page[-1].ByteSize()
     return page, len(task_ids)
 
 
-def queued_group(records: Records, task_id: str) -> common_pb2.GroupRecord:
-    """Record and state in one. Raises DataLoss when the queue names a group that is not there."""
+def queued_group(records: Records, key: bytes) -> common_pb2.GroupRecord:
+    """Record and state in one, by the group's key in the queue.
+
+    A group that cannot be read is over: one damaged record must not keep a scheduler from office.
+    """
+    task_id = task_of_queue_key(key)
+    try:
+        return _stored_group(records, task_id)
+    except DataLoss as error:
+        log.error("group_not_readable", task_id=task_id, error=str(error))
+        return _lost_group(records, key, reason=str(error))
+
+
+def _stored_group(records: Records, task_id: str) -> common_pb2.GroupRecord:
+    """Raises DataLoss when it has no record and state that can be read."""
     record = records.get(Table.GROUPS, group_key(task_id))
     state = records.get(Table.STATES, group_key(task_id))
     if record is None or state is None:
@@ -142,9 +165,30 @@ def queued_group(records: Records, task_id: str) -> common_pb2.GroupRecord:
     return group
 
 
-def _group(records: Records, task_id: str, *, brief: bool) -> pool_pb2.ScanGroupsResponse:
+def _lost_group(records: Records, key: bytes, *, reason: str) -> common_pb2.GroupRecord:
+    """What is left of a group: its place in the queue, and its state unless that would have it
+    sampled or trained."""
+    purpose, queue_index = place_of_queue_key(key)
+    task_id = task_of_queue_key(key)
+    task = common_pb2.Task(task_id=task_id, purpose=purpose, group_size=1)
+    group = common_pb2.GroupRecord(task=task, queue_index=queue_index)
+    with suppress(DataLoss):
+        group.pool_shard = bytes(records.get(Table.META, SHARD_KEY) or b"").decode()
+        group.MergeFromString(bytes(records.get(Table.STATES, group_key(task_id)) or b""))
+    if group.state in (
+        common_pb2.GROUP_STATE_UNSPECIFIED,
+        common_pb2.GROUP_STATE_PENDING,
+        common_pb2.GROUP_STATE_BATCHED,
+    ):
+        group.state, group.reason = common_pb2.GROUP_STATE_TOMBSTONED, reason
+    return group
+
+
+def _scanned(
+    records: Records, group: common_pb2.GroupRecord, *, brief: bool
+) -> pool_pb2.ScanGroupsResponse:
     """Without the trajectories that cannot be read: a scheduler has others sampled."""
-    group = queued_group(records, task_id)
+    task_id = group.task.task_id
     if brief and group.settled_unix_s and group.task_digest:
         group.task.payload_json = ""
     response = pool_pb2.ScanGroupsResponse(group=group)

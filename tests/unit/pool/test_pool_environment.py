@@ -293,6 +293,31 @@ def test_a_damaged_turn_is_data_loss_and_its_neighbours_are_not(open_store, tmp_
     store.close()
 
 
+def test_a_damaged_group_is_over_and_its_neighbours_are_not(open_store, tmp_path):
+    """A scheduler that takes office is told all others, and this one's place in the queue; a group
+    that was trained on stays so."""
+    store = open_store()
+    groups = (make_group(f"t{n}", n, payload_json=f"NEEDLE{n % 2}") for n in range(4))
+    put_groups(store, *groups)
+    set_states(store, change("t2", common_pb2.GROUP_STATE_TRAINED, batch_id="b", step=7))
+    store.close()
+    damage(tmp_path / "shard", b"NEEDLE0")
+    store = PoolStore(tmp_path / "shard")
+    found = [each.group for each in store.groups().groups]
+    assert [(group.task.task_id, group.queue_index) for group in found] == [
+        (f"t{n}", n) for n in range(4)
+    ]
+    lost, kept, trained, _ = found
+    assert lost.state == common_pb2.GROUP_STATE_TOMBSTONED
+    assert "record b't0' in groups" in lost.reason
+    assert lost.task.purpose == common_pb2.PURPOSE_TRAIN and lost.pool_shard == kept.pool_shard
+    assert kept.state == common_pb2.GROUP_STATE_PENDING and kept.task.payload_json == "NEEDLE1"
+    assert (trained.state, trained.step) == (common_pb2.GROUP_STATE_TRAINED, 7)
+    told, taken = store.groups_of(["t0", "t1"])
+    assert ([each.group.task.task_id for each in told], taken) == (["t1"], 2)
+    store.close()
+
+
 def test_another_schema_version_is_refused_with_both_numbers(tmp_path):
     """A shard of another schema is left alone, and the message tells what to do."""
     settings = {"map_bytes": MIB, "map_max_bytes": MIB, "max_readers": 4}

@@ -173,3 +173,17 @@ def test_trajectory_beyond_the_group_is_ignored() -> None:
     """A record nobody can have been asked to write does no harm."""
     state = rebuild(scanned("a", 0, ("7:0", SEALED)))
     assert state.queue.books.group("a").phase is Phase.QUEUED
+
+
+def test_a_group_whose_record_is_damaged_keeps_nobody_from_office() -> None:
+    """The pool has its place and no more; it counts as given up, and the head passes over it."""
+    lost = common_pb2.GroupRecord(
+        task=common_pb2.Task(task_id="lost", purpose=common_pb2.PURPOSE_TRAIN, group_size=1),
+        state=common_pb2.GROUP_STATE_TOMBSTONED,
+        reason="the checksum does not match",
+    )
+    state = rebuild(pool_pb2.ScanGroupsResponse(group=lost), scanned("next", 1))
+    books = state.queue.books
+    status = books.status()
+    assert (status.accepted, status.tombstoned, status.pending) == (2, 1, 1)
+    assert books.window.head == 1
