@@ -3,22 +3,25 @@
     staleness  the 99th percentile, in optimizer steps from the start of a group to its training
     shift      how far the mix of a batch (duration, domain, difficulty) is from the queue's:
                the Kullback-Leibler divergence, less what chance alone gives a batch of its size
-               (mean and one standard deviation)
+               in the mean
 
 Owns three decisions, and what must be remembered for them: whether one more group may start, how
 wide the window is, and which of the groups in it make a batch. The bound S on staleness, with
 batches of B groups, is kept in advance and not by feedback, so that tasks which become slower
 break nothing:
 
-- At most (S - 1/2) B groups are started and not trained on. With S B all of them could still be
-  in time, but only in the order of a FIFO; half a batch less leaves room to choose. At the end of
-  the queue, where all that is left makes S B or less, nothing is kept back for that.
-- A batch holds what would be late otherwise, or stay too far behind its place in a FIFO
-  (`forge.core.deadlines`), and waits for it. Groups go on starting meanwhile.
+- At most S B groups are started and not trained on: all of them can be in time then, if only in
+  the order of a FIFO. Half a batch less leaves room to choose, and is made up for by that, but
+  not soon: so it is kept back only when it is little beside what was trained since the queue was
+  last empty, and not where all that is left makes S B or less.
+- A batch holds what would be late otherwise (`forge.core.deadlines`), and waits for it. Groups go
+  on starting meanwhile.
 - The rest of it takes from each kind of group its share of the queue, oldest first, because short
   groups are complete first: after a start, when a queue that had run dry fills again, when tasks
-  become slower. It waits while it is further from the queue than the bound, but no longer than a
-  FIFO would: once the next groups of the queue are complete, a batch goes out.
+  become slower. It waits while it is further from the queue than the bound, or while the groups
+  that it leaves behind, which a FIFO would have trained on by then, would put the batch that has
+  to hold them further from it. But no longer than a FIFO would: once the next groups of the queue
+  are complete, a batch goes out.
 - W = 2 S B: while the head is held up, training goes on for S steps.
 
 What the queue is like is learned from the oldest groups of which all have ended: slow ones are not
@@ -30,7 +33,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -43,8 +46,9 @@ SAMPLE_BATCHES, SAMPLE_GROUPS = 8, 2048
 """At least so much of what has ended, in queue order, is what the queue is like."""
 DIFFICULTY_BINS = 4
 SPARE_BATCHES = 0.5
-"""How many of the S batches that could still be trained on in time are not started, as long as the
-queue goes on."""
+"""How many of the S batches that could still be trained on in time are not started."""
+SPARE_SHARE = 0.01
+"""Of what was trained since the queue was last empty, at most so much is kept back for that."""
 LOOKS_PER_BATCH = 16
 
 
@@ -97,6 +101,8 @@ class Adaptive:
         self._kinds: dict[int, Kind] = {}
         """By queue index, of groups that have ended and are not trained on."""
         self._carry: defaultdict[Kind, float] = defaultdict(float)
+        self._steps_on = 0
+        """Taken since the queue was last empty."""
         self._changes = 0
         self._weighed_at = -math.inf
         self.last_shift_kl = 0.0
@@ -110,7 +116,7 @@ class Adaptive:
     @property
     def open_limit(self) -> int:
         """How many may be while the queue goes on; those that run are among them."""
-        batches = max(1.0, self._deadlines.bound_steps - SPARE_BATCHES)
+        batches = max(1.0, self._deadlines.bound_steps - self._spare_batches)
         return math.ceil(batches * self._size)
 
     @property
@@ -127,6 +133,10 @@ class Adaptive:
     def staleness_p99(self) -> float:
         """Of the groups trained on last; 0 before the first."""
         return self._deadlines.staleness_p99
+
+    @property
+    def _spare_batches(self) -> float:
+        return SPARE_BATCHES if SPARE_SHARE * self._steps_on >= SPARE_BATCHES else 0.0
 
     def admits(self, *, untrained: int, queued: int) -> bool:
         """Whether one more group may start; `untrained` are started and not trained on."""
@@ -164,9 +174,10 @@ class Adaptive:
         for group in groups:
             self._list(group)
 
-    def trained(self, groups: Sequence[Group], *, head: int) -> None:
-        """A step was taken, and the head is at `head` now."""
+    def trained(self, groups: Sequence[Group], *, head: int, queued: int) -> None:
+        """A step was taken, the head is at `head` now, and `queued` groups wait to be started."""
         self._deadlines.trained(groups)
+        self._steps_on = self._steps_on + 1 if queued else 0
         for group in groups:
             self._kinds.pop(group.spec.index, None)
         # Indices that nobody holds are passed by the head alone.
@@ -174,7 +185,7 @@ class Adaptive:
             self._note_end(index, self._ended.get(index))
 
     def choose(
-        self, window: Window, size: int, *, away: frozenset[str], waiting: bool
+        self, window: Window, size: int, *, away: frozenset[str], waiting: bool, now_s: float
     ) -> list[Group]:
         """The groups of the next batch, in queue order; none while it is better to wait.
 
@@ -198,12 +209,67 @@ class Adaptive:
             return []
         counts = Counter(kind for kind, _ in picked if kind is not UNKNOWN)
         self.last_shift_kl = _shift(counts, self._sampled)
-        fair = len(self._sample) >= size and self.last_shift_kl <= self._bounds.shift_kl
-        if waiting and overtaken > MAY_LAG and not fair:
+        if waiting and overtaken > MAY_LAG and not self._fair(window, size, away, picked, now_s):
             return []
         self._weighed_at = -math.inf
         self._settle(counts, size)
         return sorted((group for _, group in picked), key=lambda group: group.spec.index)
+
+    def _fair(
+        self,
+        window: Window,
+        size: int,
+        away: frozenset[str],
+        picked: Iterable[tuple[Kind, Group]],
+        now_s: float,
+    ) -> bool:
+        """Whether the batch just weighed is within the bound on shift, and the one that will hold
+        what it leaves behind."""
+        bound = self._bounds.shift_kl
+        if math.isinf(bound):
+            return True
+        if not self._share(size) or self.last_shift_kl > bound:
+            return False
+        behind = self._deadlines.left_behind(
+            size,
+            {group.spec.index for _, group in picked},
+            batched=window.inside(Phase.BATCHED),
+            edge=window.edge,
+            away=away,
+        )
+        # All that is started is due in the order of a FIFO where nothing is kept back: the next
+        # batch must hold all of `behind`, which is to be like as many groups drawn by chance.
+        drawn = size if self._spare_batches else len(behind)
+        return _shift(self._catch_up(behind, size, now_s), self._sampled, drawn=drawn) <= bound
+
+    def _catch_up(
+        self, behind: Sequence[Group], size: int, now_s: float
+    ) -> defaultdict[Kind, float]:
+        """A batch of the groups `behind`, filled up with a fair sample. Of one that runs it is
+        known that it is slower than what has ended in less time."""
+        counts: defaultdict[Kind, float] = defaultdict(float)
+        running: Counter[Kind] = Counter()
+        for group in behind:
+            index = group.spec.index
+            if group.phase is Phase.COMPLETE:
+                counts[self._kinds.get(index, UNKNOWN)] += 1
+            else:
+                age_s = now_s - self._started_s.get(index, now_s)
+                running[_kind_of(group, age_s)] += 1
+        counts.pop(UNKNOWN, None)
+        for young, count in running.items():
+            slower = {
+                kind: known
+                for kind, known in self._sampled.items()
+                if kind[1:] == young[1:] and kind.duration >= young.duration and known
+            } or {young: 1}
+            total = sum(slower.values())
+            for kind, known in slower.items():
+                counts[kind] += count * known / total
+        share = self._share(size - len(behind))
+        for kind, known in self._sampled.items():
+            counts[kind] += share * known
+        return counts
 
     def _pick(
         self, window: Window, size: int, away: frozenset[str], due: Due
@@ -217,9 +283,9 @@ class Adaptive:
         counts = Counter(kind for kind, _ in picked)
         fair: list[tuple[int, Kind]] = []
         left: dict[Kind, Iterator[int]] = {}
-        total = max(1, len(self._sample))
+        share = self._share(size)
         for kind, order in self._complete.items():
-            wanted = size * self._sampled[kind] / total + self._carry[kind] - counts[kind]
+            wanted = share * self._sampled[kind] + self._carry[kind] - counts[kind]
             quota = max(0, math.floor(wanted + 0.5))
             left[kind] = self._usable(order, edge, away, held, among)
             fair += [(index, kind) for index in islice(left[kind], quota)]
@@ -232,6 +298,10 @@ class Adaptive:
         rest = (fair + spare)[: max(0, size - len(picked))]
         return (picked + [(kind, self._groups[index]) for index, kind in rest])[:size]
 
+    def _share(self, size: int) -> float:
+        """Of what is sampled, in a batch; 0 as long as less is known than a batch."""
+        return size / len(self._sample) if len(self._sample) >= size else 0.0
+
     def _usable(
         self, order: Sequence[int], edge: int, away: frozenset[str], held: set[int], among: set[int]
     ) -> Iterator[int]:
@@ -242,10 +312,10 @@ class Adaptive:
                 yield index
 
     def _settle(self, counts: Counter[Kind], size: int) -> None:
-        total = max(1, len(self._sample))
-        for kind in self._sampled.keys() | counts.keys():
-            owed = self._carry[kind] + size * self._sampled[kind] / total - counts[kind]
-            self._carry[kind] = min(1.0, max(-1.0, owed))
+        if share := self._share(size):
+            for kind in self._sampled.keys() | counts.keys():
+                owed = self._carry[kind] + share * self._sampled[kind] - counts[kind]
+                self._carry[kind] = min(1.0, max(-1.0, owed))
 
     def _list(self, group: Group) -> None:
         index = group.spec.index
@@ -285,33 +355,38 @@ def _kind_of(group: Group, duration_s: float) -> Kind:
     return Kind(half_octave, group.spec.domain, difficulty)
 
 
-def _shift(counts: Counter[Kind], expected: Counter[Kind]) -> float:
-    """The sum over the traits of the divergence beyond chance."""
+def _shift(
+    counts: Mapping[Kind, float], expected: Mapping[Kind, float], *, drawn: int | None = None
+) -> float:
+    """The sum over the traits of the divergence beyond chance, to which `drawn` of the groups, or
+    all, are left."""
     return sum(
-        _divergence(_by_trait(counts, trait), _by_trait(expected, trait))
+        _divergence(_by_trait(counts, trait), _by_trait(expected, trait), drawn)
         for trait in range(len(UNKNOWN))
     )
 
 
-def _by_trait(counts: Counter[Kind], trait: int) -> Counter[object]:
-    found: Counter[object] = Counter()
+def _by_trait(counts: Mapping[Kind, float], trait: int) -> defaultdict[object, float]:
+    found: defaultdict[object, float] = defaultdict(float)
     for kind, count in counts.items():
         found[kind[trait]] += count
     return found
 
 
-def _divergence(counts: Counter[object], expected: Counter[object]) -> float:
+def _divergence(
+    counts: Mapping[object, float], expected: Mapping[object, float], drawn: int | None
+) -> float:
     kinds = counts.keys() | expected.keys()
-    groups = counts.total()
+    groups = sum(counts.values())
     if not groups:
         return 0.0
     # Half a group more of each: a kind that is new in the batch is rare, not impossible.
-    total = expected.total() + 0.5 * len(kinds)
+    total = sum(expected.values()) + 0.5 * len(kinds)
     divergence = sum(
-        count / groups * math.log(count / groups * total / (expected[kind] + 0.5))
+        count / groups * math.log(count / groups * total / (expected.get(kind, 0.0) + 0.5))
         for kind, count in counts.items()
         if count
     )
     # Of a fair batch, 2 n times the divergence is distributed like chi-squared.
-    freedom = len(kinds) - 1
-    return max(0.0, divergence - (freedom + math.sqrt(2 * freedom)) / (2 * groups))
+    chance = (len(kinds) - 1) / (2 * groups)
+    return max(0.0, divergence - chance * (1.0 if drawn is None else drawn / groups))

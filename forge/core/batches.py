@@ -80,7 +80,7 @@ class Batches:
         if self._books.adaptive is None:
             return window.take(size, away=away, sampling=can_progress, more_coming=more_coming)
         waiting = more_coming or (can_progress and window.sampling(away))
-        return self._books.adaptive.choose(window, size, away=away, waiting=waiting)
+        return self._books.adaptive.choose(window, size, away=away, waiting=waiting, now_s=now_s)
 
     def adopt(self, batch_id: str, task_ids: Sequence[str], *, now_s: float) -> None:
         """Hold what an earlier term granted and its trainer still works on.

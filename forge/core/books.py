@@ -207,7 +207,7 @@ class Books:
             self.window.resize(self.adaptive.window_size)
         self.move_batch(groups, Phase.BATCHED, Phase.TRAINED)
         if self.adaptive:
-            self.adaptive.trained(groups, head=self.window.head)
+            self.adaptive.trained(groups, head=self.window.head, queued=self.queued())
 
     def trained_after(self, step: int) -> list[Group]:
         return [g for known, groups in self._trained.items() if known > step for g in groups]

@@ -1,35 +1,28 @@
-"""What the next batch must hold, so that no group is staler than a bound, or left behind.
+"""What the next batch must hold, so that no group is staler than a bound; who is overtaken.
 
-Owns the steps and the order groups were started in, and their staleness.
+Owns the steps and the order groups were started in, and their staleness. A group started after
+step s has until step s + S. Batches of B can keep all of that as long as at most S B groups are
+started and not trained on, and each batch holds what would not fit into the later ones: of the
+groups whose time ends within j more steps, all but j B. Where that is a whole batch, the older half
+of it is certain, and the rest is any of the oldest 2 B.
 
-    bound  A group started after step s has until step s + S. Batches of B can keep all of that as
-           long as at most S B groups are started and not trained on, and each batch holds what
-           would not fit into the later ones: of the groups whose time ends within j more steps,
-           all but j B. Where that is a whole batch, the older half of it is certain, and the rest
-           is any of the oldest 2 B.
-    pace   In a FIFO the k-th group started is in batch k / B. Here it is in that one or in the
-           next `PACE_BATCHES` - 1: were it overtaken by more, ever more long groups would stay
-           behind, and be due together.
-
-One group in 1000 may be late and one behind its pace, so that one runner that hangs does not hold
-up all training.
+One group in 1000 may be late, so that one runner that hangs does not hold up all training.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 
 from forge.core.groups import Group, Phase
 
 LATE_SHARE = 0.001
 """Less than the 99th percentile allows: what is late is long, and shifts the batch it comes in."""
-PACE_BATCHES = 2
 MAY_LAG = 1
-"""How many that run may be behind their pace without being waited for."""
+"""How many that run, of the next groups of a FIFO, are not waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,27 +113,28 @@ class Deadlines:
                 return running
         return MAY_LAG + 1
 
+    def left_behind(
+        self,
+        size: int,
+        picked: Container[int],
+        *,
+        batched: int,
+        edge: int,
+        away: frozenset[str],
+    ) -> list[Group]:
+        """The groups that a FIFO would have trained on with its next batch, if this one holds the
+        queue indices `picked`: the oldest `size` of them at most."""
+        over = self._begun - len(self._order) + batched + size
+        behind = (
+            group
+            for before, group in takewhile(lambda entry: entry[0] < over, self._visible(edge, away))
+            if group.spec.index not in picked
+        )
+        return list(islice(behind, size))
+
     def due(self, size: int, *, batched: int, edge: int, away: frozenset[str]) -> Due:
         """What the next batch must hold. `batched`: groups in batches that go before; only those
         below `edge` and not on the pool shards `away` count."""
-        bound = self._due_by_bound(size, batched=batched, edge=edge, away=away)
-        due = {group.spec.index: group for group in bound.groups}
-        over = self._begun - len(self._order) + batched
-        lagging = 0
-        for before, group in self._visible(edge, away):
-            if before >= over - (PACE_BATCHES - 1) * size:
-                break
-            if group.phase is Phase.COMPLETE:
-                due[group.spec.index] = group
-            else:
-                lagging += 1
-        return Due(
-            groups=list(due.values())[:size],
-            among=bound.among,
-            lacking=bound.lacking or lagging > MAY_LAG,
-        )
-
-    def _due_by_bound(self, size: int, *, batched: int, edge: int, away: frozenset[str]) -> Due:
         next_step = self._step + math.ceil(batched / size) + 1
         due: list[Group] = []
         lacking = False

@@ -9,26 +9,57 @@ from statistics import fmean
 import pytest
 
 from benchmarks.support.queue_simulation import Outcome, Simulation
-from benchmarks.window import STATES, Size, adaptive_settings, fixed_settings, workloads
+from benchmarks.window import FULL, STATES, Size, adaptive_settings, fixed_settings, workloads
 
-SIZE = Size(concurrency=128, steps=120)
+SIZE = Size(concurrency=256, steps=120)
 SEEDS = range(4)
 
 
-def outcomes(setting: str, state: str) -> list[Outcome]:
+def outcomes(setting: str, state: str, size: Size = SIZE) -> list[Outcome]:
     """One for each seed."""
-    settings = dict((*fixed_settings(SIZE), *adaptive_settings(SIZE)))
-    loads = [workloads(SIZE, seed)[state] for seed in SEEDS]
+    settings = dict((*fixed_settings(size), *adaptive_settings(size)))
+    loads = [workloads(size, seed)[state] for seed in SEEDS]
     return [Simulation(settings[setting], load).play() for load in loads]
 
 
 @pytest.mark.parametrize("state", STATES, ids=STATES.values())
 def test_adaptive_is_not_behind_a_fifo_with_the_same_bound(state: str) -> None:
-    """As much trained, 5 % less at most; no more shift, 10 % at most; and the bound kept."""
+    """As much trained, 2 % less at most; no more shift, 5 % at most; and the bound kept."""
     ours, fifo = outcomes("adaptive_s28", state), outcomes("fifo_s28", state)
     assert all(one.staleness_p99 <= 28 for one in ours)
-    assert fmean(one.throughput for one in ours) > 0.95 * fmean(one.throughput for one in fifo)
-    assert fmean(one.kl for one in ours) < 1.1 * fmean(one.kl for one in fifo)
+    assert fmean(one.throughput for one in ours) > 0.98 * fmean(one.throughput for one in fifo)
+    assert fmean(one.kl for one in ours) < 1.05 * fmean(one.kl for one in fifo)
+
+
+@pytest.mark.parametrize("state", [".cold", ".waves"], ids=["start", "waves"])
+def test_adaptive_is_as_fast_as_a_fifo_after_a_start(state: str) -> None:
+    """Where no fair order is faster, nothing is given away for a choice of groups."""
+    ours, fifo = outcomes("adaptive_s8", state, FULL), outcomes("fifo_s8", state, FULL)
+    assert fmean(one.throughput for one in ours) > 0.999 * fmean(one.throughput for one in fifo)
+    assert fmean(one.kl for one in ours) <= fmean(one.kl for one in fifo)
+
+
+def test_adaptive_trades_shift_for_throughput() -> None:
+    """Without a bound on shift it is as fast in waves as the fastest fixed setting as fresh; with
+    one it is faster than where no shift is allowed, and keeps to it."""
+    none, some, any_kl, fifo, fastest = (
+        outcomes(name, ".waves")
+        for name in (
+            "adaptive_s28",
+            "adaptive_s28_kl05",
+            "adaptive_s28_any",
+            "fifo_s28",
+            "wn_running",
+        )
+    )
+
+    def throughput(found: list[Outcome]) -> float:
+        return fmean(one.throughput for one in found)
+
+    assert throughput(fifo) < throughput(none) < throughput(some) < throughput(any_kl)
+    assert throughput(any_kl) > 0.99 * throughput(fastest)
+    assert all(one.staleness_p99 <= 28 for one in any_kl)
+    assert fmean(one.kl for one in some) < SIZE.kl_within(0.05)
 
 
 def test_measure_by_groups_favours_short_ones_and_that_by_work_does_not() -> None:

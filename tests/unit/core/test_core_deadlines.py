@@ -112,24 +112,27 @@ def test_group_of_another_leader_is_due_at_once() -> None:
     assert deadlines.staleness_p99 == 0
 
 
-def test_group_is_at_most_a_batch_behind_its_place_in_a_fifo() -> None:
-    """Groups 0 to 3 are of the first two batches: with two trained on, the next must hold 0 and 1,
-    and with four, all of them. One that still runs is not waited for, two are."""
+def test_what_a_fifo_would_have_trained_on_is_left_behind() -> None:
+    """Groups 0 to 3 are of the first two batches: of them, those in no batch are behind the second
+    one, the oldest first, and no more than a batch of them."""
     deadlines = Deadlines(100, history=1000)
-    left = make_started(deadlines, 0, 1, 2, 3, complete=True)
+    left = make_started(deadlines, *range(4))
     ahead = make_started(deadlines, *range(4, 12), complete=True)
-    assert look(deadlines, 4) == ([], False)
+
+    def behind(*picked: int, **changed: object) -> list[int]:
+        asked: dict[str, object] = {"batched": 0, "edge": EVERYTHING, "away": frozenset()}
+        found = deadlines.left_behind(2, picked, **(asked | changed))
+        return [group.spec.index for group in found]
+
+    assert behind(4, 5) == [0, 1]
+    assert behind(0, 4) == [1]
+    assert behind(1, 4, edge=0) == []
+    assert behind(6, 7, away=frozenset({"s"})) == []
     train(deadlines, *ahead[:2])
-    assert look(deadlines) == ([], False)
-    train(deadlines, *ahead[2:4])
-    assert look(deadlines) == ([0, 1], False)
-    assert look(deadlines, 4, batched=4) == ([0, 1, 2, 3], False)
-    left[0].phase = Phase.RUNNING
-    assert look(deadlines) == ([1], False)
-    left[1].phase = Phase.RUNNING
-    assert look(deadlines) == ([], True)
-    assert look(deadlines, away=frozenset({"s"})) == ([], False)
-    assert look(deadlines, edge=1) == ([], False)
+    assert behind(6, 7) == [0, 1]
+    assert behind(0, 1) == [2, 3]
+    left[0].phase = Phase.BATCHED
+    assert behind(6, 7, batched=1) == [1, 2]
 
 
 def test_batch_of_a_fifo_overtakes_nothing() -> None:

@@ -126,12 +126,12 @@ def test_domain_at_its_limit_holds_up_no_other() -> None:
     assert lease(queue) == ["a1"]
 
 
-def test_adaptive_starts_less_than_can_be_trained_on_in_time() -> None:
-    """S B groups, less half a batch, are started and not trained on, whether they run, are complete
-    or in a batch; a group counts no more once it is trained on."""
+def test_adaptive_starts_what_can_be_trained_on_in_time() -> None:
+    """S B groups are started and not trained on, whether they run, are complete or in a batch; a
+    group counts no more once it is trained on."""
     queue = make_queue("a" * 64, mode=Mode.ADAPTIVE, batch_groups=4, max_staleness_p99=5.5)
     names = lease(queue)
-    assert len(names) == 18, "four and a half steps of four groups"
+    assert len(names) == 20, "five steps of four groups"
     complete(queue, *names)
     assert lease(queue) == []
     batch = queue.take(trainer_id="t", max_groups=4, now_s=0.0)
@@ -142,14 +142,20 @@ def test_adaptive_starts_less_than_can_be_trained_on_in_time() -> None:
     assert queue.books.window.width == 40
 
 
-def test_adaptive_keeps_nothing_back_at_the_end_of_the_queue() -> None:
-    """What fits into S batches with all that is queued starts; with one group more it does not."""
-    asked: dict[str, object] = {"mode": Mode.ADAPTIVE, "batch_groups": 4, "max_staleness_p99": 5.0}
-    assert len(lease(make_queue("a" * 21, **asked))) == 18
-    queue = make_queue("a" * 20, **asked)
-    assert len(lease(queue)) == 20
-    assert queue.books.adaptive
-    assert queue.books.adaptive.running_limit == 20
+def test_adaptive_keeps_half_a_batch_back_when_it_is_little_of_what_was_trained() -> None:
+    """After 50 steps since the queue was last empty. As many as fit into S batches with all that
+    is queued start all the same."""
+    queue = make_queue("a" * 240, mode=Mode.ADAPTIVE, batch_groups=4, max_staleness_p99=5.0)
+    adaptive = queue.books.adaptive
+    assert adaptive
+    for step in range(1, 60):
+        names = lease(queue)
+        assert len(names) == {1: 20, 51: 2, 56: 6}.get(step, 4 if step < 56 else 0)
+        assert adaptive.open_limit == (18 if 50 < step <= 56 else 20)
+        complete(queue, *names)
+        batch = queue.take(trainer_id="t", max_groups=4, now_s=0.0)
+        assert batch
+        queue.batches.commit(batch.batch_id, step=step)
 
 
 def test_adaptive_chooses_half_of_a_batch_that_is_all_due() -> None:
@@ -291,7 +297,7 @@ def test_adaptive_keeps_its_bound_after_an_outage() -> None:
     queue = make_outage(concurrency=64, mode=Mode.ADAPTIVE, batch_groups=2, max_staleness_p99=4.0)
     complete(queue, *lease(queue))
     queue.books.away = frozenset()
-    assert lease(queue) == ["a0", "a1", "a2"], "seven of three and a half steps, with four ahead"
+    assert lease(queue) == ["a0", "a1", "a2", "a3"], "eight of four steps, with four ahead"
 
 
 def make_priorities(*priorities: int, **settings: object) -> GenerationQueue:
