@@ -305,11 +305,11 @@ class Adaptive:
     def _usable(
         self, order: Sequence[int], edge: int, away: frozenset[str], held: set[int], among: set[int]
     ) -> Iterator[int]:
-        for index in islice(order, bisect_left(order, edge)):
-            if index in held or (among and index not in among):
-                continue
-            if self._groups[index].spec.shard not in away:
-                yield index
+        inside = islice(order, bisect_left(order, edge))
+        free = (index for index in inside if index not in held and (not among or index in among))
+        if not away:
+            return free
+        return (index for index in free if self._groups[index].spec.shard not in away)
 
     def _settle(self, counts: Counter[Kind], size: int) -> None:
         if share := self._share(size):
