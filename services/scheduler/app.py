@@ -38,6 +38,10 @@ class SchedulerApp:
         coordinator = self._context.coordinator
         self._pools = coordinator.discover("pool")
         self._pool = self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
+        # They outlive a term that could not begin: what was not taken for it is as good as before.
+        self._copies = ShardCopies(
+            ShardScans(self._pools, self._pool, timeout_s=config.pool_timeout_s)
+        )
         self._servicer = SchedulerServicer(
             config, self._context.security.keyring, coordinator.discover("scheduler")
         )
@@ -68,11 +72,10 @@ class SchedulerApp:
             await asyncio.sleep(_PAUSE_S)
 
     async def _stand_once(self) -> None:
+        leadership = await self._until_elected()
         timeout_s = self._config.pool_timeout_s
-        copies = ShardCopies(ShardScans(self._pools, self._pool, timeout_s=timeout_s))
-        leadership = await self._until_elected(copies)
         shards = PoolShards(self._pools, self._pool, leadership, timeout_s=timeout_s)
-        term = Term(self._config, self._context.coordinator, leadership, shards, copies)
+        term = Term(self._config, self._context.coordinator, leadership, shards, self._copies)
         try:
             await self._serve(term)
         except ForgeError as error:
@@ -83,8 +86,8 @@ class SchedulerApp:
         finally:
             await term.end()
 
-    async def _until_elected(self, copies: ShardCopies) -> Leadership:
-        following = asyncio.create_task(copies.follow(), name="standby")
+    async def _until_elected(self) -> Leadership:
+        following = asyncio.create_task(self._copies.follow(), name="standby")
         try:
             return await self._context.coordinator.campaign(
                 ELECTION, self._config.instance_id, ttl_s=self._config.lease_ttl_s

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
+from forge.core.errors import Unavailable
 from forge.runtime.coordination import Versioned
+from forge.v1 import pool_pb2
 from services.scheduler import app, term
 from services.scheduler.app import SchedulerApp
 from services.scheduler.config import SchedulerConfig
@@ -73,8 +76,39 @@ async def until(holds: Callable[[], Any]) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.fixture
+def coordinator() -> Coordinator:
+    return Coordinator()
+
+
+@pytest_asyncio.fixture
+async def context(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[SimpleNamespace]:
+    """Of an instance that stands for election."""
+
+    async def announce() -> None: ...
+
+    monkeypatch.setattr(app, "_PAUSE_S", 0.0)
+    for name in ("ShardScans", "PoolShards"):
+        monkeypatch.setattr(app, name, Shards)
+    made = SimpleNamespace(
+        config=SchedulerConfig(etcd="etcd:2379"),
+        coordinator=coordinator,
+        remote=lambda *_: None,
+        security=SimpleNamespace(keyring=None),
+        server=SimpleNamespace(add=lambda *_, **__: None),
+        metadata={},
+        announce=announce,
+    )
+    instance = SchedulerApp(made)
+    await instance.start()
+    yield made
+    await instance.stop()
+
+
 async def test_deposed_leader_has_let_its_queue_go_when_it_stands_again(
-    monkeypatch: pytest.MonkeyPatch,
+    context: SimpleNamespace, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be a million groups, and now the copies of a standby take their place."""
     states: list[weakref.ref[TermState]] = []
@@ -84,24 +118,7 @@ async def test_deposed_leader_has_let_its_queue_go_when_it_stands_again(
             super().__init__(*args, **more)
             states.append(weakref.ref(self))
 
-    async def announce() -> None: ...
-
     monkeypatch.setattr(term, "TermState", Watched)
-    monkeypatch.setattr(app, "_PAUSE_S", 0.0)
-    for name in ("ShardScans", "PoolShards"):
-        monkeypatch.setattr(app, name, Shards)
-    coordinator = Coordinator()
-    context = SimpleNamespace(
-        config=SchedulerConfig(etcd="etcd:2379"),
-        coordinator=coordinator,
-        remote=lambda *_: None,
-        security=SimpleNamespace(keyring=None),
-        server=SimpleNamespace(add=lambda *_, **__: None),
-        metadata={},
-        announce=announce,
-    )
-    instance = SchedulerApp(context)
-    await instance.start()
     office = Office()
     coordinator.offices.put_nowait(office)
     await until(lambda: context.metadata["leader"] == "true")
@@ -109,4 +126,29 @@ async def test_deposed_leader_has_let_its_queue_go_when_it_stands_again(
     office.over.set()
     await until(lambda: coordinator.stood == 2)
     assert states[0]() is None
-    await instance.stop()
+
+
+async def test_a_term_that_could_not_begin_leaves_the_copies_as_they_were(
+    context: SimpleNamespace, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One shard does not answer: at the next attempt the other need not tell everything again."""
+    scanned: list[tuple[str, str]] = []
+
+    async def scan(_: Shards, shard: str, *, since: str = "") -> AsyncIterator[Any]:
+        scanned.append((shard, since))
+        begin = pool_pb2.ScanGroupsResponse.Begin(mark="known", changes_only=bool(since))
+        yield pool_pb2.ScanGroupsResponse(begin=begin)
+
+    async def raise_fence(_: Shards, shard: str) -> None:
+        if shard == "s1" and not failed:
+            failed.append(shard)
+            raise Unavailable("gone")
+
+    failed: list[str] = []
+    monkeypatch.setattr(Shards, "scan", scan)
+    monkeypatch.setattr(Shards, "raise_fence", raise_fence)
+    for _ in range(2):
+        coordinator.offices.put_nowait(Office())
+    await until(lambda: context.metadata["leader"] == "true")
+    assert failed == ["s1"]
+    assert [since for shard, since in scanned if shard == "s0"][-1] == "known"
