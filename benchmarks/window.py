@@ -291,6 +291,12 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, help="N, a multiple of 16, instead of 1024")
     parser.add_argument("--only", default="*", help="settings, by pattern, with commas: fifo*,wn")
     parser.add_argument("--steady", action="store_true", help="leave out start, waves and change")
+    parser.add_argument(
+        "--cold",
+        type=lambda text: [int(steps) for steps in text.split(",")],
+        metavar="STEPS,STEPS",
+        help="nothing but so many steps after a start, of the settings with a bound: 64,144",
+    )
     parser.add_argument("--plot", type=Path, help="write a plot (SVG) to this file")
     parser.add_argument("--table", type=Path, help="write a table (Markdown) to this file")
     parser.add_argument("--seed", type=int, default=0, help="of the tasks' durations")
@@ -304,7 +310,11 @@ def main() -> None:
         if any(fnmatch(name, pattern) for pattern in options.only.split(","))
     }
     loads = workloads(size, options.seed)
-    found = measure(settings, {"": loads[""]} if options.steady else loads)
+    if options.steady:
+        loads = {"": loads[""]}
+    elif options.cold:
+        loads = {f".cold_{steps}": replace(loads[".cold"], steps=steps) for steps in options.cold}
+    found = measure(settings, loads)
     numbers = numbers_of(found, settings, size)
     show(found, numbers, size)
     keep(numbers, options.json)
