@@ -15,9 +15,7 @@ from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from tests.support.etcd import EtcdServer
 from tests.support.scheduler_cluster import (
-    START_S,
     SchedulerCluster,
-    SchedulerProcess,
     assert_books_balance,
     ids_of,
     make_task,
@@ -206,45 +204,6 @@ async def test_frozen_leader_is_deposed_and_its_writes_are_refused(
     with pytest.raises(NotFound, match="discard the step"):
         await forge.commit(batch, 9)
     assert_books_balance(await forge.status())
-
-
-async def test_standby_that_has_scanned_asks_for_what_was_changed_since(
-    forge: SchedulerCluster,
-) -> None:
-    """Also one that led before and was deposed, and with a shard that was started again between
-    two looks: each has the very queue of the one before it."""
-    forge.start_pool("s1")
-    await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
-    first = forge.start_scheduler()
-    old = await forge.leader()
-    earlier = len(first.logged("pool_shard_scanned"))
-    await forge.submit([make_task(f"t{number}") for number in range(40)])
-    second = forge.start_scheduler()
-    await second.until_logged("pool_shard_scanned", times=2)
-    await forge.complete(2)
-    await forge.commit(await forge.take(), 1)
-    first.freeze()
-    new = await forge.leader(other_than=old.instance_id)
-    assert sum(told(second)) < 40
-    await forge.complete(2)
-    await forge.commit(await forge.take(), 2)
-    first.thaw()
-    await first.until_logged("pool_shard_scanned", times=earlier + 2)
-    forge.pools["s0"].kill()
-    forge.pools["s0"].start()
-    await first.until_logged("pool_shard_scanned", times=earlier + 3)
-    before = await forge.status()
-    second.kill()
-    await forge.leader(other_than=new.instance_id)
-    after = await forge.status()
-    assert (after.trained, after.head, after.accepted) == (4, before.head, 40)
-    assert sum(told(first)[-2:]) < 40
-    assert_books_balance(after)
-
-
-def told(process: SchedulerProcess) -> list[int]:
-    """Groups that it asked for once it was elected, by shard."""
-    return [entry["told"] for entry in process.logged("pool_shard_enlisted")]
 
 
 async def test_pool_refuses_the_fence_of_an_earlier_leader(forge: SchedulerCluster) -> None:
