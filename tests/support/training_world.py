@@ -1,0 +1,177 @@
+"""Stand-ins for everything around the training actor, which tell what it did and fail on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge.rl.batch_plan import BatchPlan
+from forge.rl.losses import PolicyStats
+from forge.rl.step import StepResult
+from forge.runtime.actor import Actor, ActorRef
+from services.trainer.actors.checkpointing import Flush, Write
+from services.trainer.actors.learner import Capture, Restore, Step, TakeSnapshot
+from services.trainer.actors.training import Advance
+from services.trainer.batches import Claim, PreparedBatch
+from services.trainer.checkpoints import Checkpoint
+from services.trainer.record import TrainingRecord
+from services.trainer.samples import BatchSamples
+from services.trainer.weights import Snapshot
+
+
+@dataclass(slots=True, kw_only=True)
+class World:
+    """Everything around the training actor: what it did, and what is to go wrong."""
+
+    events: list[str] = field(default_factory=list)
+    faults: dict[str, Exception] = field(default_factory=dict)
+    """Raised once, when that is done next."""
+    skip: str = ""
+    gap: float = 0.0
+    """Between the log-probs of trainer and engine."""
+    retries: int = 0
+    """Of the next steps, for want of memory."""
+    saved: Checkpoint | None = None
+    disk: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the disk answers."""
+    batches: int = 100
+    evaluated: list[str] = field(default_factory=list)
+    """What the evaluator was told."""
+
+    def do(self, event: str) -> None:
+        fault = self.faults.pop(event.split()[0], None)
+        if fault is not None:
+            self.events.append(f"{event} fails")
+            raise fault
+        self.events.append(event)
+
+
+class FakeLearner(Actor):
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def receive(self, message: Any) -> Any:
+        world = self._world
+        match message:
+            case Step():
+                world.do("step")
+                skipped, world.skip = world.skip, ""
+                stats = PolicyStats(inference_gap_mean=world.gap)
+                return StepResult(
+                    loss=0.5,
+                    grad_norm=1.0,
+                    skipped=skipped,
+                    stats=stats,
+                    compute_s=0.0,
+                    plan=BatchPlan(trees=(), plan_s=0.0, token_budget=64),
+                    memory_retries=world.retries,
+                    shortage="no memory" if world.retries else "",
+                )
+            case TakeSnapshot(step=step):
+                return Snapshot(step=step, tensors=[])
+            case Capture():
+                return None
+            case Restore():
+                world.do("restore")
+                return world.saved
+        return await super().receive(message)
+
+
+class FakeWriter(Actor):
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def receive(self, message: Any) -> Any:
+        match message:
+            case Write(step=step, weight_version=version, history=history):
+                await self._world.disk.wait()
+                self._world.do(f"save {step}")
+                self._world.saved = Checkpoint(
+                    path=Path("/saved"), step=step, weight_version=version, history=history
+                )
+                return self._world.saved.path
+            case Flush():
+                return self._world.saved.step if self._world.saved else 0
+        return await super().receive(message)
+
+
+class FakeSource:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def take(self, *, wait_s: float) -> PreparedBatch | None:
+        if not self._world.batches:
+            return None
+        self._world.batches -= 1
+        self._world.do("take")
+        idle = asyncio.create_task(asyncio.sleep(0))
+        samples = BatchSamples(
+            samples=(), outcomes={"code": [1.0]}, sampled_tokens=3, groups=1, trajectories=1,
+            flat_groups=0, excluded=0,
+        )  # fmt: skip
+        return PreparedBatch(
+            claim=Claim(batch_id="b", task_ids=("t",), renewal=idle),
+            samples=samples,
+            plan=BatchPlan(trees=(), plan_s=0.0),
+        )
+
+    def prepare(self) -> None:
+        self._world.do("prepare")
+
+    async def commit(self, claim: Claim, *, step: int) -> None:
+        self._world.do(f"commit {step}")
+
+    async def tombstone(self, claim: Claim, reason: str) -> None:
+        self._world.do(f"tombstone {reason}")
+
+    async def rewind(self, step: int) -> None:
+        self._world.do(f"rewind {step}")
+
+    async def release(self) -> None:
+        self._world.do("release")
+
+    async def drop(self) -> None:
+        pass
+
+
+class FakePublisher:
+    def __init__(self, world: World, floor: int) -> None:
+        self._world = world
+        self.version = floor
+
+    async def publish(self, snapshot: Snapshot) -> int:
+        self._world.do(f"publish {snapshot.step}")
+        self.version += 1
+        return self.version
+
+
+class FakeEvaluator:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def resumed(self) -> None:
+        self._world.evaluated.append("resumed")
+
+    def reached(self, step: int, *, published: bool = True) -> None:
+        self._world.evaluated.append(f"{step} {'published' if published else 'not published'}")
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A training actor in its world."""
+
+    world: World
+    record: TrainingRecord
+    training: ActorRef
+    writer: ActorRef
+
+    async def advance(self, times: int = 1) -> list[str]:
+        """What was done, in order, down to the disk if it answers."""
+        self.world.events.clear()
+        for _ in range(times):
+            await self.training.ask(Advance(), timeout_s=5)
+            if self.world.disk.is_set():
+                await self.writer.ask(Flush(), timeout_s=5)
+        return list(self.world.events)
