@@ -89,13 +89,7 @@ def _task(line: Any, defaults: common_pb2.Task) -> common_pb2.Task:
     task.payload_json = json.dumps(line["payload"])
     if not task.domain:
         raise InvalidArgument("has no `domain`, and there is none for tasks that name none")
-    check_task_fields(
-        domain=task.domain,
-        scaffold=task.scaffold,
-        group_size=task.group_size,
-        difficulty=task.difficulty,
-        payload_json=task.payload_json,
-    )
+    check_task_fields(task)
     return task
 
 

@@ -6,6 +6,7 @@ Owns the rules that need no look at a system; its id's rule is `forge.core.traje
 from __future__ import annotations
 
 import re
+from typing import Protocol
 
 from forge.core.errors import InvalidArgument
 
@@ -14,18 +15,26 @@ MAX_PAYLOAD_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def check_task_fields(
-    *, domain: str, scaffold: str, group_size: int, difficulty: float, payload_json: str
-) -> None:
+class TaskFields(Protocol):
+    """The fields of a task that have rules; `forge.v1.Task` is one."""
+
+    domain: str
+    scaffold: str
+    group_size: int
+    difficulty: float
+    payload_json: str
+
+
+def check_task_fields(task: TaskFields) -> None:
     """Raises `InvalidArgument` with the first field that is wrong, and its value."""
-    for field, value in (("domain", domain), ("scaffold", scaffold)):
+    for field, value in (("domain", task.domain), ("scaffold", task.scaffold)):
         if not _NAME.fullmatch(value):
             raise InvalidArgument(f"{field} {value[:80]!r} must be 1 to 64 of [A-Za-z0-9._-]")
-    if group_size < 1:
-        raise InvalidArgument(f"group_size {group_size} must be at least 1")
-    if not 0 <= difficulty <= 1:
-        raise InvalidArgument(f"difficulty {difficulty} must be from 0 to 1")
-    size_bytes = len(payload_json.encode())
+    if task.group_size < 1:
+        raise InvalidArgument(f"group_size {task.group_size} must be at least 1")
+    if not 0 <= task.difficulty <= 1:
+        raise InvalidArgument(f"difficulty {task.difficulty} must be from 0 to 1")
+    size_bytes = len(task.payload_json.encode())
     if size_bytes > MAX_PAYLOAD_BYTES:
         raise InvalidArgument(
             f"payload_json has {size_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are allowed"

@@ -54,13 +54,7 @@ def _check_task(task: common_pb2.Task, max_group_size: int) -> common_pb2.Task:
             f"task {task.task_id}: group_size {task.group_size} must be 1 to {max_group_size}"
         )
     try:
-        check_task_fields(
-            domain=task.domain,
-            scaffold=task.scaffold,
-            group_size=task.group_size,
-            difficulty=task.difficulty,
-            payload_json=task.payload_json,
-        )
+        check_task_fields(task)
     except InvalidArgument as error:
         raise InvalidArgument(f"task {task.task_id}: {error}") from None
     if len(task.tag.encode()) > MAX_TAG_BYTES:
