@@ -14,6 +14,7 @@ from typing import Any
 
 from forge.core.errors import InvalidArgument
 from forge.core.tasks import check_task_fields
+from forge.runtime.json_lines import numbered_lines
 from forge.v1 import common_pb2
 
 _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -30,16 +31,13 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
 def read_tasks(file: Path, defaults: common_pb2.Task) -> list[common_pb2.Task]:
     """The tasks of the file, without ids. Raises InvalidArgument naming file, line and field."""
     try:
-        # Not by splitlines, which knows more ends of a line than JSON Lines does.
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = numbered_lines(file)
     except OSError as error:
         raise InvalidArgument(f"{file}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"{file} is not UTF-8: {error}") from None
     tasks = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         try:
             tasks.append(_task(json.loads(line), defaults))
         except json.JSONDecodeError as error:

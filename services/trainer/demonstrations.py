@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from forge.core.errors import InvalidArgument, NotFound
 from forge.core.packing import Sample
 from forge.core.trajectory import float32_bytes, int32_bytes
+from forge.runtime.json_lines import numbered_lines
 
 Conversation = Mapping[str, Any]
 """`messages` in OpenAI's shape, and optionally `tools` and a `domain`."""
@@ -25,16 +26,13 @@ Conversation = Mapping[str, Any]
 def read_conversations(path: Path) -> list[Conversation]:
     """One JSON object per line. Raises `NotFound`, `InvalidArgument` naming the line."""
     try:
-        # Not by splitlines, which knows more ends of a line than JSON Lines does.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = numbered_lines(path)
     except OSError as error:
         raise NotFound(f"data = {str(path)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"data = {str(path)!r} is not UTF-8: {error}") from error
     found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         try:
             entry = json.loads(line)
         except ValueError as error:
