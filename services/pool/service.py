@@ -93,12 +93,12 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def _every_group(
         self, *, brief: bool
     ) -> AsyncIterator[Sequence[pool_pb2.ScanGroupsResponse]]:
-        after, begun = b"", False
-        while after or not begun:
-            begun = True
-            page = await self._readers.run(partial(self._store.groups, after=after, brief=brief))
+        read = partial(self._store.groups, brief=brief)
+        page = await self._readers.run(read)
+        yield page.groups
+        while page.last_key:
+            page = await self._readers.run(partial(read, after=page.last_key))
             yield page.groups
-            after = page.last_key
 
     async def _groups_of(
         self, task_ids: Sequence[str]
