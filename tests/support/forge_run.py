@@ -25,9 +25,10 @@ class ForgeRun:
     def __init__(self, directory: Path, *, root: Path, steps: int, extra: tuple[str, ...] = ()):
         self.directory = directory
         self.output_path = directory.with_suffix(".out")
-        self.argv = [
+        self.steps = steps
+        self._argv = [
             *(FORGE, "run", "--model", "tiny", "--seed", "0", "--root", str(root)),
-            *("--run-dir", str(directory), "--steps", str(steps), "--eval-tasks", "2"),
+            *("--run-dir", str(directory), "--eval-tasks", "2"),
             *extra,
         ]
         self._process: subprocess.Popen[bytes] | None = None
@@ -35,7 +36,10 @@ class ForgeRun:
     def start(self) -> None:
         with self.output_path.open("ab") as output:
             self._process = subprocess.Popen(
-                self.argv, stdout=output, stderr=output, stdin=subprocess.DEVNULL
+                [*self._argv, "--steps", str(self.steps)],
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
             )
 
     @property
