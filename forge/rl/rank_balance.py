@@ -98,8 +98,9 @@ class _Bounds:
         return cuts[::-1]
 
     def least_memory(self, ranks: int, *, most: float) -> float:
-        """The least bound on memory within which there are ranges; `most` is known to do."""
-        low, high = 0.0, most
+        """The least bound on memory within which there are ranges, to half a token; `most` is known
+        to do, but for rounding."""
+        low, high = 0.0, most + 0.5
         while high - low > 0.5:
             middle = (low + high) / 2
             found = self.cuts(ranks, work=float(self._total[-1]), memory=middle)
