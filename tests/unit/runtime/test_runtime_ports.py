@@ -1,0 +1,24 @@
+"""Ports chosen for processes that are to listen on them later."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from forge.runtime import ports
+from forge.runtime.ports import free_ports
+
+
+def test_no_port_is_of_those_that_the_kernel_gives_away() -> None:
+    """What connects, or listens at any free port, takes none of them meanwhile."""
+    assert all(1_024 < port < 32_768 for port in free_ports(100))
+
+
+def test_ports_of_one_choice_are_different_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few are left."""
+    with socket.socket() as other:
+        first, second, taken = free_ports(3)
+        other.bind(("127.0.0.1", taken))
+        monkeypatch.setattr(ports, "_RANGE", [first, second, taken])
+        assert sorted(free_ports(2)) == sorted([first, second])
