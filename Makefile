@@ -3,7 +3,9 @@ PY := .venv/bin/python
 MODEL ?= tiny
 SEED ?= 0
 
-.PHONY: run setup test test-clients lint protos chaos crash bench bench-peers
+ROUNDS ?= 10
+
+.PHONY: run setup test test-clients lint protos chaos crash fuzz bench bench-peers
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -52,6 +54,12 @@ chaos: setup  ## Kill each service in the middle of a run, for real
 
 crash: setup  ## Kill the pool 200 times under load and read everything back
 	@FORGE_CRASH_ROUNDS=200 $(PY) -m pytest --timeout=7200 -s tests/integration/test_pool_crash.py
+
+fuzz: setup  ## Property tests with new random examples, ROUNDS times over
+	@for round in $$(seq $(ROUNDS)); do \
+		echo "round $$round of $(ROUNDS)"; \
+		$(PY) -m pytest -n 2 -m hypothesis --hypothesis-profile=fuzz tests/unit || exit 1; \
+	done
 
 bench: setup  ## What training and the services cost, on this machine and beside peers
 	@$(PY) -m benchmarks.prefix_tree

@@ -23,8 +23,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _clusters = itertools.count()
 
-# No test asserts a time: on a busy machine an example may take as long as it likes.
-settings.register_profile("forge", deadline=None)
+# No test asserts a time: on a busy machine an example may take as long as it likes. The default run
+# says the same of the same code every time; `make fuzz` looks for examples that nobody thought of.
+settings.register_profile("forge", deadline=None, derandomize=True)
+settings.register_profile("fuzz", deadline=None, print_blob=True)
 settings.load_profile("forge")
 
 
