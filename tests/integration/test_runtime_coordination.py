@@ -31,6 +31,17 @@ async def test_registered_instance_is_discovered_with_address_and_metadata(
     await other.close()
 
 
+async def test_who_is_there_is_known_before_anybody_comes(coordinator: Coordinator) -> None:
+    """Empty is an answer once etcd was asked, and none before."""
+    await coordinator.register("pool", "pool-0", "127.0.0.1:7001")
+    pools, trainers = coordinator.discover("pool"), coordinator.discover("trainer")
+    assert pools.instances == ()
+    await pools.known()
+    await trainers.known()
+    assert [pool.instance_id for pool in pools.instances] == ["pool-0"]
+    assert trainers.instances == ()
+
+
 async def test_updated_metadata_reaches_discovery(coordinator: Coordinator) -> None:
     """An update replaces the metadata that others see, under a later revision."""
     registration = await coordinator.register("decode", "d", "h:1", metadata={"version": "1"})

@@ -28,8 +28,13 @@ class Discovery:
         self._contact = contact
         self._directory = Directory()
         self._next_change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._known = asyncio.Event()
         self._expiry: asyncio.TimerHandle | None = None
         self._task = asyncio.create_task(self._follow(), name=f"discovery-{kind}")
+
+    async def known(self) -> None:
+        """Returns once `instances` is what etcd has, be it nobody; before, it is empty."""
+        await self._known.wait()
 
     async def wait(
         self,
@@ -89,6 +94,7 @@ class Discovery:
         for name in change.deleted:
             self._directory.remove(name.removeprefix(folder), now_s=now_s, in_doubt=in_doubt)
         self._publish()
+        self._known.set()
 
     def _publish(self) -> None:
         """Show the directory's state, and come back when somebody's grace ends."""

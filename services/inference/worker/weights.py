@@ -81,6 +81,9 @@ class WeightFollower:
             tasks.create_task(self._keep_up())
 
     async def _listen(self) -> None:
+        # Before any weights are: who does not know its peers asks the trainer.
+        for peers in self._peers:
+            await peers.known()
         async with aclosing(self._context.coordinator.follow(self._key)) as announced:
             async for value in announced:
                 if value is None:

@@ -1,0 +1,67 @@
+"""Whom a worker asks for weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+from forge.core.errors import Unavailable
+from services.inference.worker.weights import WeightFollower
+
+
+class Peers:
+    """Discovery that etcd has told nothing yet."""
+
+    def __init__(self) -> None:
+        self.instances: tuple[Any, ...] = ()
+        self._known = asyncio.Event()
+
+    def show(self, *addresses: str) -> None:
+        self.instances = tuple(
+            SimpleNamespace(address=address, instance_id=address, metadata={"weight_version": "1"})
+            for address in addresses
+        )
+        self._known.set()
+
+    async def known(self) -> None:
+        await self._known.wait()
+
+
+class Context:
+    """Of a worker whose coordinator has the weights at once, and its peers when told."""
+
+    def __init__(self) -> None:
+        self.peers = {"prefill": Peers(), "decode": Peers()}
+        self.asked: asyncio.Queue[str] = asyncio.Queue()
+        self.config = SimpleNamespace(instance_id="self")
+        self.coordinator = self.channels = self
+
+    def discover(self, kind: str) -> Peers:
+        return self.peers[kind]
+
+    async def follow(self, key: str) -> AsyncIterator[Any]:
+        manifest = {"weight_version": 1, "tensor_names": [], "total_bytes": 0, "digest": ""}
+        yield SimpleNamespace(value=json.dumps(manifest | {"source": "trainer:1"}).encode())
+        await asyncio.Event().wait()
+
+    def get(self, address: str) -> Any:
+        self.asked.put_nowait(address)
+        raise Unavailable(f"{address} is of no use here")
+
+
+async def test_a_worker_that_has_just_started_asks_its_peers_first() -> None:
+    """Weights that are announced before the peers are known wait for them; the trainer is asked
+    when no peer could give any."""
+    context = Context()
+    follower = WeightFollower(cast(Any, context), cast(Any, None), policy="default")
+    following = asyncio.create_task(follower.run())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    context.peers["prefill"].show()
+    context.peers["decode"].show("peer:1")
+    assert [await context.asked.get() for _ in range(2)] == ["peer:1", "trainer:1"]
+    following.cancel()
+    await asyncio.wait({following})
