@@ -4,6 +4,10 @@ Owns names, atomicity, validity and retention. A checkpoint is written under a t
 fsynced file by file, and renamed: a crash at any point leaves the older ones as they were. Then
 the link `latest` moves to it, for people: a restart goes by what is valid, not by the link. A
 checkpoint is also a model directory, so that it can be served or trained from like any other.
+
+The history grows with the run, so it is not written again each time: checkpoints of one process
+and lineage share one file of it, by hard links, and each knows how far that file is its own. What
+is beyond is of later ones, or of an attempt that failed. So each directory is whole by itself.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +24,16 @@ from typing import Any
 from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
 from forge.runtime.telemetry import log
 from services.trainer.contents import STATE_FILE
+from services.trainer.history import MALFORMED, Entry, Extent, History, extend, from_json
 
 KEPT = 2
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished"
 _LATEST = "latest"
-_FORMAT = 1
+_HISTORY_FILE = "history.jsonl"
+_FORMAT = 2
+_FORMAT_WITH_HISTORY = 1
+"""Had it in the state, as a list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +44,17 @@ class Checkpoint:
     step: int
     weight_version: int
     """Newest version published when it was taken."""
-    history: list[dict[str, Any]]
-    """Metrics of every step up to it."""
+    history: list[Entry]
+    """Of every step up to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saved:
+    """What the next checkpoint goes on from."""
+
+    history: History
+    file: Path
+    extent: Extent
 
 
 class CheckpointStore:
@@ -44,6 +62,7 @@ class CheckpointStore:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._saved: _Saved | None = None
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(f"*{_UNFINISHED}"):
             if leftover.is_symlink():
@@ -57,12 +76,13 @@ class CheckpointStore:
         *,
         step: int,
         weight_version: int,
-        history: list[dict[str, Any]],
+        history: History,
     ) -> Path:
         """Have `write` fill a directory, and keep it as the checkpoint of `step`.
 
-        The same step again returns what is there. Raises `ResourceExhausted` when it cannot be
-        written, most often to a full disk; nothing is left of the attempt then.
+        `history` is that of the step's lineage, and may have gone on meanwhile. The same
+        step again returns what is there. Raises `ResourceExhausted` when it cannot be written, most
+        often to a full disk; nothing is left of the attempt then.
         """
         path = self._directory / f"{_PREFIX}{step:08d}"
         if path.exists():
@@ -74,19 +94,20 @@ class CheckpointStore:
         try:
             unfinished.mkdir()
             write(unfinished)
+            extent = self._write_history(unfinished / _HISTORY_FILE, history, step)
             files = {file.name: file.stat().st_size for file in unfinished.iterdir()}
             state = {
                 "format": _FORMAT,
                 "step": step,
                 "weight_version": weight_version,
                 "files": files,
-                "history": history,
             }
             (unfinished / STATE_FILE).write_text(json.dumps(state))
             for file in unfinished.iterdir():
                 _fsync(file)
             _fsync(unfinished)
             unfinished.rename(path)
+            self._saved = _Saved(history=history, file=path / _HISTORY_FILE, extent=extent)
             _fsync(self._directory)
             self._point_to(path)
         except OSError as error:
@@ -120,6 +141,16 @@ class CheckpointStore:
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
 
+    def _write_history(self, file: Path, history: History, step: int) -> Extent:
+        """All up to `step`, of which only what the last checkpoint has not is written."""
+        extent = Extent()
+        if self._saved is not None and self._saved.history is history:
+            # Not every file system has links.
+            with suppress(OSError):
+                os.link(self._saved.file, file)
+                extent = self._saved.extent
+        return extend(file, extent, history.until(step, after=extent.entries))
+
     def _point_to(self, path: Path) -> None:
         """Only ever to one that is durable."""
         link = self._directory / (_LATEST + _UNFINISHED)
@@ -138,24 +169,33 @@ class CheckpointStore:
 def _read(path: Path) -> Checkpoint:
     try:
         state = json.loads((path / STATE_FILE).read_text())
-        if state["format"] != _FORMAT:
+        if state["format"] not in (_FORMAT, _FORMAT_WITH_HISTORY):
             # Not damage: to pass it over would be to train from the start, unasked.
             raise ConfigError(
                 f"{path / STATE_FILE} is of format {state['format']!r}; "
-                f"this trainer reads {_FORMAT}"
+                f"this trainer reads {_FORMAT_WITH_HISTORY} and {_FORMAT}"
             )
         for name, size in state["files"].items():
             found = (path / name).stat().st_size
-            if found != size:
+            # A later checkpoint may have added to the history.
+            if found < size or (found > size and name != _HISTORY_FILE):
                 raise DataLoss(f"{name} has {found} bytes, not {size}")
         return Checkpoint(
             path=path,
             step=state["step"],
             weight_version=state["weight_version"],
-            history=state["history"],
+            history=[from_json(fields) for fields in _history(path, state)],
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, KeyError, *MALFORMED) as error:
         raise DataLoss(f"{type(error).__name__}: {error}") from error
+
+
+def _history(path: Path, state: dict[str, Any]) -> list[dict[str, Any]]:
+    if state["format"] == _FORMAT_WITH_HISTORY:
+        history: list[dict[str, Any]] = state["history"]
+        return history
+    with (path / _HISTORY_FILE).open("rb") as file:
+        return [json.loads(line) for line in file.read(state["files"][_HISTORY_FILE]).splitlines()]
 
 
 def _fsync(path: Path) -> None:

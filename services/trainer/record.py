@@ -1,26 +1,20 @@
 """What training has done so far: phase, versions, the metrics of every step, evaluations.
 
-Owns the history, its file, and who waits for news of it. Lives on the event loop; the learner and
-the RPCs meet here.
+Owns the history as it grows, its file, and who waits for news of it. Lives on the event loop; the
+learner and the RPCs meet here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Any
-
-from google.protobuf.message import Message
 
 from forge.core.errors import Unavailable
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
+from services.trainer.history import Entry, Extent, History, extend
 from services.trainer.sinks import Sink
-
-_EVALUATION = "evaluation"
-"""Of an entry of the history that is no step's: its one key."""
 
 
 class TrainingRecord:
@@ -35,15 +29,23 @@ class TrainingRecord:
         self.evaluating = False
         """An evaluation is in flight."""
         self._max_steps = max_steps
+        self._history = History()
         self._steps: list[pb.StepMetrics] = []
         self._evaluations: list[pb.Evaluation] = []
         self._rewinds: list[int] = []
         self._news = asyncio.Event()
         self._closed = False
         self._file = Path(metrics_file) if metrics_file else None
-        self._behind = False
-        """The file could not take all that there is."""
+        self._kept: Extent | None = None
+        """Of the file; None while it is another lineage's."""
+        self._failing = False
+        """The file did not take what came last, and that was told."""
         self._sinks = sinks
+
+    @property
+    def history(self) -> History:
+        """Of the lineage that training is on."""
+        return self._history
 
     @property
     def step(self) -> int:
@@ -63,7 +65,8 @@ class TrainingRecord:
     def append(self, metrics: pb.StepMetrics) -> None:
         """One more step was taken."""
         self._steps.append(metrics)
-        self._keep(_to_json(metrics))
+        self._history.add(metrics)
+        self._keep()
         for sink in self._sinks:
             sink.write(metrics)
         self._wake()
@@ -71,33 +74,27 @@ class TrainingRecord:
     def evaluated(self, evaluation: pb.Evaluation) -> None:
         """One more evaluation ended."""
         self._evaluations.append(evaluation)
-        self._keep({_EVALUATION: _to_json(evaluation)})
+        self._history.add(evaluation)
+        self._keep()
         for sink in self._sinks:
             sink.evaluated(evaluation)
 
-    def rewind(self, history: Sequence[dict[str, Any]]) -> None:
+    def rewind(self, entries: Sequence[Entry]) -> None:
         """Training goes on from a checkpoint with this history: later steps never were."""
-        self._steps = [
-            _filled(pb.StepMetrics(), entry) for entry in history if _EVALUATION not in entry
-        ]
-        told = [
-            _filled(pb.Evaluation(), entry[_EVALUATION])
-            for entry in history
-            if _EVALUATION in entry
-        ]
+        self._steps = [each for each in entries if isinstance(each, pb.StepMetrics)]
+        told = {each.step: each for each in entries if isinstance(each, pb.Evaluation)}
         # Of a step that stays, one may have ended after the checkpoint was taken.
-        known = {each.step: each for each in [*told, *self._evaluations] if each.step <= self.step}
-        self._evaluations = list(known.values())
+        ended = [
+            each for each in self._evaluations if each.step <= self.step and each.step not in told
+        ]
+        self._evaluations = [*told.values(), *ended]
+        self._history = History([*entries, *ended])
         self._rewinds.append(self.step)
-        self._keep(None)
+        self._kept = None
+        self._keep()
         for sink in self._sinks:
             sink.begin(self.step)
         self._wake()
-
-    def history(self) -> list[dict[str, Any]]:
-        """What `rewind` takes, as JSON values."""
-        steps = [_to_json(metrics) for metrics in self._steps]
-        return [*steps, *({_EVALUATION: _to_json(each)} for each in self._evaluations)]
 
     def status(self) -> pb.GetTrainerStatusResponse:
         """Where training stands."""
@@ -140,57 +137,32 @@ class TrainingRecord:
         for sink in self._sinks:
             sink.close()
 
-    def _keep(self, newest: dict[str, Any] | None) -> None:
-        """The newest entry, or every one, in the file. A full disk is told and stops nothing."""
+    def _keep(self) -> None:
+        """What the file lacks is added to it. A full disk is told and stops nothing."""
         if self._file is None:
             return
-        entries = self.history() if newest is None or self._behind else [newest]
-        text = "".join(json.dumps(entry) + "\n" for entry in entries)
         try:
-            if newest is None or self._behind:
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                temporary = self._file.with_name(self._file.name + ".new")
-                temporary.write_text(text, encoding="utf-8")
-                temporary.replace(self._file)
+            if self._kept is None:
+                self._kept = self._written_anew(self._file)
             else:
-                with self._file.open("a", encoding="utf-8") as lines:
-                    lines.write(text)
+                lacking = self._history.until(self.step, after=self._kept.entries)
+                self._kept = extend(self._file, self._kept, lacking)
         except OSError as error:
-            if not self._behind:
+            # One line until it works again, not one per step.
+            if not self._failing:
                 log.warning("metrics_not_written", file=str(self._file), error=str(error))
-            self._behind = True
+            self._failing = True
         else:
-            self._behind = False
+            self._failing = False
+
+    def _written_anew(self, file: Path) -> Extent:
+        """All of it at once: whoever reads sees the former lineage or this one."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_name(file.name + ".new")
+        extent = extend(unfinished, Extent(), self._history.until(self.step))
+        unfinished.replace(file)
+        return extent
 
     def _wake(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
-
-
-def _to_json(metrics: Message) -> dict[str, Any]:
-    """Numbers as numbers and every field, which protobuf's own JSON has neither of."""
-    fields: dict[str, Any] = {}
-    for field in metrics.DESCRIPTOR.fields:
-        value = getattr(metrics, field.name)
-        if field.is_repeated:
-            value = {
-                key: _to_json(entry) if isinstance(entry, Message) else entry
-                for key, entry in value.items()
-            }
-        fields[field.name] = value
-    return fields
-
-
-def _filled(metrics: Any, fields: Mapping[str, Any]) -> Any:
-    """`metrics` with what `_to_json` made of another: protobuf's own parser takes no NaN."""
-    for name, value in fields.items():
-        if not isinstance(value, dict):
-            setattr(metrics, name, value)
-            continue
-        entries = getattr(metrics, name)
-        for key, entry in value.items():
-            if isinstance(entry, dict):
-                _filled(entries[key], entry)
-            else:
-                entries[key] = entry
-    return metrics

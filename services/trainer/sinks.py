@@ -17,9 +17,7 @@ from forge.core.errors import ConfigError
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.config import TrainerConfig
-
-EVALUATION = "evaluation"
-"""Before the names of an evaluation's numbers."""
+from services.trainer.history import EVALUATION
 
 
 class Sink(Protocol):

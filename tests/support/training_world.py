@@ -89,7 +89,10 @@ class FakeWriter(Actor):
                 await self._world.disk.wait()
                 self._world.do(f"save {step}")
                 self._world.saved = Checkpoint(
-                    path=Path("/saved"), step=step, weight_version=version, history=history
+                    path=Path("/saved"),
+                    step=step,
+                    weight_version=version,
+                    history=history.until(step),
                 )
                 return self._world.saved.path
             case Flush():

@@ -13,6 +13,7 @@ from typing import Any
 from forge.runtime.actor import ThreadActor
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.contents import Contents
+from services.trainer.history import History
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class Write:
     contents: Contents
     step: int
     weight_version: int
-    history: list[dict[str, Any]]
+    history: History
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -268,7 +268,7 @@ class Training(Actor):
             contents=await self._ask(Capture()),
             step=step,
             weight_version=self._record.weight_version,
-            history=self._record.history(),
+            history=self._record.history,
         )
         self._saving = asyncio.create_task(self._written(write))
         # Who does not wait for it has been told by the log.

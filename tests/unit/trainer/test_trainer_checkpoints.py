@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import signal
 import subprocess
 import sys
@@ -12,8 +11,11 @@ import pytest
 import torch
 
 from forge.core.errors import ResourceExhausted
+from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.contents import Contents, read, read_heads
+from services.trainer.history import History
+from tests.support.disks import full_beyond
 
 
 def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path:
@@ -21,7 +23,7 @@ def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path
         lambda directory: write(directory, content),
         step=step,
         weight_version=step + 10,
-        history=[{"step": step}],
+        history=History([pb.StepMetrics(step=step)]),
     )
 
 
@@ -40,8 +42,8 @@ def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
         save(store, step)
     found = list(CheckpointStore(tmp_path).newest_first())
     assert [(one.step, one.weight_version, one.history) for one in found] == [
-        (4, 14, [{"step": 4}]),
-        (2, 12, [{"step": 2}]),
+        (4, 14, [pb.StepMetrics(step=4)]),
+        (2, 12, [pb.StepMetrics(step=2)]),
     ]
     assert (found[0].path / "model.bin").read_bytes() == b"weights"
 
@@ -56,8 +58,9 @@ def test_a_run_may_begin_from_anothers_checkpoint(tmp_path: Path) -> None:
         weights={"w": torch.zeros(2)}, learner={}, weights_file="model.safetensors", sidecars={},
         model_path=source,
     )  # fmt: skip
-    path = store.save(contents.write, step=1, weight_version=2, history=[{"step": 1}])
-    assert names(path) == ["config.json", "learner.pt", "model.safetensors", "state.json"]
+    path = store.save(contents.write, step=1, weight_version=2, history=History())
+    files = ["config.json", "history.jsonl", "learner.pt", "model.safetensors", "state.json"]
+    assert names(path) == files
     assert [one.path for one in store.newest_first()] == [path]
 
 
@@ -89,7 +92,7 @@ def test_a_crash_while_writing_leaves_the_older_ones(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        store.save(crash, step=2, weight_version=12, history=[])
+        store.save(crash, step=2, weight_version=12, history=History())
     again = CheckpointStore(tmp_path)
     assert [one.step for one in again.newest_first()] == [1]
     assert names(tmp_path) == ["latest", "step-00000001"]
@@ -98,7 +101,9 @@ def test_a_crash_while_writing_leaves_the_older_ones(tmp_path: Path) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
+from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoints import CheckpointStore
+from services.trainer.history import History
 
 point, store = sys.argv[2], CheckpointStore(Path(sys.argv[1]))
 
@@ -110,16 +115,19 @@ def write(directory):
     if point == "writing":
         kill()
 
-store.save(write, step=1, weight_version=1, history=[])
+history = History([pb.StepMetrics(step=1)])
+store.save(write, step=1, weight_version=1, history=history)
+history.add(pb.StepMetrics(step=2))
 point = sys.argv[3]
 if point != "writing":
     setattr(Path, point, kill)
-store.save(write, step=2, weight_version=2, history=[])
+store.save(write, step=2, weight_version=2, history=history)
 """
 
 
 def test_kill_9_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
-    """In a file, before the rename, before `latest` moves: the former one is there."""
+    """In a file, before the rename, before `latest` moves: the former one is there, with its
+    history, to which the next had been added already."""
     points = {"writing": 1, "rename": 1, "replace": 2}
     processes = {
         point: subprocess.Popen([sys.executable, "-c", KILLED, tmp_path / point, "", point])
@@ -129,7 +137,9 @@ def test_kill_9_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
         assert processes[point].wait(60) == -signal.SIGKILL
         assert (tmp_path / point / "latest").resolve().name == "step-00000001"
         store = CheckpointStore(tmp_path / point)
-        assert next(store.newest_first()).step == step
+        newest = next(store.newest_first())
+        assert newest.step == step
+        assert [each.step for each in newest.history] == list(range(1, step + 1))
         assert not list((tmp_path / point).glob("*.unfinished"))
         save(store, 3)
         assert (tmp_path / point / "latest").resolve().name == "step-00000003"
@@ -145,7 +155,7 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:
         (directory / "more.bin").write_bytes(b"more")
 
     with pytest.raises(ResourceExhausted, match="step-00000001: No space left"):
-        store.save(full, step=1, weight_version=1, history=[])
+        store.save(full, step=1, weight_version=1, history=History())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -155,13 +165,9 @@ def test_every_writer_of_a_file_fails_alike(tmp_path: Path, large: str) -> None:
     parts = {"weights": {"w": torch.zeros(8)}, "learner": {"state": {"w": torch.zeros(8)}}}
     parts[large] = {"w": torch.zeros(1 << 16)}
     contents = Contents(**parts, weights_file="w", sidecars={}, model_path=tmp_path)
-    store, limits = CheckpointStore(tmp_path / "out"), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-    try:
-        with pytest.raises(ResourceExhausted, match="step-00000001"):
-            store.save(contents.write, step=1, weight_version=1, history=[])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    store = CheckpointStore(tmp_path / "out")
+    with full_beyond(1 << 16), pytest.raises(ResourceExhausted, match="step-00000001"):
+        store.save(contents.write, step=1, weight_version=1, history=History())
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -187,7 +193,7 @@ def test_what_was_captured_is_what_is_read_again(tmp_path: Path) -> None:
         assert torch.equal(heads["mtp.0.w"], torch.ones(3))
 
 
-@pytest.mark.parametrize("damage", ["short", "missing", "state"])
+@pytest.mark.parametrize("damage", ["short", "missing", "state", "history", "lines"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
     """Whatever is wrong with the newest, the older one is there."""
     store = CheckpointStore(tmp_path)
@@ -200,6 +206,10 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
             (newest / "model.bin").unlink()
         case "state":
             (newest / "state.json").write_text("{")
+        case "history":
+            (newest / "history.jsonl").write_text("")
+        case "lines":
+            (newest / "history.jsonl").write_text("[3]\n" * 1000)
     assert [one.step for one in store.newest_first()] == [1]
     # Its step can be taken and saved again.
     save(store, 2)

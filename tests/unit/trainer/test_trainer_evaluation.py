@@ -285,7 +285,7 @@ async def test_a_restart_follows_what_was_begun_and_samples_nothing_twice(
     run.steps(3)
     await run.until(lambda: len(system.tasks) == 2)
     await run.evaluator.stop()
-    run.start(run.record.history())
+    run.start(run.record.history.until(run.record.step))
     await run.settle()
     assert run.record.step == 3 and len(system.tasks) == 2
     system.end(1.0, 0.0)
@@ -293,7 +293,7 @@ async def test_a_restart_follows_what_was_begun_and_samples_nothing_twice(
     assert (told.weight_version, told.mean_reward) == (3, 0.5)
     assert len(system.tasks) == 2
 
-    run.start(run.record.history())
+    run.start(run.record.history.until(run.record.step))
     run.step()
     await run.until(lambda: run.submitted()[2:] == ["4-r0", "4-r1"])
     await run.until_told(2)
@@ -306,7 +306,7 @@ async def test_what_a_kill_left_half_submitted_is_completed(run: Run, system: Sy
     await run.evaluator.stop()
     system.tasks.popitem()
     run.step()
-    run.start(run.record.history())
+    run.start(run.record.history.until(run.record.step))
     await run.until(lambda: run.submitted() == ["2-r0", "2-r1"])
 
 
@@ -316,7 +316,7 @@ async def test_a_restart_begins_none_whose_weights_are_gone(run: Run, system: Sy
     await run.until(lambda: len(system.tasks) == 2)
     await run.evaluator.stop()
     system.end(1.0, 1.0)
-    run.start(run.record.history())
+    run.start(run.record.history.until(run.record.step))
     await run.until_told(2)
     await run.settle()
     assert run.submitted() == ["2-r0", "2-r1"]
@@ -325,7 +325,7 @@ async def test_a_restart_begins_none_whose_weights_are_gone(run: Run, system: Sy
 async def test_steps_taken_again_are_not_evaluated_again(run: Run, system: System) -> None:
     """What was begun before the restore has their names: its versions say what was measured."""
     run.step()
-    history = run.record.history()
+    history = run.record.history.until(run.record.step)
     run.step()
     await run.until(lambda: len(system.tasks) == 2)
     run.rewind(history)

@@ -19,6 +19,7 @@ from forge.core.errors import ConfigError
 from forge.rl.batch_plan import plan_batch
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoints import CheckpointStore
+from services.trainer.history import History
 from services.trainer.trainee import load_model
 from services.trainer.weights import Snapshot
 from tests.support.learners import started_learner
@@ -43,7 +44,7 @@ def trained(
         assert step(actor).skipped == ""
     contents = actor.receive(Capture())
     path = CheckpointStore(checkpoints).save(
-        contents.write, step=3, weight_version=4, history=[{"step": 3}]
+        contents.write, step=3, weight_version=4, history=History()
     )
     yield actor, path
 

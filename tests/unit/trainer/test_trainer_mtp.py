@@ -20,6 +20,7 @@ from services.inference.engines.embedded.policy import Policy
 from services.trainer import metrics
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoints import CheckpointStore
+from services.trainer.history import History
 from services.trainer.samples import BatchSamples
 from services.trainer.sinks import scalars
 from services.trainer.weights import Snapshot
@@ -43,7 +44,7 @@ def step(actor: LearnerActor) -> StepResult:
 
 def save(actor: LearnerActor, checkpoints: Path) -> Path:
     write = actor.receive(Capture()).write
-    return CheckpointStore(checkpoints).save(write, step=1, weight_version=2, history=[])
+    return CheckpointStore(checkpoints).save(write, step=1, weight_version=2, history=History())
 
 
 def sent(actor: LearnerActor) -> dict[str, Received]:

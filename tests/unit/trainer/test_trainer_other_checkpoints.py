@@ -14,6 +14,7 @@ from forge.core.errors import ConfigError
 from forge.rl.batch_plan import plan_batch
 from services.trainer.actors.learner import Capture, Restore, Step
 from services.trainer.checkpoints import CheckpointStore
+from services.trainer.history import History
 from tests.support.learners import started_learner
 from tests.support.rl_models import make_sample, tiny_model
 
@@ -26,7 +27,7 @@ def checkpoints(model_path: Path, tmp_path: Path) -> Path:
     plan = plan_batch(samples, token_budget=64, channels=32)
     assert not actor.receive(Step(plan=plan, weight_version=1)).skipped
     CheckpointStore(tmp_path).save(
-        actor.receive(Capture()).write, step=1, weight_version=2, history=[]
+        actor.receive(Capture()).write, step=1, weight_version=2, history=History()
     )
     return tmp_path
 
@@ -63,7 +64,9 @@ def test_another_format_is_not_passed_over(model_path: Path, checkpoints: Path) 
     """To begin anew beside what a newer trainer wrote would be no resume."""
     file = checkpoints / "step-00000001" / "state.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 99}))
-    with pytest.raises(ConfigError, match=r"state.json is of format 99; this trainer reads 1"):
+    with pytest.raises(
+        ConfigError, match=r"state.json is of format 99; this trainer reads 1 and 2"
+    ):
         started_learner(model_path, checkpoints)
 
 
@@ -72,7 +75,7 @@ def test_a_damaged_one_is_passed_over_for_an_older(model_path: Path, checkpoints
     actor = started_learner(model_path, checkpoints)
     actor.receive(Restore())
     path = CheckpointStore(checkpoints).save(
-        actor.receive(Capture()).write, step=2, weight_version=3, history=[]
+        actor.receive(Capture()).write, step=2, weight_version=3, history=History()
     )
     size = (path / "learner.pt").stat().st_size
     (path / "learner.pt").write_bytes(b"x" * size)

@@ -20,6 +20,7 @@ from services.trainer import ranks
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.config import TrainerConfig
+from services.trainer.history import History
 from tests.support.learners import started_learner
 from tests.support.rl_models import make_sample, tiny_model
 from tests.support.short_memory import memory_for
@@ -135,7 +136,7 @@ def test_two_ranks_train_what_one_trains(
         if seed == 0:
             for actor in (alone, pair):
                 actor._checkpoints.save(
-                    actor.receive(Capture()).write, step=1, weight_version=2, history=[]
+                    actor.receive(Capture()).write, step=1, weight_version=2, history=History()
                 )
     for actor in (alone, pair):
         assert actor.receive(Restore()).step == 1
