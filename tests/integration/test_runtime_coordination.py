@@ -23,7 +23,7 @@ async def test_registered_instance_is_discovered_with_address_and_metadata(
         "pool", "pool-0", "127.0.0.1:7001", metadata={"shard": "a"}
     )
     other = await Coordinator.connect(etcd.endpoint, cluster=cluster)
-    (found,) = await other.discover("pool").wait(timeout_s=5)
+    (found,) = await other.discover("pool").wait(timeout_s=30)
     assert (found.kind, found.instance_id, found.address) == ("pool", "pool-0", "127.0.0.1:7001")
     assert found.metadata == {"shard": "a"}
     assert registration.alive
@@ -46,9 +46,9 @@ async def test_updated_metadata_reaches_discovery(coordinator: Coordinator) -> N
     """An update replaces the metadata that others see, under a later revision."""
     registration = await coordinator.register("decode", "d", "h:1", metadata={"version": "1"})
     discovery = coordinator.discover("decode")
-    (before,) = await discovery.wait(timeout_s=5)
+    (before,) = await discovery.wait(timeout_s=30)
     await registration.update({"version": "2"})
-    (after,) = await discovery.wait(timeout_s=5, where=lambda one: one.metadata["version"] == "2")
+    (after,) = await discovery.wait(timeout_s=30, where=lambda one: one.metadata["version"] == "2")
     assert after.revision > before.revision
     await registration.close()
 
@@ -57,10 +57,10 @@ async def test_closed_registration_leaves_discovery_at_once(coordinator: Coordin
     """Who leaves is not waited for until its lease runs out."""
     registration = await coordinator.register("pool", "p", "h:1", ttl_s=300)
     discovery = coordinator.discover("pool")
-    await discovery.wait(timeout_s=5)
+    await discovery.wait(timeout_s=30)
     await registration.close()
     while discovery.instances:
-        await asyncio.wait_for(discovery.changed(), 5)
+        await asyncio.wait_for(discovery.changed(), 30)
     assert not registration.alive
 
 
@@ -77,7 +77,7 @@ async def test_clusters_on_one_etcd_do_not_see_each_other(
     stranger = await Coordinator.connect(etcd.endpoint, cluster="stranger")
     theirs = await stranger.register("pool", "p", "h:1")
     mine = await coordinator.register("pool", "q", "h:2")
-    (found,) = await coordinator.discover("pool").wait(timeout_s=5)
+    (found,) = await coordinator.discover("pool").wait(timeout_s=30)
     assert found.instance_id == "q"
     await theirs.close()
     await mine.close()
@@ -128,7 +128,7 @@ async def test_one_leader_at_a_time_with_growing_fence(
     await first.resign()
     assert not first.alive
     await first.lost()
-    second = await asyncio.wait_for(waiting, 5)
+    second = await asyncio.wait_for(waiting, 30)
     assert second.alive
     assert second.fence > first.fence
     await second.resign()
@@ -203,6 +203,6 @@ async def test_entry_that_nobody_can_read_does_not_hide_the_others(
     discovery = coordinator.discover("pool")
     await coordinator.compare_and_swap("services/pool/junk", b"not json", expected_revision=0)
     registration = await coordinator.register("pool", "p", "h:1")
-    (found,) = await discovery.wait(timeout_s=5)
+    (found,) = await discovery.wait(timeout_s=30)
     assert found.instance_id == "p"
     await registration.close()

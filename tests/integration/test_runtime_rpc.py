@@ -69,23 +69,23 @@ Caller = Callable[[EchoStub, str, Any], Awaitable[Any]]
 
 
 async def call_unary(stub: EchoStub, text: str, metadata: Any = None) -> Any:
-    return await stub.Unary(text.encode(), timeout=10, metadata=metadata)
+    return await stub.Unary(text.encode(), timeout=30, metadata=metadata)
 
 
 async def call_unary_stream(stub: EchoStub, text: str, metadata: Any = None) -> Any:
-    return await gather(stub.UnaryStream(text.encode(), timeout=10, metadata=metadata))
+    return await gather(stub.UnaryStream(text.encode(), timeout=30, metadata=metadata))
 
 
 async def call_stream_unary(stub: EchoStub, text: str, metadata: Any = None) -> Any:
-    return await stub.StreamUnary(words(text), timeout=10, metadata=metadata)
+    return await stub.StreamUnary(words(text), timeout=30, metadata=metadata)
 
 
 async def call_stream_stream(stub: EchoStub, text: str, metadata: Any = None) -> Any:
-    return await gather(stub.StreamStream(words(text), timeout=10, metadata=metadata))
+    return await gather(stub.StreamStream(words(text), timeout=30, metadata=metadata))
 
 
 async def call_written(stub: EchoStub, text: str, metadata: Any = None) -> Any:
-    return await gather(stub.Written(text.encode(), timeout=10, metadata=metadata))
+    return await gather(stub.Written(text.encode(), timeout=30, metadata=metadata))
 
 
 all_kinds = pytest.mark.parametrize(
@@ -136,7 +136,7 @@ async def test_token_without_the_scope_is_denied_and_names_it(served: Served) ->
     token = KEYRING.sign(Claims(subject="agent", scopes=frozenset({"session"})))
     metadata = (("authorization", f"Bearer {token}"),)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await served.stub.Unary(b"who", timeout=10, metadata=metadata)
+        await served.stub.Unary(b"who", timeout=30, metadata=metadata)
     assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
     assert "needs scope service; the token of agent has session" in (caught.value.details() or "")
 
@@ -145,17 +145,17 @@ async def test_callers_own_token_goes_before_the_channels(served: Served) -> Non
     """A session speaks for itself even through a service's channel."""
     token = KEYRING.sign(Claims(subject="agent", scopes=frozenset({"session"})))
     metadata = (("authorization", f"Bearer {token}"),)
-    answer = await served.stub.ForSessions(b"who", timeout=10, metadata=metadata)
+    answer = await served.stub.ForSessions(b"who", timeout=30, metadata=metadata)
     assert answer == b"agent"
     with pytest.raises(grpc.aio.AioRpcError, match="PERMISSION_DENIED"):
-        await served.stub.ForSessions(b"who", timeout=10)
+        await served.stub.ForSessions(b"who", timeout=30)
 
 
 async def test_open_method_needs_no_token_but_knows_one(served: Served) -> None:
     """Scope "" lets everybody in, under their name if they give one."""
     async with grpc.aio.insecure_channel(served.address) as channel:
-        assert await EchoStub(channel).Open(b"who", timeout=10) == b"nobody"
-    assert await served.stub.Open(b"who", timeout=10) == b"tester"
+        assert await EchoStub(channel).Open(b"who", timeout=30) == b"nobody"
+    assert await served.stub.Open(b"who", timeout=30) == b"tester"
 
 
 class Pool(pool_pb2_grpc.PoolServiceServicer):
@@ -179,14 +179,14 @@ async def test_corrupt_message_is_the_callers_mistake_and_counted() -> None:
     async with grpc.aio.insecure_channel(await server.start()) as channel:
         put, append = f"/{name}/PutGroups", f"/{name}/AppendTurns"
         for call in (
-            channel.unary_unary(put)(b"\xff\xff", timeout=10, metadata=metadata),
-            gather(channel.stream_stream(append)([b"\xff"], timeout=10, metadata=metadata)),
+            channel.unary_unary(put)(b"\xff\xff", timeout=30, metadata=metadata),
+            gather(channel.stream_stream(append)([b"\xff"], timeout=30, metadata=metadata)),
         ):
             with pytest.raises(grpc.aio.AioRpcError, match="the request cannot be read") as caught:
                 await call
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
-            await channel.unary_unary(put)(b"\xff\xff", timeout=10)
+            await channel.unary_unary(put)(b"\xff\xff", timeout=30)
     for method in (put, append):
         labels = {"method": method, "code": "INVALID_ARGUMENT"}
         assert REGISTRY.get_sample_value("forge_rpc_calls_total", labels)
@@ -197,7 +197,7 @@ async def test_unknown_method_is_unimplemented(served: Served) -> None:
     """A newer client gets a status it can act on."""
     async with grpc.aio.insecure_channel(served.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
-            await channel.unary_unary(f"/{FULL_NAME}/NoSuch")(b"", timeout=10)
+            await channel.unary_unary(f"/{FULL_NAME}/NoSuch")(b"", timeout=30)
 
 
 async def test_health_follows_set_serving_for_the_process_and_each_service(served: Served) -> None:
@@ -207,7 +207,7 @@ async def test_health_follows_set_serving_for_the_process_and_each_service(serve
         for serving in (False, True, False):
             served.server.set_serving(serving)
             for name in ("", FULL_NAME):
-                answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+                answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=30)
                 status = health_pb2.HealthCheckResponse
                 assert answer.status == (status.SERVING if serving else status.NOT_SERVING)
 
@@ -216,7 +216,7 @@ async def test_reflection_lists_the_services(served: Served) -> None:
     """grpcurl works without any proto files."""
     async with grpc.aio.insecure_channel(served.address) as channel:
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=10
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=30
         )
         answers = [answer async for answer in call]
     names = {entry.name for entry in answers[0].list_services_response.service}
@@ -245,7 +245,7 @@ async def test_stop_lets_a_call_in_flight_finish_and_takes_no_new_one(served: Se
     stopping = asyncio.create_task(served.server.stop(grace_s=30))
     while True:
         try:
-            await served.stub.Unary(b"say:x", timeout=10)
+            await served.stub.Unary(b"say:x", timeout=30)
         except grpc.aio.AioRpcError as error:
             assert isinstance(from_rpc_error(error), Unavailable)
             break
@@ -263,7 +263,7 @@ async def test_client_that_goes_away_cancels_its_handler(served: Served) -> None
     await served.servicer.entered.wait()
     call.cancel()
     await asyncio.wait({pending})
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (REGISTRY.get_sample_value("forge_rpc_calls_total", labels) or 0) == before:
             await asyncio.sleep(0.01)
 
@@ -297,11 +297,11 @@ async def test_answer_that_no_message_holds_is_refused_by_size(served: Served) -
 async def test_error_of_a_call_made_on_behalf_of_another_passes_through(served: Served) -> None:
     """A handler that calls on does not turn the other's NOT_FOUND into an INTERNAL of its own."""
     with pytest.raises(grpc.aio.AioRpcError) as upstream:
-        await served.stub.Unary(b"raise:NotFound", timeout=10)
+        await served.stub.Unary(b"raise:NotFound", timeout=30)
     served.servicer.failures.append(upstream.value)
     with pytest.raises(NotFound, match="told to raise NotFound"):
         async with translated():
-            await served.stub.Unary(b"say:x", timeout=10)
+            await served.stub.Unary(b"say:x", timeout=30)
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +313,7 @@ async def ask_over(server_security: Security, client_security: Security) -> byte
     server, _, address = await serve(server_security)
     channels = Channels(client_security)
     try:
-        answer: bytes = await EchoStub(channels.get(address)).Unary(b"who", timeout=10)
+        answer: bytes = await EchoStub(channels.get(address)).Unary(b"who", timeout=30)
         return answer
     finally:
         await channels.close()

@@ -182,10 +182,10 @@ async def test_metrics_are_kept_by_kind_of_actor() -> None:
         for index in range(2)
     ]
     for ref in refs:
-        await ref.ask("fine", timeout_s=5)
+        await ref.ask("fine", timeout_s=30)
     with pytest.raises(KeyError):
-        await refs[0].ask("crash", timeout_s=5)
-    await refs[0].ask("fine", timeout_s=5)
+        await refs[0].ask("crash", timeout_s=30)
+    await refs[0].ask("fine", timeout_s=30)
     assert value("forge_actor_messages_total") == 4
     assert value("forge_actor_failures_total") == 1
     assert value("forge_actor_mailbox_depth") == 0

@@ -29,9 +29,11 @@ class Batcher(ThreadActor):
 
     def __init__(self) -> None:
         self.gate = threading.Event()
+        self.entered = threading.Event()
         self.batches: list[list[Any]] = []
 
     def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
+        self.entered.set()
         if not self.batches:
             self.gate.wait(30)
         self.batches.append(list(messages))
@@ -210,7 +212,7 @@ async def test_stop_answers_what_waits_behind_a_busy_thread(system: ActorSystem)
     batcher = Batcher()
     ref = await system.spawn(lambda: batcher, name="batcher")
     in_hand = asyncio.create_task(ref.ask("in hand", timeout_s=30))
-    await asyncio.sleep(0.05)
+    await asyncio.to_thread(batcher.entered.wait, 30)
     waiting = asyncio.create_task(ref.ask("waiting", timeout_s=30))
     await asyncio.sleep(0)
     stopping = asyncio.create_task(ref.stop())
