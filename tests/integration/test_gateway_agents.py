@@ -224,7 +224,7 @@ async def test_disconnect_aborts_and_records_what_was_sampled(
     trajectory_id = "hangup:0:0"
     token = stack.token(trajectory_id)
     stream = await stack.openai(gateway, token).chat.completions.create(
-        model="policy", messages=[user(f"PACE[[0.02]] SAY[[{'x' * 200}]]")], stream=True
+        model="policy", messages=[user(f"PACE[[0.1]] SAY[[{'x' * 200}]]")], stream=True
     )
     seen = 0
     async for chunk in stream:

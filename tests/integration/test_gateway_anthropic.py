@@ -283,7 +283,7 @@ async def test_disconnect_aborts_and_records_what_was_sampled(
     """An agent that hangs up in mid-stream leaves a turn with the tokens sampled until then."""
     trajectory_id = "hangup:0:0"
     client = stack.anthropic(gateway, stack.token(trajectory_id))
-    slow: list[Any] = [user(f"PACE[[0.02]] SAY[[{'x' * 200}]]")]
+    slow: list[Any] = [user(f"PACE[[0.1]] SAY[[{'x' * 200}]]")]
     async with client.messages.stream(messages=slow, **ASK) as stream:
         seen = 0
         async for _ in stream.text_stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -25,7 +26,8 @@ from tests.support.pool_process import PoolClient, PoolProcess
 from tests.support.pool_records import recorded_tree
 from tests.support.scripted_engine import start_scripted_engine
 
-START_S = 60.0
+# A process takes seconds to start, and minutes where others take the processor.
+START_S = 120.0
 SHARD = "s0"
 
 
@@ -61,7 +63,8 @@ class GatewayStack:
         )
 
     def start_gateway(self, name: str, *settings: str) -> None:
-        argv = [sys.executable, "-m", "services.gateway", *self._shared(name), *settings]
+        argv = [sys.executable, "-m", "services.gateway", *self._shared(name)]
+        argv += ["--retry-for-s", str(START_S), *settings]
         self.processes[name] = subprocess.Popen(argv)
 
     def kill(self, name: str) -> None:
@@ -77,6 +80,12 @@ class GatewayStack:
 
     def log_of(self, name: str) -> Path:
         return self.folder / f"{name}.log"
+
+    async def logged(self, name: str, text: str, *, times: int = 1) -> None:
+        """Returns once the log of a process has a text so often."""
+        async with asyncio.timeout(START_S):
+            while self.log_of(name).read_text().count(text) < times:
+                await asyncio.sleep(0.02)
 
     async def gateway(self, coordinator: Coordinator, name: str = "gateway-0") -> Instance:
         """The registered instance; waits for it, and for an engine and the pool."""

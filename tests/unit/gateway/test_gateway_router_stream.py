@@ -173,6 +173,7 @@ async def test_a_router_that_was_lost_is_left_alone(monkeypatch: pytest.MonkeyPa
     """For a while, and while there is another: discovery shows it until its lease has run out."""
     routers = Routers()
     streams = SampleStreams(cast(Any, routers))
+    monkeypatch.setattr(sample_stream, "SHUNNED_S", 3600.0)
 
     async def picked() -> list[int]:
         await streams.pick(timeout_s=WAIT_S)

@@ -37,7 +37,7 @@ from services.gateway.handles import Handle, deletion
 from tests.support.chat_templates import make_model
 
 CLAIMS = Claims(subject="t:0:0", scopes=frozenset({"session"}), trajectory_id="t:0:0")
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 @dataclass

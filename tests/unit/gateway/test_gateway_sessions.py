@@ -23,7 +23,7 @@ from services.gateway.conversation import Sampled
 from services.gateway.sessions import Limits, Session, Sessions
 from tests.support.chat_templates import make_model
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 def claims(number: int) -> Claims:

@@ -25,7 +25,7 @@ from services.gateway.actors.shard_writer import (
     Waiting,
 )
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class FakeShard:
