@@ -23,12 +23,13 @@ from forge.runtime.rpc.channel import Channels
 from forge.runtime.security import Keyring, Security
 from forge.v1 import common_pb2, scheduler_pb2
 from tests.support.etcd import EtcdServer
-from tests.support.gateway_stack import GatewayStack
+from tests.support.gateway_stack import START_S, GatewayStack
 
-START_S = 60.0
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENDED = (common_pb2.GROUP_STATE_EVALUATED, common_pb2.GROUP_STATE_TOMBSTONED)
-SCHEDULER = ("--retry-backoff-s=0.05", "--rollout-lease-s=3")
+SCHEDULER = ("--retry-backoff-s=0.05",)
+SHORT_LEASES = pytest.mark.parametrize("system", [("--rollout-lease-s=3",)], indirect=True)
+"""What a killed runner held is free soon; elsewhere no runner is so slow as to lose its claims."""
 REWARDED = "--reward-functions=manners=tests.support.agent_tasks:polite"
 CRASHING = "crashing=tests.support.reward_functions:crashes"
 
@@ -95,14 +96,16 @@ def stack(tmp_path: Path, etcd: EtcdServer, cluster: str) -> Iterator[GatewaySta
 
 
 @pytest_asyncio.fixture
-async def system(stack: GatewayStack, coordinator: Coordinator) -> AsyncIterator[Cluster]:
+async def system(
+    request: pytest.FixtureRequest, stack: GatewayStack, coordinator: Coordinator
+) -> AsyncIterator[Cluster]:
     channels = Channels(Security(stack.pool.keyring, subject="test"))
     made = Cluster(
         stack=stack,
         coordinator=coordinator,
         operator=Operator(coordinator, channels, retry_for_s=START_S),
     )
-    made.start_scheduler()
+    made.start_scheduler("scheduler", *getattr(request, "param", ()))
     await stack.gateway(coordinator)
     yield made
     made.stop()
@@ -227,6 +230,7 @@ async def test_an_agent_that_hangs_is_tried_again_then_given_up(system: Cluster)
     assert "no end within 1 s" in groups["sleeper"].group.reason
 
 
+@SHORT_LEASES
 async def test_work_of_a_killed_runner_is_done_by_another(system: Cluster) -> None:
     """kill -9 of a runner in the middle of its rollouts loses no task, and ends its processes."""
     first = system.start_runner("runner-0", REWARDED, "--command=sleep 600")
@@ -255,13 +259,18 @@ async def test_what_runs_passes_to_the_next_leader_at_once(system: Cluster) -> N
     await system.running(2)
 
 
-async def test_sigterm_lets_rollouts_end(system: Cluster) -> None:
+async def test_sigterm_lets_rollouts_end(system: Cluster, tmp_path: Path) -> None:
     """A runner that is told to stop finishes what it has, reports it and exits with 0."""
-    runner = system.start_runner("runner-0", REWARDED, f"--drain-s={START_S}")
-    slow = task("slow", size=1, prompt="PACE[[0.2]] SAY[[thanks]]")
-    ending = asyncio.create_task(system.ended(slow))
+    go_on = tmp_path / "go-on"
+    program = f'{sys.executable} {EXAMPLES / "black_box.py"} "$0"'
+    held = f"until test -e {go_on}; do sleep 0.05; done; exec {program}"
+    command = f"--command=sh -c '{held}' {{prompt}}"
+    runner = system.start_runner("runner-0", REWARDED, f"--drain-s={START_S}", command)
+    ending = asyncio.create_task(system.ended(task("slow", size=1)))
     await system.running(1)
     runner.terminate()
+    await system.stack.logged("runner-0", '"event": "draining"')
+    go_on.touch()
     groups = await ending
     _, errors = await asyncio.to_thread(runner.communicate, timeout=START_S)
     assert (runner.returncode, errors) == (0, "")

@@ -12,7 +12,7 @@ from forge.agents.sandbox import Limits, Sandbox
 
 @pytest.fixture
 def sandbox() -> Sandbox:
-    return Sandbox(Limits(wall_s=5.0))
+    return Sandbox(Limits(wall_s=60.0))
 
 
 async def test_output_comes_back(sandbox: Sandbox) -> None:

@@ -19,7 +19,7 @@ from tests.support.scripted_gateway import Message, ScriptedGateway, calls, repl
 
 @pytest_asyncio.fixture
 async def scaffold() -> AsyncIterator[BlackBox]:
-    running = BlackBox(timeout_s=10.0)
+    running = BlackBox(timeout_s=60.0)
     yield running
     await running.close()
 
@@ -115,7 +115,7 @@ async def test_a_gateway_is_verified_by_our_own_authority(tmp_path: Path) -> Non
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(tls)
-    trusting = BlackBox(timeout_s=10.0, tls_ca=str(tmp_path / "ca.pem"))
+    trusting = BlackBox(timeout_s=60.0, tls_ca=str(tmp_path / "ca.pem"))
     async with ScriptedGateway(replay(text("4")), tls=tls) as gateway:
         url = f"https://127.0.0.1:{gateway.http_port}"
         attempt = rollout(gateway)
