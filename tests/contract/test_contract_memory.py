@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from forge.core.errors import ResourceExhausted
+from forge.core.errors import NotFound, ResourceExhausted
 from services.inference.engines.base import Prompt
 from tests.contract import engines
 from tests.contract.engines import GREEDY, Pair, is_greedy, prompt_ids, published, reference
@@ -86,15 +86,18 @@ async def test_prompts_wait_for_room_to_be_held(start: Start) -> None:
             prompt = Prompt(request_id=name, ids=ids, sampling=GREEDY)
             return asyncio.create_task(pair.prefill.prefill(prompt, hold_s=hold_s))
 
-        first, second, third, leaver, last = read("a", hold_s=0.5), *map(read, "bcde")
+        first, second, third = read("a"), read("b"), read("c", hold_s=0.1)
+        leaver, last = read("d"), read("e")
         await asyncio.gather(first, second)
         assert not any(waiting.done() for waiting in (third, leaver, last))
         leaver.cancel()
-        # The first is held for half a second and never fetched.
+        pair.prefill.release("a")
         await third
-        assert not last.done()
-        pair.prefill.release("b")
+        # The third is held for a moment and never fetched; the second stays.
         await last
+        with pytest.raises(NotFound):
+            await pair.prefill.fetch_kv("c", from_token=0)
+        await pair.prefill.fetch_kv("b", from_token=0)
 
 
 @pytest.mark.parametrize(("tokens", "warned"), [(512, 0), (511, 2)])

@@ -262,7 +262,7 @@ async def test_without_workers_the_caller_is_told(inference: InferenceCluster) -
     router = inference.start("router", "--worker-wait-s", "0.5")
     instance = await inference.registered("router", router)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        call = inference.stub(instance).Sample(inference.request([1]), timeout=30)
+        call = inference.stub(instance).Sample(inference.request([1]), timeout=CALL_S)
         async for _ in call:
             pass
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -27,7 +27,7 @@ from services.inference.router import run
 from services.inference.router.actor import MIN_ADMITTED, Report, RouterActor
 from services.inference.router.run import RouterOptions, Run
 
-OPTIONS = RouterOptions(request_timeout_s=300.0, worker_wait_s=5.0, hold_s=5.0)
+OPTIONS = RouterOptions(request_timeout_s=300.0, worker_wait_s=30.0, hold_s=30.0)
 
 
 def tokens(*ids: int, top: int = 0) -> SampledTokens:
@@ -195,8 +195,9 @@ async def test_the_wait_for_a_worker_begins_when_one_is_lost(
         assert len(worker.takes_s) == 1
 
 
-async def test_a_prompt_that_is_read_anew_is_held_once() -> None:
+async def test_a_prompt_that_is_read_anew_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a decode worker refused before it fetched it is released, not left until hold_s."""
+    monkeypatch.setattr(run, "_RELEASE_TIMEOUT_S", 30.0)
     worker = Worker()
     async with routed(worker) as one:
         worker.refusals = 2
