@@ -3,8 +3,9 @@
     due -> every worker serves the weights -> submitted -> all groups ended -> told
 
 Owns when one is due, the names of its tasks, and its way to the record, one at a time. Tasks are
-named by run and step, and the scheduler knows tasks by name: so whatever ends in between, the same
-is asked again, and nothing is sampled twice. Nothing of it comes back to training.
+named by run, step and the step's version, and the scheduler knows tasks by name: so whatever ends
+in between, the same is asked again, and nothing is sampled twice; a step that is taken again has
+weights of its own, and is evaluated again. Nothing of it comes back to training.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Timetable:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Due:
     step: int
+    tag: str
     weight_version: int
     fresh: bool
     """The weights of `step` are the newest; otherwise it only counts if it was begun before."""
@@ -85,21 +87,24 @@ class Evaluator:
         self._name = f"eval-{digest.hexdigest()}"
         self._waiting: deque[_Due] = deque()
         self._current: _Due | None = None
-        self._skipped = 0
-        """Left out since one was told."""
+        """In flight."""
+        self._skipped: list[int] = []
+        """Steps left out since one was told."""
         self._work: asyncio.Task[None] | None = None
         self._stopped = False
 
     def resumed(self) -> None:
         """Training goes on from the record's step, whose weights are published. What was begun
-        before, by another process maybe, and has not been told, is followed again."""
+        before, by another process maybe, and has not been told, is followed again; what is of
+        steps that were taken back is not."""
+        self._forget_taken_back()
         step = self._record.step
         versions = {each.step: each.weight_version for each in self._record.steps}
         told = max((each.step for each in self._record.evaluations), default=-1)
         for earlier in range(told + 1, step):
             if self._timetable.due(earlier) and not self._known(earlier):
                 version = versions.get(earlier, self._record.weight_version)
-                self._waiting.append(_Due(step=earlier, weight_version=version, fresh=False))
+                self._wait(earlier, version, fresh=False)
         self._begin(step)
 
     def reached(self, step: int, *, published: bool = True) -> None:
@@ -108,32 +113,26 @@ class Evaluator:
             return
         if not published:
             self._skip(step, "its weights are not published yet")
-        elif self._busy and step != self._timetable.max_steps:
-            self._skip(step, f"that of step {self._at} is still in flight")
+        elif self._current is not None and step != self._timetable.max_steps:
+            self._skip(step, f"that of step {self._current.step} is still in flight")
         else:
             self._begin(step)
 
     async def stop(self) -> None:
         """Follow nothing any more, and begin nothing; the next start does."""
         self._stopped = True
-        if self._work is None or self._work.done():
+        left = self._current
+        if self._work is None or left is None:
             return
         self._work.cancel()
         await asyncio.wait({self._work})
-        log.info("evaluation_left", step=self._at, tag=self.tag(self._at))
+        log.info("evaluation_left", step=left.step, tag=left.tag)
 
     def tag(self, step: int) -> str:
-        """Of the groups that evaluate the weights of `step`."""
-        return f"{self._name}-s{step}"
-
-    @property
-    def _busy(self) -> bool:
-        return self._work is not None and not self._work.done()
-
-    @property
-    def _at(self) -> int:
-        """Step of the evaluation in flight."""
-        return self._current.step if self._current else self._waiting[0].step
+        """Of the groups that evaluate the weights of `step`, one of the record's, or 0."""
+        versions = [each.weight_version for each in self._record.steps if each.step == step]
+        # There is one beginning, however often it is gone back to.
+        return "-".join([self._name, f"s{step}", *(f"v{version}" for version in versions)])
 
     def _known(self, step: int) -> bool:
         in_hand = {each.step for each in (*self._waiting, self._current) if each is not None}
@@ -144,7 +143,7 @@ class Evaluator:
         metrics.show_evaluating(in_flight)
 
     def _skip(self, step: int, why: str) -> None:
-        self._skipped += 1
+        self._skipped.append(step)
         metrics.show_no_evaluation("skipped")
         log.warning("evaluation_skipped", step=step, reason=why)
 
@@ -152,21 +151,39 @@ class Evaluator:
         if self._stopped:
             return
         if self._timetable.due(step) and not self._known(step):
-            version = self._record.weight_version
-            self._waiting.append(_Due(step=step, weight_version=version, fresh=True))
-        if self._waiting and not self._busy:
+            self._wait(step, self._record.weight_version, fresh=True)
+        if self._waiting and self._current is None:
             self._show(True)
+            self._current = self._waiting.popleft()
             self._work = asyncio.create_task(self._evaluate_waiting())
-            self._work.add_done_callback(_tell_crash)
+            self._work.add_done_callback(self._ended)
+
+    def _wait(self, step: int, weight_version: int, *, fresh: bool) -> None:
+        due = _Due(step=step, tag=self.tag(step), weight_version=weight_version, fresh=fresh)
+        self._waiting.append(due)
+
+    def _forget_taken_back(self) -> None:
+        """Steps after the record's never were: what is in hand of them is told to nobody."""
+        step = self._record.step
+        self._waiting = deque(due for due in self._waiting if due.step <= step)
+        self._skipped = [skipped for skipped in self._skipped if skipped <= step]
+        if self._work is not None and self._current is not None and self._current.step > step:
+            log.info("evaluation_taken_back", step=self._current.step, tag=self._current.tag)
+            self._work.cancel()
+            self._work = self._current = None
+            self._show(False)
 
     async def _evaluate_waiting(self) -> None:
-        try:
-            while self._waiting:
-                self._current = self._waiting.popleft()
-                await self._evaluate(self._current)
-                self._current = None
-        finally:
+        while self._current is not None:
+            await self._evaluate(self._current)
+            self._current = self._waiting.popleft() if self._waiting else None
+
+    def _ended(self, work: asyncio.Task[None]) -> None:
+        if work is self._work:
+            self._current = None
             self._show(False)
+        if not work.cancelled() and (error := work.exception()):
+            log.error("evaluation_crashed", exc_info=error)
 
     async def _evaluate(self, due: _Due) -> None:
         """Follow one to its end, through every outage of the others."""
@@ -177,7 +194,7 @@ class Evaluator:
                 if not await self._submitted(due):
                     return
                 results = await self._operator.all_ended(
-                    self.tag(due.step), groups=len(self._tasks), poll_s=self._poll_s
+                    due.tag, groups=len(self._tasks), poll_s=self._poll_s
                 )
                 break
             except ForgeError as error:
@@ -189,21 +206,21 @@ class Evaluator:
                     log.warning("evaluation_waits", step=due.step, error=str(error))
                 told = True
             await asyncio.sleep(self._poll_s)
-        duration_s = asyncio.get_running_loop().time() - began_s
-        self._tell(due, results, duration_s)
+        if due.step <= self._record.step:
+            duration_s = asyncio.get_running_loop().time() - began_s
+            self._tell(due, results, duration_s)
 
     async def _submitted(self, due: _Due) -> bool:
         """Whether its tasks are in the queue now; one that is too late to begin is not."""
-        tag = self.tag(due.step)
-        begun = [group async for group in self._operator.groups(tag)]
+        begun = [group async for group in self._operator.groups(due.tag)]
         if not begun and not due.fresh:
             return False
         if not begun:
             await self._served(due.weight_version)
         # Those that were submitted before are known by their ids.
-        new = await self._operator.submit(self._named(tag))
+        new = await self._operator.submit(self._named(due.tag))
         if new:
-            log.info("evaluation_begun", step=due.step, tag=tag, groups=len(self._tasks))
+            log.info("evaluation_begun", step=due.step, tag=due.tag, groups=len(self._tasks))
         return True
 
     async def _served(self, weight_version: int) -> None:
@@ -229,10 +246,10 @@ class Evaluator:
             step=due.step,
             weight_version=due.weight_version,
             duration_s=duration_s,
-            skipped=self._skipped,
-            tag=self.tag(due.step),
+            skipped=len(self._skipped),
+            tag=due.tag,
         )
-        self._skipped = 0
+        self._skipped.clear()
         self._record.evaluated(evaluation)
         metrics.show_evaluation(evaluation)
         log.info(
@@ -304,8 +321,3 @@ def run_id_in(directory: Path) -> str:
         return file.read_text()
     except OSError as error:
         raise ConfigError(f"trainer: {file}: {error.strerror}") from None
-
-
-def _tell_crash(work: asyncio.Task[None]) -> None:
-    if not work.cancelled() and (error := work.exception()):
-        log.error("evaluation_crashed", exc_info=error)

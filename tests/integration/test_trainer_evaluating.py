@@ -85,7 +85,7 @@ async def test_evaluations_survive_a_killed_trainer_and_a_killed_scheduler(
         return (await client.status()).phase == trainer_pb2.TRAINER_PHASE_WAITING
 
     await until(followed)
-    scheduler.kill()
+    await forge.kill(scheduler)
     forge.start_scheduler(batch_groups="1")
 
     async def sample(step: int, *, reward: float) -> None:
@@ -123,6 +123,37 @@ async def test_evaluations_survive_a_killed_trainer_and_a_killed_scheduler(
     status = await forge.status()
     assert status.trained == 3 and status.eval_pending == 0
     assert_books_balance(status)
+    assert trainer.terminate() == 0
+
+
+async def test_a_step_taken_again_is_evaluated_again(
+    tmp_path: Path, forge: SchedulerCluster, coordinator: Coordinator, trainer: TrainerProcess
+) -> None:
+    """Killed before a checkpoint: its weights are others now, published as another version."""
+    client = TrainerClient(coordinator, forge.channels)
+    settings = {"eval_tasks": tmp_path / "held_out.jsonl", "eval_every_steps": 1}
+    forge.start_scheduler(batch_groups="1")
+    await forge.submit([make_task("task", size=2)])
+    await forge.complete(2)
+
+    async def told() -> list[str]:
+        await forge.complete(2)
+
+        async def evaluated() -> bool:
+            status = await client.status()
+            return status.step == status.latest_evaluation.step == 1
+
+        await until(evaluated)
+        lines = [json.loads(line) for line in trainer.metrics_file.read_text().splitlines()]
+        return [line["evaluation"]["tag"] for line in lines if "evaluation" in line]
+
+    trainer.start(**settings)
+    (first,) = await told()
+    trainer.kill()
+    trainer.start(**settings)
+    (again,) = await told()
+    assert first != again
+    assert {one.group.task.tag for one in await forge.groups()} == {"", first, again}
     assert trainer.terminate() == 0
 
 
