@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import pytest
 import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator
@@ -16,6 +17,8 @@ from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc, trainer_pb2
 from tests.support.etcd import EtcdServer
 from tests.support.scheduler_cluster import SchedulerCluster, assert_books_balance, make_task
 from tests.support.trainer_process import START_S, TrainerClient, TrainerProcess
+
+pytestmark = pytest.mark.timeout(900)
 
 HELD_OUT = [{"payload": {"q": 1}, "domain": "qa", "group_size": 2}]
 

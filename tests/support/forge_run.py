@@ -82,7 +82,7 @@ class ForgeRun:
 
     def interrupt(self) -> int:
         self.process.send_signal(signal.SIGINT)
-        return self.process.wait(timeout=60)
+        return self.finish()
 
     def finish(self) -> int:
         try:

@@ -174,7 +174,7 @@ class Run:
         """What was done, in order, down to the disk if it answers."""
         self.world.events.clear()
         for _ in range(times):
-            await self.training.ask(Advance(), timeout_s=5)
+            await self.training.ask(Advance(), timeout_s=30)
             if self.world.disk.is_set():
-                await self.writer.ask(Flush(), timeout_s=5)
+                await self.writer.ask(Flush(), timeout_s=30)
         return list(self.world.events)

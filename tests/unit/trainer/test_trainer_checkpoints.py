@@ -134,7 +134,7 @@ def test_kill_9_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
         for point in points
     }
     for point, step in points.items():
-        assert processes[point].wait(60) == -signal.SIGKILL
+        assert processes[point].wait(240) == -signal.SIGKILL
         assert (tmp_path / point / "latest").resolve().name == "step-00000001"
         store = CheckpointStore(tmp_path / point)
         newest = next(store.newest_first())

@@ -66,7 +66,7 @@ async def test_a_step_is_committed_before_it_is_told_and_saved(run: Run) -> None
     assert await run.advance() == ["take", "prepare", "step", "commit 2", "publish 2", "save 2"]
     # Nothing is prepared beyond the last step.
     assert await run.advance() == ["take", "step", "commit 3", "publish 3"]
-    assert await run.training.ask(Advance(), timeout_s=5) is False
+    assert await run.training.ask(Advance(), timeout_s=30) is False
     assert run.world.events[-2:] == ["save 3", "release"]
     assert run.record.phase == pb.TRAINER_PHASE_FINISHED
     assert (run.record.step, run.record.checkpoint_step, run.record.weight_version) == (3, 3, 4)
@@ -219,7 +219,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written(run: Run) -> None:
     assert "commit 2" in await run.advance()
     assert "commit 3" in await run.advance()
     assert run.record.checkpoint_step == 0
-    asked = asyncio.ensure_future(run.training.ask(SaveCheckpoint(), timeout_s=5))
+    asked = asyncio.ensure_future(run.training.ask(SaveCheckpoint(), timeout_s=30))
     await asyncio.sleep(0)
     assert not asked.done()
     run.world.disk.set()
@@ -234,7 +234,7 @@ async def test_a_resume_waits_for_the_checkpoint_that_is_being_written(run: Run)
     await run.advance()
     run.world.faults["commit"] = NotFound("taken back")
     await run.advance()
-    resumed = asyncio.ensure_future(run.training.ask(Advance(), timeout_s=5))
+    resumed = asyncio.ensure_future(run.training.ask(Advance(), timeout_s=30))
     await asyncio.sleep(0)
     run.world.disk.set()
     await resumed
@@ -244,7 +244,7 @@ async def test_a_resume_waits_for_the_checkpoint_that_is_being_written(run: Run)
 async def test_a_checkpoint_is_only_taken_of_what_is_consistent(run: Run) -> None:
     """Before the books agree with the learner there is nothing to save."""
     with pytest.raises(Unavailable, match="being resumed"):
-        await run.training.ask(SaveCheckpoint(), timeout_s=5)
+        await run.training.ask(SaveCheckpoint(), timeout_s=30)
     await run.advance(2)
-    assert await run.training.ask(SaveCheckpoint(), timeout_s=5) == (1, "/saved")
+    assert await run.training.ask(SaveCheckpoint(), timeout_s=30) == (1, "/saved")
     assert run.record.checkpoint_step == 1
