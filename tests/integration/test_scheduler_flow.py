@@ -73,8 +73,8 @@ async def test_waiting_calls_are_answered_when_there_is_something(forge: Schedul
     """A runner and a trainer that came too early get theirs without asking again."""
     forge.start_scheduler()
     await forge.leader()
-    runner = asyncio.create_task(forge.lease(1, wait_s=20.0))
-    trainer = asyncio.create_task(forge.take(groups=1, wait_s=20.0))
+    runner = asyncio.create_task(forge.lease(1))
+    trainer = asyncio.create_task(forge.take(groups=1))
     await forge.submit([make_task("a")])
     (lease,) = await runner
     await forge.seal(lease)
@@ -141,11 +141,11 @@ async def test_group_that_cannot_be_sampled_is_given_up_with_its_reason(
 
 async def test_silent_runner_loses_its_claim_but_not_its_work(forge: SchedulerCluster) -> None:
     """When a claim ends, the pool is asked: what was sealed counts, what was not is retried."""
-    forge.start_scheduler(rollout_lease_s="1")
+    forge.start_scheduler(rollout_lease_s="4")
     await forge.submit([make_task("sealed"), make_task("lost")])
     sealed, lost = await forge.lease(2)
     await forge.seal(sealed)
-    (retry,) = await forge.lease(1, wait_s=20.0)
+    (retry,) = await forge.lease(1)
     assert retry.task.task_id == "lost"
     assert await forge.renew([lost]) == [lost.lease_id]
     assert ids_of(await forge.take(groups=1)) == ["sealed"]

@@ -9,14 +9,14 @@ from tests.support.scheduler_cluster import SchedulerCluster, make_task
 
 async def test_damaged_trajectory_costs_its_group_and_no_leader(forge: SchedulerCluster) -> None:
     """The others are trained on, the books say why it is not, and a new leader takes office."""
-    first = forge.start_scheduler()
+    leader = forge.start_scheduler()
     await forge.submit([make_task(name) for name in ("a", "b", "c")])
     await forge.complete(3)
     reward = make_reward("late")
     reward.name = "NEEDLE"
     request = pool_pb2.AppendRewardsRequest(trajectory_id="b:0:0", rewards=[reward])
     await forge.ask_pool("s0", "AppendRewards", request)
-    forge.pools["s0"].kill()
+    await forge.kill(forge.pools["s0"])
     damage(forge.pools["s0"].data_dir, b"NEEDLE")
     forge.start_pool()
     while not (batch := await forge.take(groups=3)).batch_id:
@@ -30,5 +30,5 @@ async def test_damaged_trajectory_costs_its_group_and_no_leader(forge: Scheduler
         assert lost.group.state == common_pb2.GROUP_STATE_TOMBSTONED
         assert lost.group.reason == "pool shard s0 has lost b:0:0"
         assert not lost.trajectories
-        first.kill()
-        forge.start_scheduler()
+        await forge.kill(leader)
+        leader = forge.start_scheduler()

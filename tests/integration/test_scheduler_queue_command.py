@@ -39,9 +39,10 @@ async def test_queue_is_paused_resumed_and_drained_by_hand(
     """Each holds at once, a drain across SIGKILL of the leader too; and `--wait` returns when what
     ran under the first leader has ended under the second."""
     operator = Operator(etcd, cluster, tmp_path / "key")
-    leader = forge.start_scheduler()
+    # The claim is to be renewed before the hold is over: then nothing would run.
+    leader = forge.start_scheduler(takeover_hold_s="4")
     first = await forge.leader()
-    forge.start_scheduler()
+    forge.start_scheduler(takeover_hold_s="4")
     await forge.submit([make_task(name) for name in "abc"])
     assert (await operator.types("pause")).startswith("paused; windowed: H 0, W 4")
     assert await forge.lease(1, wait_s=0.0) == []
@@ -52,7 +53,7 @@ async def test_queue_is_paused_resumed_and_drained_by_hand(
         await asyncio.sleep(0.05)
     assert await forge.lease(1, wait_s=0.0) == []
 
-    leader.kill()
+    await forge.kill(leader)
     await forge.leader(other_than=first.instance_id)
     assert await forge.renew(running) == []
     while (await forge.status()).taking_over:

@@ -34,7 +34,7 @@ async def test_submission_goes_on_after_the_leader_was_killed(
     cursor = await submitted._resume()
     places = cursor.waiting(3)
     await operator.submit(map(submitted._named, places))
-    leader.kill()
+    await forge.kill(leader)
     forge.start_scheduler()
     await forge.leader(other_than=first.instance_id)
     await forge.complete(3)

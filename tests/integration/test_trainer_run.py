@@ -184,8 +184,8 @@ async def test_training_survives_the_loss_of_scheduler_and_pool(stack: Stack) ->
     await stack.feed(0, GROUPS_PER_STEP)
     first = await stack.client.until_step(1)
     assert first.value_loss > 0 and any(board.iterdir())
-    stack.cluster.schedulers[0].kill()
-    stack.cluster.pools["s0"].kill()
+    await stack.cluster.kill(stack.cluster.schedulers[0])
+    await stack.cluster.kill(stack.cluster.pools["s0"])
     stack.cluster.start_pool()
     stack.cluster.start_scheduler(batch_groups=str(GROUPS_PER_STEP))
     await stack.feed(GROUPS_PER_STEP, GROUPS_PER_STEP)
@@ -197,7 +197,7 @@ async def test_training_survives_the_loss_of_scheduler_and_pool(stack: Stack) ->
 async def test_sigterm_waits_for_no_dead_scheduler(stack: Stack) -> None:
     """With the scheduler gone, a trainer that waits for it still ends in good order."""
     (scheduler,) = stack.cluster.schedulers
-    scheduler.kill()
+    await stack.cluster.kill(scheduler)
     stack.trainer.start()
     async with asyncio.timeout(60):
         while (await stack.client.status()).phase != trainer_pb2.TRAINER_PHASE_LOADING:

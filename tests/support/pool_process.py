@@ -14,7 +14,7 @@ from forge.runtime.security import Keyring, Security
 from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc
 from tests.support.etcd import EtcdServer
 
-START_S = 60.0
+START_S = 120.0
 CALL_S = 60.0
 
 
@@ -47,6 +47,11 @@ class PoolProcess:
     def start(self, *settings: str) -> None:
         """Starts it; it has registered once `PoolClient.connect` returns."""
         self.process = subprocess.Popen([*self._argv, *settings], stderr=subprocess.PIPE, text=True)
+
+    @property
+    def id_ending(self) -> str:
+        """How the instance id of the process that runs ends."""
+        return f"-{self.pid}"
 
     @property
     def ended(self) -> bool:
@@ -88,9 +93,8 @@ class PoolClient:
     @classmethod
     async def connect(cls, pool: PoolProcess, coordinator: Coordinator) -> PoolClient:
         """To the running process of `pool`, once it has registered."""
-        own = f"-{pool.pid}"
         (instance,) = await coordinator.discover("pool").wait(
-            timeout_s=START_S, where=lambda found: found.instance_id.endswith(own)
+            timeout_s=START_S, where=lambda found: found.instance_id.endswith(pool.id_ending)
         )
         return cls(instance.address, Channels(Security(pool.keyring, subject="test")))
 

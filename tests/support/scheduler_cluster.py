@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from forge.client.operator import Operator
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
@@ -26,19 +27,21 @@ from tests.support.etcd import EtcdServer
 from tests.support.pool_process import PoolProcess
 from tests.support.pool_records import make_reward, make_turn
 
-START_S = 60.0
-CALL_S = 20.0
+START_S = 120.0
+CALL_S = 60.0
+WAIT_S = 30.0
+"""For rollouts or a batch, at the leader."""
 LOOK_S = 0.1
 """From one look into a log to the next."""
 DEFAULTS = {
-    "lease_ttl_s": "2",
+    "lease_ttl_s": "10",
     "concurrency": "8",
     "window": "4",
     "batch_groups": "2",
     "short_batch_after_s": "0.2",
     "retry_backoff_s": "0.05",
     "takeover_hold_s": "0.2",
-    "pool_timeout_s": "2",
+    "pool_timeout_s": "4",
 }
 
 
@@ -60,12 +63,12 @@ class SchedulerProcess:
     """One `python -m services.scheduler`."""
 
     def __init__(self, argv: Sequence[str], *, instance_id: str, log_path: Path) -> None:
-        self.instance_id = instance_id
+        self.id_ending = instance_id
         self.log_path = log_path
         self.process = subprocess.Popen([*argv, "--instance-id", instance_id])
 
     def kill(self) -> None:
-        """SIGKILL, frozen or not."""
+        """SIGKILL, frozen or not; `SchedulerCluster.kill` tells the others."""
         self.process.kill()
         self.process.wait()
 
@@ -125,7 +128,7 @@ class SchedulerCluster:
             self.pools[shard] = PoolProcess(
                 folder, etcd=self._etcd, cluster=self._cluster, shard=shard
             )
-        self.pools[shard].start()
+        self.pools[shard].start("--lease-ttl-s", DEFAULTS["lease_ttl_s"])
         return self.pools[shard]
 
     def start_scheduler(self, **settings: str) -> SchedulerProcess:
@@ -144,6 +147,24 @@ class SchedulerCluster:
         process = SchedulerProcess(argv, instance_id=instance_id, log_path=log_path)
         self.schedulers.append(process)
         return process
+
+    async def kill(self, process: SchedulerProcess | PoolProcess) -> None:
+        """SIGKILL; on return its TTL has passed, as far as others can tell."""
+        id_ending = process.id_ending
+        process.kill()
+        await self.end_leases(id_ending)
+
+    async def end_leases(self, id_ending: str) -> None:
+        """As when its TTL has passed; on return the instance whose id ends so is not found."""
+        await self._etcd.end_leases(self._cluster, id_ending)
+        await self.gone(id_ending)
+
+    async def gone(self, id_ending: str) -> None:
+        """Returns once the instance whose id ends so is not found."""
+        for kind in ("pool", "scheduler"):
+            discovery = self.coordinator.discover(kind)
+            while any(found.instance_id.endswith(id_ending) for found in discovery.instances):
+                await discovery.changed()
 
     async def close(self) -> None:
         for scheduler in self.schedulers:
@@ -198,18 +219,13 @@ class SchedulerCluster:
         return status
 
     async def groups(self, tag: str = "") -> list[scheduler_pb2.BatchGroup]:
-        # An answer to any call proves that the leader known here is there.
-        await self.status()
-        leader = await self.leader()
-        async with translated():
-            stub = self._schedulers.stub(leader)
-            call = stub.ListGroups(scheduler_pb2.ListGroupsRequest(tag=tag), timeout=CALL_S)
-            return [response.group async for response in call]
+        operator = Operator(self.coordinator, self.channels, retry_for_s=START_S)
+        return [group async for group in operator.groups(tag)]
 
     # The runner's and the gateway's part
 
     async def lease(
-        self, count: int = 1, *, wait_s: float = 10.0
+        self, count: int = 1, *, wait_s: float = WAIT_S
     ) -> list[scheduler_pb2.RolloutLease]:
         request = scheduler_pb2.LeaseRolloutsRequest(
             runner_id="runner", max_rollouts=count, wait_s=wait_s
@@ -229,7 +245,9 @@ class SchedulerCluster:
             sequence=1,
             turn=one_chunk(make_turn(lease.trajectory_id)),
         )
-        _, stub = await self._pools.pick(where=lambda i: i.metadata["shard"] == shard)
+        _, stub = await self._pools.pick(
+            where=lambda i: i.metadata["shard"] == shard, timeout_s=START_S
+        )
         async for answer in stub.AppendTurns(iter([turn]), timeout=CALL_S):
             assert answer.status_code == 0, answer.error
         request = pool_pb2.SealTrajectoryRequest(
@@ -284,7 +302,7 @@ class SchedulerCluster:
     # The trainer's part
 
     async def take(
-        self, *, trainer: str = "trainer", groups: int = 0, wait_s: float = 0.75 * CALL_S
+        self, *, trainer: str = "trainer", groups: int = 0, wait_s: float = WAIT_S
     ) -> scheduler_pb2.LeaseBatchResponse:
         request = scheduler_pb2.LeaseBatchRequest(
             trainer_id=trainer, max_groups=groups, wait_s=wait_s
