@@ -6,6 +6,9 @@ what the record has, under the names of docs/training.md (`domains/code/entropy`
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -113,24 +116,30 @@ def _evaluation_scalars(evaluation: pb.Evaluation) -> dict[str, float]:
 
 
 class TensorBoardSink:
-    """Event files in a directory that `tensorboard --logdir` shows."""
+    """Event files in a directory that `tensorboard --logdir` shows, one per lineage and process."""
 
     def __init__(self, directory: Path) -> None:
         try:
-            from tensorboardX import SummaryWriter
+            # Its own writer has a thread, and waits for it for good once a disk was full.
+            from tensorboardX import RecordWriter, summary
+            from tensorboardX.proto import event_pb2
         except ImportError as error:
             raise ConfigError(
                 f"tensorboard_dir = {str(directory)!r} needs the package tensorboardX: "
                 "pip install 'forge-rl[tensorboard]'"
             ) from error
-        self._make: Any = SummaryWriter
+        self._make: Any = RecordWriter
+        self._scalar: Any = summary.scalar
+        self._events: Any = event_pb2
         self._directory = directory
         self._writer: Any = None
+        self._files = 0
 
     def begin(self, step: int) -> None:
         self.close()
         # Steps that a restore took back are hidden from there on.
-        self._writer = self._make(logdir=str(self._directory), purge_step=step + 1)
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._write(self._events.Event(step=step + 1, session_log=start))
 
     def write(self, metrics: pb.StepMetrics) -> None:
         self._add(scalars(metrics), metrics.step)
@@ -138,15 +147,42 @@ class TensorBoardSink:
     def evaluated(self, evaluation: pb.Evaluation) -> None:
         self._add(_evaluation_scalars(evaluation), evaluation.step)
 
-    def _add(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _add(self, values: Mapping[str, float], step: int) -> None:
+        event = self._events.Event(step=step)
+        for name, value in values.items():
+            event.summary.MergeFrom(self._scalar(name, value))
+        self._write(event)
+
+    def _write(self, event: Any) -> None:
+        """On disk on return. What fails may be half in the file: nobody would read on after it."""
+        writer, self._writer = self._writer or self._opened(), None
+        self._record(writer, event)
+        self._writer = writer
+
+    def _opened(self) -> Any:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._files += 1
+        host = f"{socket.gethostname()}.{os.getpid()}.{self._files}"
+        file = self._directory / f"events.out.tfevents.{int(time.time()):010d}.{host}"
+        writer = self._make(str(file))
+        try:
+            self._record(writer, self._events.Event(file_version="brain.Event:2"))
+        except OSError:
+            # Each step tries another as long as the disk is full.
+            file.unlink()
+            raise
+        return writer
+
+    @staticmethod
+    def _record(writer: Any, event: Any) -> None:
+        event.wall_time = time.time()
+        writer.write(event.SerializeToString())
+        writer.flush()
 
 
 class WandbSink:
@@ -184,6 +220,6 @@ class WandbSink:
         self._run.log(values, step=self._step)
 
     def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()

@@ -18,7 +18,8 @@ from forge.core.errors import ConfigError
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.config import TrainerConfig
 from services.trainer.record import TrainingRecord
-from services.trainer.sinks import make_sinks, scalars
+from services.trainer.sinks import TensorBoardSink, make_sinks, scalars
+from tests.support.disks import full_beyond
 
 STEP = pb.StepMetrics(
     step=3,
@@ -41,11 +42,10 @@ def record(**settings: str) -> TrainingRecord:
 
 
 def events(directory: Path) -> Iterator[tuple[int, str, float]]:
-    """Every scalar in the files TensorBoard reads."""
+    """Every scalar in the files TensorBoard reads, each up to where it ends or is torn."""
     for file in sorted(directory.iterdir()):
         data = file.read_bytes()
-        while data:
-            (size,) = struct.unpack("<Q", data[:8])
+        while len(data) >= 16 and len(data) >= 16 + (size := struct.unpack("<Q", data[:8])[0]):
             event = event_pb2.Event.FromString(data[12 : 12 + size])
             data = data[16 + size :]
             for value in event.summary.value:
@@ -71,6 +71,32 @@ def test_every_step_is_in_tensorboards_files(tmp_path: Path) -> None:
     assert (3, "loss", 0.5) in found and (3, "domains/code/entropy", 1.5) in found
     assert (2, "evaluation/mean_reward", 0.5) in found
     assert (2, "evaluation/domains/code/solved_share", 0.25) in found
+
+
+def test_a_restore_leaves_what_was_written_before(tmp_path: Path) -> None:
+    """In a file of its own, however soon it comes: TensorBoard hides what it took back."""
+    run = record(tensorboard_dir=str(tmp_path))
+    run.rewind([])
+    for number in (1, 2):
+        run.append(pb.StepMetrics(step=number, loss=number))
+    run.rewind(run.history.until(1))
+    run.append(pb.StepMetrics(step=2, loss=0.5))
+    run.close_sinks()
+    losses = [(step, value) for step, name, value in events(tmp_path) if name == "loss"]
+    assert losses == [(1, 1.0), (2, 2.0), (2, 0.5)]
+
+
+def test_a_disk_that_is_full_costs_tensorboard_what_came_meanwhile(tmp_path: Path) -> None:
+    """What comes later is in a file of its own: nobody reads on after a line that is torn."""
+    sink = TensorBoardSink(tmp_path)
+    sink.begin(0)
+    sink.write(STEP)
+    (file,) = tmp_path.iterdir()
+    with full_beyond(file.stat().st_size + 20), pytest.raises(OSError, match="File too large"):
+        sink.write(pb.StepMetrics(step=4))
+    sink.write(pb.StepMetrics(step=5))
+    sink.close()
+    assert {step for step, *_ in events(tmp_path)} == {3, 5}
 
 
 def test_steps_go_to_wandb_and_a_restore_begins_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +138,40 @@ def test_a_sink_that_could_not_begin_does_so_with_a_later_step(
         run.append(pb.StepMetrics(step=number))
     run.close_sinks()
     assert calls == ["c-from-0", "c-from-0", "c-from-0", 2, 3]
+
+
+def test_a_run_that_cannot_be_finished_is_left_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What goes on from a checkpoint begins one of its own all the same."""
+    calls: list[Any] = []
+
+    def finish() -> None:
+        raise ConnectionError("no network")
+
+    def init(**settings: Any) -> Any:
+        calls.append(settings["name"])
+        return SimpleNamespace(log=lambda values, step: calls.append(step), finish=finish)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    run = record(wandb_project="p", cluster="c")
+    for _ in range(2):
+        run.rewind([])
+        run.append(pb.StepMetrics(step=1))
+    run.close_sinks()
+    assert calls == ["c-from-0", 1, "c-from-0", 1]
+
+
+def test_a_full_disk_stops_neither_training_nor_its_end(tmp_path: Path) -> None:
+    """One line says so, and no empty files are left of its steps."""
+    with structlog.testing.capture_logs() as logged, full_beyond(0):
+        run = record(tensorboard_dir=str(tmp_path))
+        run.rewind([])
+        for number in range(1, 30):
+            run.append(pb.StepMetrics(step=number))
+        run.close_sinks()
+    assert [line["event"] for line in logged] == ["metrics_not_written"]
+    assert run.step == 29 and not list(tmp_path.iterdir())
 
 
 def test_a_sink_that_fails_stops_nothing_and_is_one_line(tmp_path: Path) -> None:
