@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from forge.client.operator import Operator
 from forge.runtime.coordination import Coordinator, Instance
-from tests.support.forge_run import ForgeRun
+from forge.runtime.security import Keyring, Security
+from forge.v1 import scheduler_pb2
+from tests.support.forge_run import LIMIT_S, ForgeRun
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -52,30 +54,40 @@ def count(instance: Instance, metric: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(metric))
 
 
-async def until(condition: Callable[[], bool], run: ForgeRun, what: str) -> None:
-    await asyncio.to_thread(run.wait_until, condition, what)
-
-
 async def test_newcomers_join_by_their_lease_and_share_the_work(
     tmp_path: Path, forge_root: Path
 ) -> None:
     """A second decode worker, gateway and pool shard take work in the middle of a run."""
-    run = ForgeRun(tmp_path / "run", root=forge_root, steps=48)
+    run = ForgeRun(tmp_path / "run", root=forge_root, steps=24)
     run.start()
     await asyncio.to_thread(run.wait_for_step, 1)
-    newcomers = {name: start_newcomer(run, name) for name in NEWCOMERS}
     endpoints = (run.directory / "etcd.endpoints").read_text().strip()
+    security = Security(Keyring.from_file(run.directory / "key"))
+    operator = await Operator.connect(endpoints, cluster=run.directory.name, security=security)
     coordinator = await Coordinator.connect(endpoints, cluster=run.directory.name)
+    newcomers: list[subprocess.Popen[bytes]] = []
     try:
-        for name, (_, _, metric) in NEWCOMERS.items():
-            discovery = coordinator.discover(name.split("-")[0])
-            named = lambda instance, name=name: instance.instance_id == name  # noqa: E731
-            (instance,) = await discovery.wait(timeout_s=120, where=named)
-            await until(lambda i=instance, m=metric: count(i, m) > 0, run, f"work at {name}")  # type: ignore[misc]
+        # However long they take to come, the run has work for them.
+        await operator.set_activity(scheduler_pb2.ACTIVITY_PAUSED)
+        newcomers = [start_newcomer(run, name) for name in NEWCOMERS]
+        instances = [await registered(coordinator, name) for name in NEWCOMERS]
+        await operator.set_activity(scheduler_pb2.ACTIVITY_RUNNING)
+        assert await asyncio.to_thread(run.finish) == 0, run.explain()
+        for instance in instances:
+            _, _, metric = NEWCOMERS[instance.instance_id]
+            assert await asyncio.to_thread(count, instance, metric) > 0, instance
     finally:
+        await operator.close()
         await coordinator.close()
-        code = await asyncio.to_thread(run.finish)
-        for newcomer in newcomers.values():
+        run.process.kill()
+        for newcomer in newcomers:
             newcomer.terminate()
-            newcomer.wait(timeout=30)
-    assert code == 0, run.explain()
+            newcomer.wait(timeout=LIMIT_S)
+
+
+async def registered(coordinator: Coordinator, name: str) -> Instance:
+    """The newcomer of that name, once it is there."""
+    (instance,) = await coordinator.discover(name.split("-")[0]).wait(
+        timeout_s=LIMIT_S, where=lambda found: found.instance_id == name
+    )
+    return instance

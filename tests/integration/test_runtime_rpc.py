@@ -61,6 +61,11 @@ def words(*texts: str) -> AsyncIterator[bytes]:
     return iterate()
 
 
+def words_or_silence(text: str) -> AsyncIterator[bytes] | None:
+    """None for "": a stream that is left open, and that nobody writes to."""
+    return words(text) if text else None
+
+
 async def gather(call: Any) -> list[str]:
     return [answer.decode() async for answer in call]
 
@@ -77,11 +82,12 @@ async def call_unary_stream(stub: EchoStub, text: str, metadata: Any = None) -> 
 
 
 async def call_stream_unary(stub: EchoStub, text: str, metadata: Any = None) -> Any:
-    return await stub.StreamUnary(words(text), timeout=30, metadata=metadata)
+    return await stub.StreamUnary(words_or_silence(text), timeout=30, metadata=metadata)
 
 
 async def call_stream_stream(stub: EchoStub, text: str, metadata: Any = None) -> Any:
-    return await gather(stub.StreamStream(words(text), timeout=30, metadata=metadata))
+    call = stub.StreamStream(words_or_silence(text), timeout=30, metadata=metadata)
+    return await gather(call)
 
 
 async def call_written(stub: EchoStub, text: str, metadata: Any = None) -> Any:
@@ -108,7 +114,8 @@ async def test_every_kind_of_call_without_a_token_is_unauthenticated(
     """I8: without a credential nothing is answered and no handler runs."""
     async with grpc.aio.insecure_channel(served.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(EchoStub(channel), "who", None)
+            # Of a stream that is refused while it is written to, grpc may lose the status.
+            await call(EchoStub(channel), "", None)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert served.servicer.seen == []
 
