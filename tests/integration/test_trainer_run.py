@@ -17,7 +17,9 @@ from forge.runtime.coordination import Coordinator
 from forge.v1 import common_pb2, trainer_pb2
 from tests.support.etcd import EtcdServer
 from tests.support.scheduler_cluster import SchedulerCluster, assert_books_balance, make_task
-from tests.support.trainer_process import TrainerClient, TrainerProcess
+from tests.support.trainer_process import START_S, TrainerClient, TrainerProcess
+
+pytestmark = pytest.mark.timeout(900)
 
 GROUPS_PER_STEP = 2
 
@@ -115,7 +117,7 @@ async def a_damaged_checkpoint_is_passed_over(stack: Stack) -> None:
 
 
 async def until_finished(client: TrainerClient) -> trainer_pb2.GetTrainerStatusResponse:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(START_S):
         while True:
             status = await client.status()
             if status.phase == trainer_pb2.TRAINER_PHASE_FINISHED:
@@ -132,7 +134,7 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack, ranks:
     stack.trainer.start(**settings)
     await stack.feed(0, 3 * GROUPS_PER_STEP)
     await stack.client.until_step(3)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(START_S):
         while (await stack.client.status()).checkpoint_step != 2:
             await asyncio.sleep(0.05)
     before = await stack.trained()
@@ -140,7 +142,7 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack, ranks:
     children = psutil.Process(stack.trainer.process.pid).children(recursive=True)
     assert len(children) >= ranks - 1
     stack.trainer.kill()
-    _, left = await asyncio.to_thread(psutil.wait_procs, children, 30)
+    _, left = await asyncio.to_thread(psutil.wait_procs, children, START_S)
     assert not left
     stack.trainer.start(**settings)
     await stack.feed(3 * GROUPS_PER_STEP, 2 * GROUPS_PER_STEP)
@@ -199,7 +201,7 @@ async def test_sigterm_waits_for_no_dead_scheduler(stack: Stack) -> None:
     (scheduler,) = stack.cluster.schedulers
     await stack.cluster.kill(scheduler)
     stack.trainer.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(START_S):
         while (await stack.client.status()).phase != trainer_pb2.TRAINER_PHASE_LOADING:
             await asyncio.sleep(0.05)
     assert await asyncio.to_thread(stack.trainer.terminate) == 0
