@@ -101,9 +101,9 @@ async def strike(
             await shard.kill_leader()
         case "follower":
             leader, _ = await shard.leader()
-            next(one for one in shard.processes if one is not leader).kill()
+            await shard.kill(*(one for one in shard.processes if one is not leader))
         case _:
-            shard.stop()
+            await shard.kill(*shard.processes)
             shard.start()
     await shard.audit(ledger)
     shard.start()

@@ -25,7 +25,7 @@ from forge.v1 import pool_pb2, pool_pb2_grpc
 from tests.support.etcd import EtcdServer
 from tests.support.pool_account import Ledger, audit
 from tests.support.pool_load import Writer
-from tests.support.pool_process import START_S, PoolClient, PoolProcess
+from tests.support.pool_process import CALL_S, START_S, PoolClient, PoolProcess
 from tests.support.pool_records import make_group
 from tests.support.pool_shard import ReplicatedShard
 
@@ -86,7 +86,7 @@ async def put(client: PoolClient, task_id: str, *, payload_json: str = "{}") -> 
     group = make_group(task_id, payload_json=payload_json)
     request = pool_pb2.PutGroupsRequest(groups=[group], fence=1)
     async with translated():
-        await client.stub.PutGroups(request, timeout=10.0)
+        await client.stub.PutGroups(request, timeout=CALL_S)
 
 
 async def put_once_it_is_taken(client: PoolClient, task_id: str) -> None:
@@ -179,7 +179,7 @@ async def test_a_follower_without_room_is_a_full_disk_to_who_writes(shard):
 async def test_a_deposed_leader_is_refused_everything(shard):
     """Frozen until the other one leads, then thawed: what it is asked to write is not acknowledged,
     and it ends. With `min_copies` 1 the new leader goes on alone, and only it may lead again."""
-    replicas = shard("--min-copies", "1")
+    replicas = shard("--min-copies", "1", "--lease-ttl-s", "4")
     client = await replicas.client()
     await put_once_it_is_taken(client, "before")
     await in_sync(replicas)
@@ -221,6 +221,7 @@ async def test_an_outage_of_etcd_stops_nothing(own_etcd, tmp_path):
         cluster="outage",
         shard="s0",
         key_file=key_file,
+        settings=("--lease-ttl-s", "4"),
     )
     replicas.start()
     keeper = asyncio.create_task(replicas.keep_running())
@@ -237,7 +238,7 @@ async def test_an_outage_of_etcd_stops_nothing(own_etcd, tmp_path):
         await client.close()
         own_etcd.thaw()
         after = pool_pb2.PutGroupsRequest(groups=[make_group("after")], fence=1)
-        await pools.call("PutGroups", after, timeout_s=10.0, retry_for_s=60.0)
+        await pools.call("PutGroups", after, timeout_s=CALL_S, retry_for_s=START_S)
         client = await replicas.client()
         listed = {one.group.task.task_id for one in await client.groups()}
         assert listed == {"before", "during", "after"}
@@ -264,11 +265,13 @@ async def test_a_shard_moves_to_another_host(
         PoolProcess(tmp_path / name, etcd=etcd, cluster=cluster, shard="s0", key_file=key_file)
         for name in ("old", "new")
     )
-    replicated = ("--durability", "replicated", "--min-copies", "1")
+    # On a busy machine who lives may be silent for seconds.
+    ttl = ("--lease-ttl-s", "10")
+    replicated = ("--durability", "replicated", "--min-copies", "1", *ttl)
     ledger = Ledger()
     names = (f"t{number}" for number in itertools.count())
     try:
-        old.start()
+        old.start(*ttl)
         async with asyncio.TaskGroup() as tasks:
             writer = tasks.create_task(Writer(pools, "s0", ledger).fill(names))
             await ledger.reach(20)
@@ -283,7 +286,7 @@ async def test_a_shard_moves_to_another_host(
             shutil.rmtree(old.data_dir)
             await ledger.reach(ledger.count + 10)
             await ended(new)
-            new.start()
+            new.start(*ttl)
             await ledger.reach(ledger.count + 10)
             writer.cancel()
         client = await PoolClient.connect(new, coordinator)

@@ -31,9 +31,14 @@ class ReplicatedShard:
         settings: tuple[str, ...] = (),
     ) -> None:
         self.shard = shard
+        self._etcd = etcd
+        self._cluster = cluster
         self._coordinator = coordinator
-        # On a busy machine a shorter lease runs out although its owner lives.
-        self._settings = ("--durability", "replicated", "--lease-ttl-s", "4", *settings)
+        # On a busy machine who lives may be silent for seconds.
+        self._settings = (
+            *("--durability", "replicated", "--lease-ttl-s", "10", "--follower-timeout-s", "30"),
+            *settings,
+        )
         self.processes = [
             PoolProcess(folder / name, etcd=etcd, cluster=cluster, shard=shard, key_file=key_file)
             for name in ("a", "b")
@@ -71,7 +76,7 @@ class ReplicatedShard:
         return [
             process
             for process in self.processes
-            if process.process is not None and instance.instance_id.endswith(f"-{process.pid}")
+            if process.process is not None and instance.instance_id.endswith(process.id_ending)
         ]
 
     async def client(self) -> PoolClient:
@@ -93,9 +98,17 @@ class ReplicatedShard:
             finally:
                 await client.close()
 
+    async def kill(self, *processes: PoolProcess) -> None:
+        """SIGKILL; on return their TTL has passed, as far as others can tell."""
+        id_endings = [process.id_ending for process in processes]
+        for process in processes:
+            process.kill()
+        for id_ending in id_endings:
+            await self._etcd.end_leases(self._cluster, id_ending)
+
     async def kill_leader(self) -> PoolProcess:
         process, _ = await self.leader()
-        process.kill()
+        await self.kill(process)
         return process
 
     async def freeze_leader(self) -> tuple[PoolProcess, Instance]:
