@@ -57,10 +57,11 @@ class QueuedSink:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._failed = False
         self._to_begin: int | None = None
-        """A beginning that the sink has not taken yet: each step tries it again."""
+        """A beginning that the sink has not taken yet: it comes with the next step that it takes.
+        Training that cannot be resumed tries again and again, and no run is to be left of each."""
 
     def begin(self, step: int) -> None:
-        self._submit(lambda: self._begin(step))
+        self._submit(lambda: self._begin_next(step))
 
     def write(self, metrics: pb.StepMetrics) -> None:
         self._submit(lambda: self._begun().write(metrics))
@@ -72,14 +73,13 @@ class QueuedSink:
         self._submit(self._sink.close)
         self._thread.shutdown()
 
-    def _begin(self, step: int) -> None:
+    def _begin_next(self, step: int) -> None:
         self._to_begin = step
-        self._sink.begin(step)
-        self._to_begin = None
 
     def _begun(self) -> Sink:
         if self._to_begin is not None:
-            self._begin(self._to_begin)
+            self._sink.begin(self._to_begin)
+            self._to_begin = None
         return self._sink
 
     def _submit(self, work: Callable[[], None]) -> None:

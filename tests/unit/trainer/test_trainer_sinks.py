@@ -100,7 +100,7 @@ def test_a_disk_that_is_full_costs_tensorboard_what_came_meanwhile(tmp_path: Pat
 
 
 def test_steps_go_to_wandb_and_a_restore_begins_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package takes no step back."""
+    """The package takes no step back. However often a restore is tried, it is one run."""
     calls: list[Any] = []
 
     def init(**settings: Any) -> Any:
@@ -114,9 +114,11 @@ def test_steps_go_to_wandb_and_a_restore_begins_a_run(monkeypatch: pytest.Monkey
     run = record(wandb_project="p", cluster="c")
     run.rewind([])
     run.append(STEP)
-    run.rewind([])
+    for _ in range(3):
+        run.rewind([])
+    run.append(STEP)
     run.close_sinks()
-    assert calls == ["c-from-0", (3, 0.5), "finish", "c-from-0", "finish"]
+    assert calls == ["c-from-0", (3, 0.5), "finish"] * 2
 
 
 def test_a_sink_that_could_not_begin_does_so_with_a_later_step(
@@ -134,16 +136,16 @@ def test_a_sink_that_could_not_begin_does_so_with_a_later_step(
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     run = record(wandb_project="p", cluster="c")
     run.rewind([])
-    for number in (1, 2, 3):
+    for number in (1, 2, 3, 4):
         run.append(pb.StepMetrics(step=number))
     run.close_sinks()
-    assert calls == ["c-from-0", "c-from-0", "c-from-0", 2, 3]
+    assert calls == ["c-from-0", "c-from-0", "c-from-0", 3, 4]
 
 
 def test_a_run_that_cannot_be_finished_is_left_for_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What goes on from a checkpoint begins one of its own all the same."""
+    """What goes on from a checkpoint loses a step by it, and begins one of its own."""
     calls: list[Any] = []
 
     def finish() -> None:
@@ -157,9 +159,10 @@ def test_a_run_that_cannot_be_finished_is_left_for_the_next(
     run = record(wandb_project="p", cluster="c")
     for _ in range(2):
         run.rewind([])
-        run.append(pb.StepMetrics(step=1))
+        for number in (1, 2):
+            run.append(pb.StepMetrics(step=number))
     run.close_sinks()
-    assert calls == ["c-from-0", 1, "c-from-0", 1]
+    assert calls == ["c-from-0", 1, 2, "c-from-0", 2]
 
 
 def test_a_full_disk_stops_neither_training_nor_its_end(tmp_path: Path) -> None:
