@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import os
 import signal
 import socket
@@ -110,11 +111,13 @@ def run(service: str, config_type: type[ServiceConfig], app_type: type[Any]) -> 
             config = dataclasses.replace(config, instance_id=own_id)
         configure_logging(service, config.instance_id, level=config.log_level, file=config.log_file)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            failed = runner.run(_Process(service, config, app_type).live())
+            code = 1 if runner.run(_Process(service, config, app_type).live()) else 0
     except ForgeError as error:
         sys.stderr.write(f"forge {service}: {error}\n")
-        sys.exit(1 if error.retryable else CANNOT_START)
-    sys.exit(1 if failed else 0)
+        code = 1 if error.retryable else CANNOT_START
+    # To look for garbage in all that torch imports would take most of the process's end.
+    gc.freeze()
+    sys.exit(code)
 
 
 class _Process:
