@@ -32,6 +32,13 @@ from tests.support.pool_process import CALL_S, PoolClient, PoolProcess
 from tests.support.pool_records import damage, make_group, make_reward, make_turn
 
 Start = Callable[..., Awaitable[PoolClient]]
+HELD_COPY = """
+import sys, threading, time
+
+if "backup" in sys.orig_argv:
+    threading.Thread.start = lambda thread: time.sleep(600)
+"""
+"""Run when an interpreter starts: who makes a copy has a directory for it, and gets no further."""
 
 
 @pytest_asyncio.fixture
@@ -334,19 +341,26 @@ async def test_a_shard_cannot_be_renamed_by_a_setting(start, pool, tmp_path, etc
     assert "'s1'" in stderr and "'s0'" in stderr
 
 
-async def test_a_compaction_ends_with_its_call_and_with_its_process(start, pool):
+async def test_a_compaction_ends_with_its_call_and_with_its_process(
+    start, pool, tmp_path, monkeypatch
+):
     """Whoever hangs up gives it up, and the shard can be compacted again; a process that is asked
     to stop does not wait for it, and leaves nothing of the copy."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    held = tmp_path / "sitecustomize.py"
+    held.write_text(HELD_COPY)
     client = await start()
     await client.append([make_turn()])
     request = pool_pb2.CompactShardRequest()
     inode = (pool.data_dir / "data.mdb").stat().st_ino
     call = client.stub.CompactShard(request, timeout=CALL_S)
     assert (await call.read()).total_bytes > 0
+    await until_copied(pool)
     call.cancel()
     while left_of_copies(pool):
         await asyncio.sleep(0.05)
     assert (pool.data_dir / "data.mdb").stat().st_ino == inode
+    held.unlink()
     responses = []
     while not responses:
         try:
@@ -356,8 +370,10 @@ async def test_a_compaction_ends_with_its_call_and_with_its_process(start, pool)
             await asyncio.sleep(0.05)  # The first is still on its way out.
     assert responses[-1].after_bytes > 0
     assert (pool.data_dir / "data.mdb").stat().st_ino != inode
+    held.write_text(HELD_COPY)
     last = client.stub.CompactShard(request, timeout=CALL_S)
     await last.read()
+    await until_copied(pool)
     pool.terminate()
     assert (await asyncio.to_thread(pool.wait))[0] == 0
     with pytest.raises(grpc.aio.AioRpcError) as ended:
@@ -365,6 +381,12 @@ async def test_a_compaction_ends_with_its_call_and_with_its_process(start, pool)
             pass
     assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
     assert not left_of_copies(pool)
+
+
+async def until_copied(pool: PoolProcess) -> None:
+    """Until a copy is being made."""
+    while not left_of_copies(pool):
+        await asyncio.sleep(0.05)
 
 
 def left_of_copies(pool: PoolProcess) -> list[Path]:
