@@ -19,6 +19,8 @@ from forge.core.errors import ConfigError, FailedPrecondition
 from forge.runtime.processes import ProcessEvent, ProcessSpec, ProcessSupervisor, Restart
 
 SOON = Restart(backoff_s=0.01)
+SOON_S = 120.0
+"""For a Python to start, on a machine with ten others to run."""
 
 
 class Watched:
@@ -36,7 +38,7 @@ class Watched:
 
     async def until(self, kind: str, *, count: int = 1) -> ProcessEvent:
         """The count-th event of a kind."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(SOON_S):
             while True:
                 found = [event for event in self.events if event.kind == kind]
                 if len(found) >= count:
@@ -71,7 +73,7 @@ STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEE
 
 
 async def until_logged(path: Path, text: str) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(SOON_S):
         while not path.exists() or text not in path.read_text():
             await asyncio.sleep(0.02)
 
@@ -208,7 +210,7 @@ async def test_stop_ends_a_pause_before_a_restart(watched: Watched) -> None:
     restart = Restart(backoff_s=300, max_backoff_s=300)
     await watched.start("pool", "import sys; sys.exit(1)", restart=restart, stop_s=300)
     await watched.until("crashed")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(SOON_S):
         await watched.supervisor.stop()
     assert [event.kind for event in watched.events] == ["started", "crashed"]
 
@@ -275,7 +277,7 @@ async def test_no_child_outlives_a_parent_that_was_killed(tmp_path: Path) -> Non
     assert len(children) == 2
     parent.kill()
     parent.wait()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 30)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, SOON_S)
     assert alive == []
 
 

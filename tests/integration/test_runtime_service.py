@@ -23,6 +23,9 @@ from forge.runtime.security import Keyring
 from tests.support.echo import EchoStub
 from tests.support.etcd import EtcdServer, free_port
 
+START_S = 240.0
+"""Until a process has started or ended, on a machine with ten others to run."""
+
 
 class Process:
     """One echo service as a child process."""
@@ -56,12 +59,12 @@ class Process:
 
     async def next_notice(self) -> str:
         """The next thing that systemd is told."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(START_S):
             notice = await asyncio.get_running_loop().sock_recv(self._notify, 4096)
             return notice.decode()
 
     async def ended(self) -> int:
-        return await asyncio.to_thread(self.child.wait, 60)
+        return await asyncio.to_thread(self.child.wait, START_S)
 
     def errors(self) -> str:
         assert self.child.stderr is not None
@@ -77,7 +80,7 @@ class Process:
 
     async def logged(self, event: str) -> dict[str, Any]:
         """The line of that event, once it is there."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(START_S):
             while not (found := [line for line in self.lines() if line["event"] == event]):
                 await asyncio.sleep(0.02)
         return found[0]
@@ -115,19 +118,19 @@ async def test_service_starts_serves_drains_and_exits_with_zero(
     start: Start, coordinator: Coordinator
 ) -> None:
     """SIGTERM: leave discovery, finish the stream in flight, stop actors, close stores, exit 0."""
-    process = start()
+    process = start("--drain-s", "240")
     discovery = coordinator.discover("echo")
-    (instance,) = await discovery.wait(timeout_s=60)
+    (instance,) = await discovery.wait(timeout_s=START_S)
     assert (instance.instance_id, instance.metadata["color"]) == ("echo-1", "red")
     assert await say(instance.address, "say:hello") == "hello"
     assert await process.next_notice() == "READY=1"
     async with grpc.aio.insecure_channel(instance.address) as channel:
-        in_flight = EchoStub(channel).StreamStream(timeout=60)
+        in_flight = EchoStub(channel).StreamStream(timeout=START_S)
         await in_flight.write(b"say:before")
         assert await in_flight.read() == b"before"
         process.child.send_signal(signal.SIGTERM)
         while discovery.instances:
-            await asyncio.wait_for(discovery.changed(), 60)
+            await asyncio.wait_for(discovery.changed(), START_S)
         await in_flight.write(b"say:while it drains")
         assert await in_flight.read() == b"while it drains"
         assert process.child.poll() is None
@@ -151,7 +154,7 @@ async def test_every_log_line_carries_service_and_instance(
 ) -> None:
     """Lines of many processes in one place can be told apart."""
     process = start()
-    await coordinator.discover("echo").wait(timeout_s=60)
+    await coordinator.discover("echo").wait(timeout_s=START_S)
     for line in process.lines():
         assert (line["service"], line["instance"]) == ("echo", "echo-1")
         assert {"event", "level", "timestamp"} <= line.keys()
@@ -162,7 +165,7 @@ async def test_metrics_are_served_where_the_registration_says(
 ) -> None:
     """Prometheus finds every process through etcd and sees its calls and actors."""
     start()
-    (instance,) = await coordinator.discover("echo").wait(timeout_s=60)
+    (instance,) = await coordinator.discover("echo").wait(timeout_s=START_S)
     await say(instance.address, "say:x")
     url = f"http://{instance.metadata['metrics']}/metrics"
     text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=30).read().decode())
@@ -176,9 +179,9 @@ async def test_announced_metadata_reaches_the_others(
     """A service changes what it says about itself while it runs."""
     start()
     discovery = coordinator.discover("echo")
-    (instance,) = await discovery.wait(timeout_s=60)
+    (instance,) = await discovery.wait(timeout_s=START_S)
     await say(instance.address, "paint:blue")
-    await discovery.wait(timeout_s=60, where=lambda one: one.metadata["color"] == "blue")
+    await discovery.wait(timeout_s=START_S, where=lambda one: one.metadata["color"] == "blue")
 
 
 async def test_service_that_is_not_ready_is_up_but_not_in_discovery(
@@ -190,7 +193,7 @@ async def test_service_that_is_not_ready_is_up_but_not_in_discovery(
     discovery = coordinator.discover("echo")
     assert discovery.instances == ()
     await say((await process.logged("waiting_to_be_ready"))["address"], "ready")
-    await discovery.wait(timeout_s=60)
+    await discovery.wait(timeout_s=START_S)
 
 
 async def test_service_that_is_not_ready_stops_when_told(start: Start) -> None:
@@ -208,10 +211,10 @@ async def test_killed_service_leaves_discovery_with_its_lease(
     """kill -9 needs no code of ours: the lease runs out."""
     process = start("--lease-ttl-s", "2")
     discovery = coordinator.discover("echo")
-    await discovery.wait(timeout_s=60)
+    await discovery.wait(timeout_s=START_S)
     process.child.kill()
     while discovery.instances:
-        await asyncio.wait_for(discovery.changed(), 60)
+        await asyncio.wait_for(discovery.changed(), START_S)
 
 
 async def test_actor_that_crashes_too_often_ends_the_process_with_one(
@@ -219,7 +222,7 @@ async def test_actor_that_crashes_too_often_ends_the_process_with_one(
 ) -> None:
     """What supervision inside cannot heal is handed to the supervisor outside."""
     process = start()
-    (instance,) = await coordinator.discover("echo").wait(timeout_s=60)
+    (instance,) = await coordinator.discover("echo").wait(timeout_s=START_S)
     await say(instance.address, "break")
     assert await process.ended() == 1
     assert "service_fails" in process.events()

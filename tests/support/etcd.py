@@ -117,7 +117,7 @@ class EtcdServer:
     def _await_health(self) -> None:
         assert self._process is not None
         url = f"http://127.0.0.1:{self._metrics_port}/health"
-        give_up_s = time.monotonic() + 30
+        give_up_s = time.monotonic() + 120
         while time.monotonic() < give_up_s and self._process.poll() is None:
             try:
                 with urllib.request.urlopen(url, timeout=1) as answer:

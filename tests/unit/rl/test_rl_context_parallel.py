@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)
+
 LIMITS = {"fp64": 1e-12, "fp32": 1e-5}
 
 
@@ -20,7 +22,7 @@ def found() -> dict[str, float]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=880,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     errors: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
