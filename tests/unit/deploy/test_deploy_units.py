@@ -33,7 +33,7 @@ def test_units_verify_without_a_word_on_stderr(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert (verified.returncode, verified.stderr) == (0, "")
 
