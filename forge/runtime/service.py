@@ -4,9 +4,10 @@
     stop:  deregister, NOT_SERVING, drain, stop listening, stop actors, close stores, exit 0
 
 Owns this order and nothing of what a service does. SIGTERM and SIGINT stop, at any moment of the
-start too: an app that has started is drained, for it may hold work before anybody sees it. An actor
-that crashes too often stops with exit code 1, so that whoever supervises starts a fresh process.
-kill -9 needs no code here: the lease runs out, and what was acknowledged was durable before.
+start too. An app that has started is drained, also when it could not be registered: it may hold
+work before anybody sees it. An actor that crashes too often stops with exit code 1, so that whoever
+supervises starts a fresh process. kill -9 needs no code here: the lease runs out, and what was
+acknowledged was durable before.
 """
 
 from __future__ import annotations
@@ -140,11 +141,7 @@ class _Process:
             loop.add_signal_handler(number, self._stopping.set)
         async with AsyncExitStack() as undo:
             try:
-                # A signal ends a start that waits for others as promptly as it ends serving.
-                if await self._unless_stopping(self._start(undo)):
-                    await self._stopping.wait()
-                if self._app_started:
-                    await self._drain()
+                await self._serve(undo)
             except ForgeError as error:
                 if self._config.log_file:
                     log.error("not_started", error=str(error))
@@ -154,6 +151,15 @@ class _Process:
                 raise
         log.info("stopped", failed=self._failure is not None)
         return self._failure is not None
+
+    async def _serve(self, undo: AsyncExitStack) -> None:
+        try:
+            # A signal ends a start that waits for others as promptly as it ends serving.
+            if await self._unless_stopping(self._start(undo)):
+                await self._stopping.wait()
+        finally:
+            if self._app_started:
+                await self._drain()
 
     async def _unless_stopping(self, step: Coroutine[Any, Any, None]) -> bool:
         """Carry out a step to its end; False when told to stop first, the step is then undone."""

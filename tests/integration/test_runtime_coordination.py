@@ -42,6 +42,28 @@ async def test_who_is_there_is_known_before_anybody_comes(coordinator: Coordinat
     assert trainers.instances == ()
 
 
+async def test_registration_outlives_a_pause_in_its_making(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease that runs out before it holds anything is replaced like any other."""
+    etcd = coordinator._etcd
+    put = etcd.put
+    leases: list[int] = []
+
+    async def paused_once(key: str, value: bytes, *, lease_id: int) -> int:
+        leases.append(lease_id)
+        if len(leases) == 1:
+            await etcd.revoke(lease_id, timeout_s=60)
+            await asyncio.sleep(1.0)
+        return await put(key, value, lease_id=lease_id)
+
+    monkeypatch.setattr(etcd, "put", paused_once)
+    registration = await coordinator.register("pool", "pool-0", "127.0.0.1:7001", ttl_s=1.0)
+    assert len(leases) > 1
+    await coordinator.discover("pool").wait(timeout_s=60)
+    await registration.close()
+
+
 async def test_updated_metadata_reaches_discovery(coordinator: Coordinator) -> None:
     """An update replaces the metadata that others see, under a later revision."""
     registration = await coordinator.register("decode", "d", "h:1", metadata={"version": "1"})

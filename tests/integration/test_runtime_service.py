@@ -205,6 +205,22 @@ async def test_service_that_is_not_ready_stops_when_told(start: Start) -> None:
     assert process.events()[-4:] == ["draining", "echo_drained", "echo_stopped", "stopped"]
 
 
+async def test_service_that_cannot_be_registered_is_drained(
+    start: Start, own_etcd: EtcdServer
+) -> None:
+    """What it took on before anybody could see it is not dropped; whoever supervises starts it
+    again."""
+    process = start("--becomes-ready", "false", endpoint=own_etcd.endpoint)
+    assert await process.next_notice() == "READY=1"
+    address = (await process.logged("waiting_to_be_ready"))["address"]
+    own_etcd.kill()
+    await say(address, "ready")
+    assert await process.ended() == 1
+    assert [event for event in process.events() if event.startswith("echo")] == [
+        *("echo_drained", "echo_stopped")
+    ]
+
+
 async def test_killed_service_leaves_discovery_with_its_lease(
     start: Start, coordinator: Coordinator
 ) -> None:

@@ -82,9 +82,15 @@ class Coordinator:
             await self._etcd.put(key, entry.encode(), lease_id=lease.lease_id)
 
         async def enter(metadata: Mapping[str, str]) -> Lease:
-            lease = await Lease.grant(self._etcd, ttl_s=ttl_s, timeout_s=TIMEOUT_S)
-            await write(lease, metadata)
-            return lease
+            while True:
+                lease = await Lease.grant(self._etcd, ttl_s=ttl_s, timeout_s=TIMEOUT_S)
+                try:
+                    await write(lease, metadata)
+                    return lease
+                except Unavailable:
+                    # One that ran out on the way, in a pause of ours or of etcd's, is replaced.
+                    if lease.alive:
+                        raise
 
         lease = await enter(metadata)
         registration = Registration(lease, enter=enter, write=write, metadata=metadata)
