@@ -248,13 +248,12 @@ async def test_work_of_a_killed_runner_is_done_by_another(system: Cluster) -> No
 async def test_what_runs_passes_to_the_next_leader_at_once(system: Cluster) -> None:
     """kill -9 of the leader long before a claim is renewed by itself: the next one, which hands
     nothing out meanwhile, hears of it all the same."""
-    settings = ("--rollout-lease-s=600", "--takeover-hold-s=600")
     system.stack.processes["scheduler"].terminate()
-    leader = system.start_scheduler("first", *settings)
+    leader = system.start_scheduler("first", "--rollout-lease-s=600")
     system.start_runner("runner-0", REWARDED, "--command=sleep 600")
     await system.operator.submit([task("sleeper", size=2)])
     await system.running(2)
-    system.start_scheduler("second", *settings)
+    system.start_scheduler("second", "--rollout-lease-s=600", "--takeover-hold-s=600")
     leader.kill()
     await system.running(2)
 

@@ -21,7 +21,7 @@ from openai import (
 from forge.core.errors import InvalidArgument, Unauthenticated
 from forge.runtime.coordination import Instance
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from tests.support.gateway_stack import GatewayStack
+from tests.support.gateway_stack import START_S, GatewayStack
 
 
 def user(text: str) -> dict[str, Any]:
@@ -147,7 +147,7 @@ async def test_one_line_when_the_model_is_missing(stack: GatewayStack, tmp_path:
     """A gateway without a model directory says so and exits with 2."""
     stack.start_gateway("gateway-broken", "--model-path", str(tmp_path))
     process = stack.processes.pop("gateway-broken")
-    assert await asyncio.to_thread(process.wait, 30) == 2
+    assert await asyncio.to_thread(process.wait, START_S) == 2
 
 
 async def test_grpc_garbage_is_refused_with_the_facts(
