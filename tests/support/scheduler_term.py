@@ -24,6 +24,8 @@ from services.scheduler.state import TermState
 from services.scheduler.term import Office
 from tests.support.pool_records import make_reward
 
+ASK_S = 60.0
+
 
 class FakeShards:
     """What `PoolShards` promises, in memory; a shard in `down` does not answer, and one in `hung`
@@ -154,7 +156,7 @@ class TermActors:
         self.inspector = await spawn(lambda: Inspector(self.queue, self.shards), name="inspector")
         archivist = await spawn(lambda: Archivist(self.shards), name="archivist")
         connect = Connect(own=self.queue, archivist=archivist, inspector=self.inspector)
-        await self.queue.ask(connect, timeout_s=5)
+        await self.queue.ask(connect, timeout_s=ASK_S)
 
     def office(self) -> Office:
         """What calls need of this term, whose leadership holds."""

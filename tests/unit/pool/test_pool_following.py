@@ -78,7 +78,7 @@ async def followed(replica: Node, writer: FullDisk, leader: LeaderStub) -> None:
     readers = Readers(1)
     following = Following(replica.store, writer, readers, leader, instance_id="b")
     running = asyncio.create_task(following.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await writer.stored.wait()
     running.cancel()
     await asyncio.wait({running})

@@ -78,7 +78,7 @@ async def live(node: Node, etcd: Etcd) -> None:
     readers = Readers(1)
     replica = Replica(process, node.store, Writer(node.store), readers, on_lead=lambda: None)
     await replica.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await process.stopped.wait()
     await replica.stop()
     await readers.close()

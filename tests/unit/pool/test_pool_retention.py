@@ -230,7 +230,7 @@ async def test_a_sweep_that_fails_is_followed_by_others(store, sweeper, monkeypa
 
     sweeper.writer.before = fail
     running = asyncio.create_task(sweeper.retention(keep_age_s=0).run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not sweeper.writer.freed:
             await asyncio.sleep(0)
     running.cancel()

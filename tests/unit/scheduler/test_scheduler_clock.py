@@ -14,9 +14,8 @@ from services.scheduler import messages as m
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import SchedulerServicer
 from tests.support.scheduler_cluster import make_task
-from tests.support.scheduler_term import Clock, TermActors
+from tests.support.scheduler_term import ASK_S, Clock, TermActors
 
-ASK_S = 5.0
 NOON_S = 1.8e9
 DAY_S = 86_400.0
 

@@ -12,9 +12,7 @@ from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler import messages as m
 from services.scheduler.equal_rewards import REASON
 from tests.support.scheduler_cluster import make_task
-from tests.support.scheduler_term import Clock, FakeShards, TermActors
-
-ASK_S = 5.0
+from tests.support.scheduler_term import ASK_S, Clock, FakeShards, TermActors
 
 
 @pytest.fixture

@@ -13,9 +13,7 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import SchedulerServicer
 from services.scheduler.shards import PoolShards
 from tests.support.scheduler_cluster import make_task
-from tests.support.scheduler_term import FakeShards, TermActors
-
-ASK_S = 5.0
+from tests.support.scheduler_term import ASK_S, FakeShards, TermActors
 
 
 @pytest.fixture
