@@ -64,6 +64,8 @@ class Replica:
         self._writer = writer
         self._readers = readers
         self._on_lead = on_lead
+        self._elected: Leadership | None = None
+        """The office it was elected to, whether or not it leads yet."""
         self._leader: Leader | None = None
         self._task: asyncio.Task[None] | None = None
         self._announcing: asyncio.Task[None] | None = None
@@ -120,7 +122,9 @@ class Replica:
             await asyncio.wait(tasks)
         if self._leader is not None:
             await self._leader.close()
-            await self._leader.leadership.resign()
+            self._elected = self._leader.leadership
+        if self._elected is not None:
+            await self._elected.resign()
 
     def _committed(self, position: int, changes: Changes) -> None:
         if self._leader is not None:
@@ -130,9 +134,9 @@ class Replica:
         try:
             async with asyncio.TaskGroup() as tasks:
                 following = tasks.create_task(self._following().run(), name="following")
-                leadership, members = await self._until_elected()
+                self._elected, members = await self._until_elected()
                 following.cancel()
-            await self._lead(leadership, members)
+            await self._lead(self._elected, members)
         except ForgeError as error:
             log.error("replica_failed", pool_shard=self._store.shard, error=str(error))
         except Exception:
@@ -182,6 +186,7 @@ class Replica:
         )
         try:
             eligible, members = await self._standing()
+            own = await self._read(state_of)
         except BaseException:
             await leadership.resign()
             raise
@@ -189,7 +194,6 @@ class Replica:
             await leadership.resign()
             return None
         if members is None:
-            own = await self._read(state_of)
             members = ReplicaSet(
                 shard=self._store.shard,
                 lineage=uuid.uuid4().hex,
@@ -213,7 +217,6 @@ class Replica:
         # What was taken in as a follower is on disk before anything else is.
         await self._writer.ask(FollowLeader(steps=()), timeout_s=_COMMIT_S)
         if (await self._read(state_of)).copying:
-            await leadership.resign()
             raise Unavailable("its leader began to copy to it while it was elected")
         change = partial(adopt, lineage=members.lineage, term=leadership.fence)
         state = await asyncio.to_thread(self._store.change, change)

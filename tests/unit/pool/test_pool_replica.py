@@ -72,6 +72,22 @@ class Writer:
         return commit(self.store, message)
 
 
+@dataclass
+class BusyWriter:
+    """Answers nobody."""
+
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def ask(self, message: Any, *, timeout_s: float) -> Any:
+        self.asked.set()
+        await asyncio.Event().wait()
+
+
+async def wait(self: Following) -> None:
+    """In place of `Following.run`."""
+    await asyncio.Event().wait()
+
+
 async def live(node: Node, etcd: Etcd) -> None:
     """A replica, until its process is to end."""
     process: Any = Process(etcd)
@@ -116,3 +132,23 @@ async def test_a_copy_that_begins_during_the_election_does_not_lead(
     assert replica.state().copying
     assert etcd.resigned
     assert not etcd.written
+
+
+async def test_who_is_stopped_before_it_leads_leaves_the_office_at_once(
+    node: Callable[[str], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elected, and still busy with what it took as a follower: the other need not wait for the
+    TTL."""
+    monkeypatch.setattr(Following, "run", wait)
+    one = node("a")
+    one.lead()
+    etcd = Etcd(in_sync=one.state().replica_id)
+    process: Any = Process(etcd)
+    readers, writer = Readers(1), BusyWriter()
+    replica = Replica(process, one.store, writer, readers, on_lead=lambda: None)
+    await replica.start()
+    async with asyncio.timeout(60):
+        await writer.asked.wait()
+    await replica.stop()
+    await readers.close()
+    assert etcd.resigned
