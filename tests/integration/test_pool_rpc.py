@@ -28,7 +28,7 @@ from forge.runtime.rpc.status import translated
 from forge.runtime.security import Claims
 from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc
 from tests.support.etcd import EtcdServer
-from tests.support.pool_process import CALL_S, PoolClient, PoolProcess
+from tests.support.pool_process import CALL_S, START_S, PoolClient, PoolProcess
 from tests.support.pool_records import damage, make_group, make_reward, make_turn
 
 Start = Callable[..., Awaitable[PoolClient]]
@@ -71,7 +71,7 @@ def code(name: str) -> int:
 async def test_a_group_goes_its_whole_way(start, coordinator):
     """Registered under its shard; groups in, turns in, sealed, listed, fetched, counted."""
     client = await start()
-    (instance,) = coordinator.discover("pool").instances
+    (instance,) = await coordinator.discover("pool").wait(timeout_s=START_S)
     assert instance.metadata["shard"] == "s0"
     await client.stub.PutGroups(pool_pb2.PutGroupsRequest(groups=[make_group()], fence=1))
     turns = [make_turn(index=index, prefix=5 * index) for index in range(4)]
