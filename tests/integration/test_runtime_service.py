@@ -191,6 +191,7 @@ async def test_service_that_is_not_ready_is_up_but_not_in_discovery(
     process = start("--becomes-ready", "false")
     assert await process.next_notice() == "READY=1"
     discovery = coordinator.discover("echo")
+    await discovery.known()
     assert discovery.instances == ()
     await say((await process.logged("waiting_to_be_ready"))["address"], "ready")
     await discovery.wait(timeout_s=START_S)
