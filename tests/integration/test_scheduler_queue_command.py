@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
@@ -39,10 +40,9 @@ async def test_queue_is_paused_resumed_and_drained_by_hand(
     """Each holds at once, a drain across SIGKILL of the leader too; and `--wait` returns when what
     ran under the first leader has ended under the second."""
     operator = Operator(etcd, cluster, tmp_path / "key")
-    # The claim is to be renewed before the hold is over: then nothing would run.
-    leader = forge.start_scheduler(takeover_hold_s="4")
+    leader = forge.start_scheduler(rollout_lease_s="600")
     first = await forge.leader()
-    forge.start_scheduler(takeover_hold_s="4")
+    forge.start_scheduler(rollout_lease_s="600")
     await forge.submit([make_task(name) for name in "abc"])
     assert (await operator.types("pause")).startswith("paused; windowed: H 0, W 4")
     assert await forge.lease(1, wait_s=0.0) == []
@@ -53,9 +53,14 @@ async def test_queue_is_paused_resumed_and_drained_by_hand(
         await asyncio.sleep(0.05)
     assert await forge.lease(1, wait_s=0.0) == []
 
-    await forge.kill(leader)
-    await forge.leader(other_than=first.instance_id)
-    assert await forge.renew(running) == []
+    # Whoever looked between the end of the hold and a late renewal would see nothing run.
+    draining.send_signal(signal.SIGSTOP)
+    try:
+        await forge.kill(leader)
+        await forge.leader(other_than=first.instance_id)
+        assert await forge.renew(running) == []
+    finally:
+        draining.send_signal(signal.SIGCONT)
     while (await forge.status()).taking_over:
         await asyncio.sleep(0.05)
     assert await forge.lease(1, wait_s=0.0) == []
