@@ -26,9 +26,13 @@ _VARIANTS = 64
 """Most compilations of the kernel: one per combination of type, heads, with or without a backward,
 one block or several. Beyond torch's own limit of 8 it would compute on unfused, in a table of all
 pairs."""
-_OPTIONS = {"BACKEND": "TRITON"}
+_OPTIONS: dict[str, Any] = {"BACKEND": "TRITON"}
 """Always the kernel of blocks: the one for short queries, which torch prefers below 128 tokens, has
 no configuration for grouped heads of more than 128 queries together, and fails."""
+_SMALL_BLOCKS = {"fwd_BLOCK_M": 16, "fwd_BLOCK_N": 16, "fwd_num_stages": 1}
+"""Of the forward in fp32 and of heads beyond 256, as torch itself has them in the backward. On an
+H200 torch's own need more shared memory than there is (fp32 heads of 160 or 192, bf16 heads of
+512), or spill registers by the kilobyte (other fp32 heads from 64 on)."""
 
 
 def flex_runs(q: Tensor) -> bool:
@@ -59,7 +63,7 @@ def flex_tree_attention(
             block_mask=schedule.block_masks[key],
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
-            kernel_options=_OPTIONS,
+            kernel_options=_options(v),
         )
     return out
 
@@ -103,6 +107,11 @@ def tree_block_mask(
         mask_mod=visible,
         seq_lengths=(tokens - prefix, tokens),
     )
+
+
+def _options(v: Tensor) -> dict[str, Any]:
+    small = v.dtype == torch.float32 or v.shape[-1] > 256
+    return _OPTIONS | _SMALL_BLOCKS if small else _OPTIONS
 
 
 def _kernel(device: torch.device) -> Any:

@@ -75,7 +75,7 @@ def gradient_on(device: str, *, budget: int, autocast: torch.dtype | None) -> Gr
 
 @pytest.mark.parametrize("window", [None, 90])
 @pytest.mark.parametrize("start", [0, 350, 650])
-@pytest.mark.parametrize(("heads", "size"), [(4, 64), (16, 128)])
+@pytest.mark.parametrize(("heads", "size"), [(4, 64), (16, 128), (4, 192), (4, 512)])
 def test_flex_attention_and_its_backward_equal_dense_calls(
     heads: int, size: int, start: int, window: int | None
 ) -> None:

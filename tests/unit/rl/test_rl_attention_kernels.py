@@ -101,6 +101,35 @@ def test_flex_attention_computes_in_the_type_of_the_values(monkeypatch: pytest.M
     assert {*given, out.dtype} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize(
+    ("size", "dtype", "small"),
+    [
+        (16, torch.float32, True),
+        (192, torch.float32, True),
+        (128, torch.bfloat16, False),
+        (256, torch.bfloat16, False),
+        (512, torch.bfloat16, True),
+    ],
+)
+def test_blocks_are_small_where_larger_ones_do_not_fit(
+    size: int, dtype: torch.dtype, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of torch's own that an H200 has no shared memory for, and those that spill."""
+    given: list[dict[str, Any]] = []
+
+    def watch(*columns: Tensor, **options: Any) -> Any:
+        given.append(options["kernel_options"])
+        return columns[0]
+
+    monkeypatch.setattr(flex_attention, "_kernel", lambda _: watch)
+    schedule = schedule_of()
+    x = torch.zeros(1, 1, schedule.tokens, size, dtype=dtype)
+    flex_tree_attention(x, x, x, schedule, scale=0.3)
+    (options,) = given
+    assert options["BACKEND"] == "TRITON"
+    assert ("fwd_BLOCK_M" in options) == small
+
+
 def test_few_compilations_serve_all_trees_and_none_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
