@@ -235,13 +235,13 @@ class _Process:
         context, config = self._context, self._config
         kind = getattr(self._app, "kind", "") or getattr(config, "kind", "") or self._service
         context.server.set_serving(True)
+        entered = dict(context.metadata)
         context.registration = await context.coordinator.register(
-            kind,
-            config.instance_id,
-            address,
-            metadata=context.metadata,
-            ttl_s=config.lease_ttl_s,
+            kind, config.instance_id, address, metadata=entered, ttl_s=config.lease_ttl_s
         )
+        if context.metadata != entered:
+            # Others find and call this process before it knows that it is registered.
+            await context.announce()
         self._systemd.notify("READY=1")
         log.info("serving", kind=kind, address=address, metrics=context.metadata["metrics"])
 

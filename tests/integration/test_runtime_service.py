@@ -11,6 +11,8 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,11 @@ import pytest
 import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator
+from forge.runtime.coordination.etcd import Etcd
 from forge.runtime.security import Keyring
+from forge.runtime.service import _Process
 from tests.support.echo import EchoStub
+from tests.support.echo_service import EchoApp, EchoConfig
 from tests.support.etcd import EtcdServer, free_port
 
 START_S = 240.0
@@ -182,6 +187,38 @@ async def test_announced_metadata_reaches_the_others(
     (instance,) = await discovery.wait(timeout_s=START_S)
     await say(instance.address, "paint:blue")
     await discovery.wait(timeout_s=START_S, where=lambda one: one.metadata["color"] == "blue")
+
+
+async def test_what_changes_while_it_is_registered_is_announced(
+    tmp_path: Path,
+    etcd: EtcdServer,
+    cluster: str,
+    coordinator: Coordinator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others find a service before it knows that it is registered, and call it."""
+    Keyring.generate(tmp_path / "key")
+    config = EchoConfig(
+        etcd=etcd.endpoint, cluster=cluster, key_file=str(tmp_path / "key"), instance_id="echo-1"
+    )
+    process = _Process("echo", config, EchoApp)
+    put, puts = Etcd.put, count()
+
+    async def painted_before_the_answer(*arguments: Any, **options: Any) -> int:
+        revision = await put(*arguments, **options)
+        if next(puts) == 0:
+            process._context.metadata["color"] = "blue"
+            await process._context.announce()
+        return revision
+
+    monkeypatch.setattr(Etcd, "put", painted_before_the_answer)
+    async with AsyncExitStack() as undo:
+        await process._start(undo)
+        assert process._context.registration is not None
+        undo.push_async_callback(process._context.registration.close)
+        await coordinator.discover("echo").wait(
+            timeout_s=30, where=lambda one: one.metadata["color"] == "blue"
+        )
 
 
 async def test_service_that_is_not_ready_is_up_but_not_in_discovery(
