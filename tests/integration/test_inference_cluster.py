@@ -69,7 +69,7 @@ async def test_samples_through_router_prefill_and_decode(inference: InferenceClu
 
     streamed = await inference.sample(prompts[0], stream=True, max_tokens=300)
     assert is_greedy(model, prompts[0], streamed.ids)
-    assert streamed.responses > 2
+    assert streamed.responses > 1
     assert streamed.last is not None
     assert streamed.last.timings.decode_s > 0
 
