@@ -286,12 +286,14 @@ async def test_outage_that_let_others_overtake_the_head_ends(forge: SchedulerClu
     """What is complete beyond the window counts against N, and yet the head starts."""
     forge.start_pool("s1")
     await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
-    forge.start_scheduler(concurrency="4", window="2")
+    scheduler = forge.start_scheduler(concurrency="4", window="2")
     names = [f"task-{i}" for i in range(40)]
     away = [name for name in names if choose_shard(name, {"s0", "s1"}) == "s1"][:4]
     there = [name for name in names if choose_shard(name, {"s0", "s1"}) == "s0"][:4]
     await forge.submit([make_task(name) for name in (*away, *there)])
     await forge.kill(forge.pools["s1"])
+    # Claims that it handed out before would keep the others waiting.
+    await scheduler.until_logged("pool_shards_away")
     await forge.complete_until(groups=4)
     forge.start_pool("s1")
     for step, expected in ((1, away[:2]), (2, away[2:]), (3, there[:2])):
