@@ -134,11 +134,14 @@ class Bench:
 
     def _hidden(self, **inputs: Tensor) -> Tensor:
         """Of the stock trunk, in fp32: what its head begins with."""
-        with torch.autocast(
-            self.device.type, dtype=self._autocast, enabled=self._autocast is not None
-        ):
+        with self._autocasting():
             states: Tensor = self.model.base_model(use_cache=False, **inputs).last_hidden_state
         return states.float()
+
+    def _autocasting(self) -> torch.autocast:
+        return torch.autocast(
+            self.device.type, dtype=self._autocast, enabled=self._autocast is not None
+        )
 
     def trl(self, samples: Sequence[Sample], budget: int) -> float:
         """TRL's GRPO step with its CISPO loss: prompts padded on the left, answers on the right, in
@@ -147,7 +150,9 @@ class Bench:
         count = torch.tensor(sum(one.trained_tokens for one in samples))
         total = 0.0
         for pack in packs_of(samples, budget, padded=True):
-            loss = self._trainer._compute_loss(self._peer, collated(pack, count))
+            inputs = {name: x.to(self.device) for name, x in collated(pack, count).items()}
+            with self._autocasting():
+                loss = self._trainer._compute_loss(self._peer, inputs)
             loss.backward()
             total += float(loss.detach())
         return total
