@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,6 +176,37 @@ async def test_of_many_candidates_each_is_elected_in_its_turn(coordinator: Coord
     await asyncio.wait_for(asyncio.gather(*(lead_once(index) for index in range(6))), 240)
     assert fences == sorted(set(fences))
     assert len(fences) == 6
+
+
+@pytest.mark.parametrize("write", ["put", "swap"])
+async def test_who_leaves_while_etcd_writes_leaves_nothing_behind(
+    write: str, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told to stop before etcd's answer is here, an instance is neither found nor waited for."""
+    etcd = coordinator._etcd
+    original = getattr(etcd, write)
+    written = asyncio.Event()
+
+    async def unanswered(*args: Any, **options: Any) -> None:
+        await original(*args, **options)
+        written.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(etcd, write, unanswered)
+        entering = asyncio.create_task(
+            coordinator.register("pool", "pool-0", "h:1", ttl_s=600.0)
+            if write == "put"
+            else coordinator.campaign("scheduler", "a", ttl_s=600.0)
+        )
+        await asyncio.wait_for(written.wait(), 60)
+        entering.cancel()
+        await asyncio.wait({entering})
+    assert entering.cancelled()
+    assert await coordinator.get("services/pool/pool-0") is None
+    assert await coordinator.get("leader/scheduler") is None
+    leadership = await asyncio.wait_for(coordinator.campaign("scheduler", "b"), 60)
+    await leadership.resign()
 
 
 async def test_unreachable_etcd_is_one_line_that_says_what_to_do() -> None:

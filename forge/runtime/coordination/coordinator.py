@@ -91,6 +91,10 @@ class Coordinator:
                     # One that ran out on the way, in a pause of ours or of etcd's, is replaced.
                     if lease.alive:
                         raise
+                except asyncio.CancelledError:
+                    # Entered or not, nobody knows: the lease takes the entry with it.
+                    await lease.revoke()
+                    raise
 
         lease = await enter(metadata)
         registration = Registration(lease, enter=enter, write=write, metadata=metadata)
@@ -117,10 +121,10 @@ class Coordinator:
                     fence = await self._etcd.swap(
                         key, instance_id.encode(), expected_revision=0, lease_id=lease.lease_id
                     )
-                except Unavailable:
+                except (Unavailable, asyncio.CancelledError):
                     # Elected or not, nobody knows: the lease takes the key with it.
                     await lease.revoke()
-                    continue
+                    raise
                 if fence is not None:
                     leadership = Leadership(lease, name=name, fence=fence)
                     self._held.add(leadership)
