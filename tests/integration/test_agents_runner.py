@@ -24,6 +24,7 @@ from forge.runtime.security import Keyring, Security
 from forge.v1 import common_pb2, scheduler_pb2
 from tests.support.etcd import EtcdServer
 from tests.support.gateway_stack import START_S, GatewayStack
+from tests.support.log_lines import log_lines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENDED = (common_pb2.GROUP_STATE_EVALUATED, common_pb2.GROUP_STATE_TOMBSTONED)
@@ -176,7 +177,7 @@ async def test_any_program_is_an_agent(system: Cluster, tmp_path: Path) -> None:
     assert outcomes(groups["program"]) == [1.0]
     reason = groups["unscored"].group.reason
     assert "reward_functions:crashes: its process was killed by SIGSEGV" in reason
-    logged = map(json.loads, system.stack.log_of("runner-0").read_text().splitlines())
+    logged = log_lines(system.stack.log_of("runner-0"))
     failed = {event["task_id"]: event for event in logged if event["event"] == "program_failed"}
     assert failed.keys() == groups.keys()
     assert (failed["program"]["returncode"], failed["program"]["stderr"]) == (3, ["no luck"])

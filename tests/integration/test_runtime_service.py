@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -27,6 +26,7 @@ from forge.runtime.service import _Process
 from tests.support.echo import EchoStub
 from tests.support.echo_service import EchoApp, EchoConfig
 from tests.support.etcd import EtcdServer, free_port
+from tests.support.log_lines import log_lines
 
 START_S = 240.0
 """Until a process has started or ended, on a machine with ten others to run."""
@@ -79,9 +79,7 @@ class Process:
         return [line["event"] for line in self.lines()]
 
     def lines(self) -> list[dict[str, Any]]:
-        # Without the line that is being written.
-        whole, _, _ = self.log.read_text().rpartition("\n")
-        return [json.loads(line) for line in whole.splitlines()]
+        return log_lines(self.log)
 
     async def logged(self, event: str) -> dict[str, Any]:
         """The line of that event, once it is there."""

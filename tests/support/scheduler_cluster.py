@@ -24,6 +24,7 @@ from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from forge.v1.pool_pb2_grpc import PoolServiceStub
 from forge.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.support.etcd import EtcdServer
+from tests.support.log_lines import log_lines
 from tests.support.pool_process import PoolProcess
 from tests.support.pool_records import make_reward, make_turn
 
@@ -86,10 +87,7 @@ class SchedulerProcess:
     def logged(self, event: str) -> list[dict[str, Any]]:
         if not self.log_path.exists():
             return []
-        # Without the line that is being written.
-        whole, _, _ = self.log_path.read_text().rpartition("\n")
-        lines = map(json.loads, whole.splitlines())
-        return [line for line in lines if line["event"] == event]
+        return [line for line in log_lines(self.log_path) if line["event"] == event]
 
     async def until_logged(self, event: str, *, times: int = 1) -> list[dict[str, Any]]:
         """The events of that name, once there are so many; as long as it takes."""

@@ -22,6 +22,7 @@ from forge.v1 import common_pb2, inference_pb2, trainer_pb2
 from forge.v1.inference_pb2_grpc import WeightServiceStub
 from forge.v1.trainer_pb2_grpc import TrainerServiceStub
 from tests.support.etcd import EtcdServer
+from tests.support.log_lines import log_lines
 from tests.support.rl_models import tiny_model
 
 START_S = 240.0
@@ -78,10 +79,7 @@ class TrainerProcess:
 
     def logged(self, event: str) -> list[dict[str, Any]]:
         """Log lines of one event."""
-        # Without the line that is being written.
-        whole, _, _ = self.log_path.read_text().rpartition("\n")
-        lines = map(json.loads, whole.splitlines())
-        return [line for line in lines if line["event"] == event]
+        return [line for line in log_lines(self.log_path) if line["event"] == event]
 
     def recorded_steps(self) -> list[int]:
         """Steps in the metrics file."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.evaluations import Run, System, held_out
 from tests.support.rl_models import tiny_model
 
 
@@ -16,3 +17,15 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     tiny_model("qwen3", torch.float32).save_pretrained(path)
     return path
+
+
+@pytest.fixture
+def system() -> System:
+    """What an evaluation asks."""
+    return System()
+
+
+@pytest.fixture
+def run(system: System) -> Run:
+    """A run that is evaluated on tasks of two domains."""
+    return Run(system, tasks=held_out("code", "qa"))

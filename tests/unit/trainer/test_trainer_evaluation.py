@@ -14,16 +14,6 @@ from services.trainer.record import TrainingRecord
 from tests.support.evaluations import Run, System, held_out
 
 
-@pytest.fixture
-def system() -> System:
-    return System()
-
-
-@pytest.fixture
-def run(system: System) -> Run:
-    return Run(system, tasks=held_out("code", "qa"))
-
-
 async def test_every_so_many_steps_held_out_tasks_are_scored(run: Run, system: System) -> None:
     """Their tasks are of evaluation and named by run and step; each domain has its means, and the
     versions are those that sampled."""

@@ -7,16 +7,6 @@ import pytest
 from tests.support.evaluations import Run, System, held_out
 
 
-@pytest.fixture
-def system() -> System:
-    return System()
-
-
-@pytest.fixture
-def run(system: System) -> Run:
-    return Run(system, tasks=held_out("code", "qa"))
-
-
 async def test_a_restart_follows_what_was_begun_and_samples_nothing_twice(
     run: Run, system: System
 ) -> None:
