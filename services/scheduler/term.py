@@ -198,14 +198,15 @@ class Term:
 
     async def _keep_shards(self, office: Office) -> None:
         """Follow the pool: what is away is not waited for, what is new gets new groups."""
-        away = frozenset[str]()
+        told = frozenset[str]()
         while True:
             changed = asyncio.create_task(self._shards.changed())
             try:
                 live = self._shards.live()
-                office.queue.tell(SetAway(shards=self._enlisted - live))
-                if away != self._enlisted - live:
-                    away = self._enlisted - live
+                away = self._enlisted - live
+                office.queue.tell(SetAway(shards=away))
+                if away != told:
+                    told = away
                     log.warning("pool_shards_away", pool_shards=sorted(away))
                 if live <= self._enlisted:
                     await changed
