@@ -120,11 +120,13 @@ class Replica:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        office = self._elected
         if self._leader is not None:
             await self._leader.close()
-            self._elected = self._leader.leadership
-        if self._elected is not None:
-            await self._elected.resign()
+            # It may have lost its lease meanwhile, and been elected again.
+            office = self._leader.leadership
+        if office is not None:
+            await office.resign()
 
     def _committed(self, position: int, changes: Changes) -> None:
         if self._leader is not None:
@@ -186,21 +188,24 @@ class Replica:
         )
         try:
             eligible, members = await self._standing()
-            own = await self._read(state_of)
+            if eligible:
+                members = members or await self._alone()
+                return leadership, replace(members, fence=leadership.fence)
         except BaseException:
             await leadership.resign()
             raise
-        if not eligible:
-            await leadership.resign()
-            return None
-        if members is None:
-            members = ReplicaSet(
-                shard=self._store.shard,
-                lineage=uuid.uuid4().hex,
-                in_sync=frozenset({own.replica_id}),
-                fence=0,
-            )
-        return leadership, replace(members, fence=leadership.fence)
+        await leadership.resign()
+        return None
+
+    async def _alone(self) -> ReplicaSet:
+        """The first record of a shard."""
+        own = await self._read(state_of)
+        return ReplicaSet(
+            shard=self._store.shard,
+            lineage=uuid.uuid4().hex,
+            in_sync=frozenset({own.replica_id}),
+            fence=0,
+        )
 
     async def _standing(self) -> tuple[bool, ReplicaSet | None]:
         """Whether this replica may lead, and by which record. Raises Unavailable."""
