@@ -1,7 +1,8 @@
 """Advantages: how much better a turn did than was expected of it.
 
-Owns the baselines `B_i` of `A_it = G_it - B_i`, the optional scaling by a spread of returns, and
-the weights of domains. Returns come from `forge.core.rewards`; losses take the advantages as
+Owns the baselines `B_i` of `A_it = (G_it - B_i) / spread + speed_it`, the optional scaling by a
+spread of returns, and the weights of domains. Baseline, spread and flatness are of outcome and
+process alone. Returns come from `forge.core.rewards`; losses take the advantages as
 given.
 
 A token that several samples contain is credited once for each of them: their advantages add up
@@ -19,6 +20,9 @@ from typing import Literal
 Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "none"]
 Spread = Literal["none", "group", "batch", "domain"]
 
+SPREAD_FLOOR = 0.01
+"""Default of the least spread that is divided by. One malformed call (0.2) in a group of up to 400
+rollouts has a larger spread and is normalized in full; a smaller one is noise of graded rewards."""
 _FLAT = 1e-9
 """A spread of total returns below this is rounding: the returns have nothing to tell."""
 
@@ -33,6 +37,9 @@ class AdvantageRules:
     spread: Spread = "none"
     """Divide by the standard deviation of the total returns: of the group, as GRPO does (arXiv
     2402.03300), or, less the baselines, of the whole batch or of the domain's share of it."""
+    spread_floor: float = SPREAD_FLOOR
+    """A smaller spread is taken as this, so advantages are at most `1 / spread_floor` times the
+    differences of returns."""
     domain_weights: Mapping[str, float] = field(default_factory=dict)
     """Factor on the advantages of a domain; 1 unless named."""
 
@@ -42,7 +49,11 @@ class GroupReturns:
     """What the rollouts of one task earned."""
 
     returns: Sequence[Sequence[float]]
-    """Per rollout i and turn t the return-to-go `G_it`; `G_i0` is the total return."""
+    """Per rollout i and turn t the return-to-go `G_it` of outcome and process; `G_i0` is the total
+    return."""
+    speed: Sequence[Sequence[float]] = ()
+    """Per rollout and turn what speed adds to the advantage, weighted and net of the group's mean
+    (`forge.core.rewards.speed_credits`); empty: nothing."""
     domain: str = ""
 
     @property
@@ -58,7 +69,8 @@ class GroupAdvantages:
     advantages: list[list[float]]
     """Per rollout, per turn."""
     flat: bool
-    """Every rollout's total return is the same, so outcomes teach nothing about this task."""
+    """Every rollout's total return is the same: outcome and process teach nothing about this task.
+    Speeds may differ."""
 
 
 def batch_advantages(
@@ -70,17 +82,24 @@ def batch_advantages(
     """
     batch_totals = [total for group in groups for total in group.totals]
     baselines = [_baselines(group, rules.baseline, batch_totals) for group in groups]
-    scales = _scales(groups, baselines, rules.spread)
+    scales = _scales(groups, baselines, rules)
     return [
         GroupAdvantages(
-            advantages=[
-                [rules.domain_weights.get(group.domain, 1.0) * scale * (value - bias)
-                 for value in returns_T]
-                for returns_T, bias in zip(group.returns, biases, strict=True)
-            ],
-            flat=_is_flat(group.totals),
+            advantages=_advantages(group, biases, scale, rules), flat=_is_flat(group.totals)
         )
         for group, biases, scale in zip(groups, baselines, scales, strict=True)
+    ]
+
+
+def _advantages(
+    group: GroupReturns, biases: Sequence[float], scale: float, rules: AdvantageRules
+) -> list[list[float]]:
+    weight = rules.domain_weights.get(group.domain, 1.0)
+    speed = group.speed or [[0.0] * len(returns_T) for returns_T in group.returns]
+    return [
+        [weight * (scale * (value - bias) + extra)
+         for value, extra in zip(returns_T, speed_T, strict=True)]
+        for returns_T, speed_T, bias in zip(group.returns, speed, biases, strict=True)
     ]  # fmt: skip
 
 
@@ -99,13 +118,14 @@ def _baselines(
 
 
 def _scales(
-    groups: Sequence[GroupReturns], baselines: Sequence[Sequence[float]], spread: Spread
+    groups: Sequence[GroupReturns], baselines: Sequence[Sequence[float]], rules: AdvantageRules
 ) -> list[float]:
     """One factor per group."""
+    spread, floor = rules.spread, rules.spread_floor
     if spread == "none":
         return [1.0] * len(groups)
     if spread == "group":
-        return [_inverse_spread(group.totals) for group in groups]
+        return [_inverse_spread(group.totals, floor) for group in groups]
     pools: dict[str, list[float]] = {}
     for group, biases in zip(groups, baselines, strict=True):
         pool = pools.setdefault(group.domain if spread == "domain" else "", [])
@@ -114,12 +134,12 @@ def _scales(
             for returns_T, bias in zip(group.returns, biases, strict=True)
             if returns_T
         )
-    factors = {name: _inverse_spread(pool) for name, pool in pools.items()}
+    factors = {name: _inverse_spread(pool, floor) for name, pool in pools.items()}
     return [factors[group.domain if spread == "domain" else ""] for group in groups]
 
 
-def _inverse_spread(totals: Sequence[float]) -> float:
-    return 1.0 if _is_flat(totals) else 1.0 / pstdev(totals)
+def _inverse_spread(totals: Sequence[float], floor: float) -> float:
+    return 1.0 if _is_flat(totals) else 1.0 / max(floor, pstdev(totals))
 
 
 def _is_flat(totals: Sequence[float]) -> bool:

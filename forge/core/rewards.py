@@ -1,9 +1,10 @@
 """The composite reward of a trajectory: what each turn earned and what it led to.
 
-Owns the formulas `r_t = alpha*process_t + beta*speed_t + outcome_t` and
-`G_t = sum_{p>=t} gamma^(p-t) r_p` (MiniMax Forge, arXiv 2605.26494, composite reward) and the
-shape of the speed reward. Which rewards a task gives is its environment's; what a return is
-compared with is `forge.core.advantages`.
+Owns the formulas `r_t = alpha*process_t + outcome_t`, `G_t = sum_{p>=t} gamma^(p-t) r_p` and the
+speed part `beta*speed` (MiniMax Forge, arXiv 2605.26494, composite reward). Speed has a formula of
+its own because it differs between any two rollouts: as a part of `r_t` it would set the spread of a
+group that is otherwise flat. Which rewards a task gives is its environment's; the baseline of a
+return is in `forge.core.advantages`, the completion time in `forge.core.completion`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 from forge.core.errors import InvalidArgument
@@ -35,7 +37,10 @@ class RewardWeights:
     alpha: float = 0.2
     """Weight of process rewards."""
     beta: float = 0.1
-    """Weight of the speed reward."""
+    """Weight of speed."""
+    speed_step: float = 0.05
+    """Speeds count in whole steps of this, from the group's mean on. 0.05 is a fifth of the
+    domain's usual completion time near that time: less is noise of tools and clocks."""
     gamma: float = 1.0
     """Discount per turn of what comes later; 1 credits every turn with the full outcome."""
 
@@ -59,11 +64,11 @@ def speed_reward(completion_s: float, baseline_s: float) -> float:
 def turn_rewards(
     components: Iterable[RewardComponent], *, turns: int, weights: RewardWeights
 ) -> list[float]:
-    """`r_t` of each of `turns` turns.
+    """`r_t` of each of `turns` turns. Speed has no part in it: `speed_credits` has.
 
     Raises `InvalidArgument` for a value that is not finite or a turn that does not exist.
     """
-    scale = {"outcome": 1.0, "process": weights.alpha, "speed": weights.beta}
+    scale = {"outcome": 1.0, "process": weights.alpha, "speed": 0.0}
     rewards_T = [0.0] * turns
     for component in components:
         if not math.isfinite(component.value):
@@ -85,3 +90,20 @@ def returns_to_go(rewards_T: Sequence[float], *, gamma: float) -> list[float]:
         following = rewards_T[turn] + gamma * following
         returns_T[turn] = following
     return returns_T
+
+
+def speed_credits(speeds: Sequence[float | None], weights: RewardWeights) -> list[float]:
+    """What speed adds to the last turn of each rollout of a group, net of the group's mean.
+
+    `beta * trunc((speed_i - mean) / step) * step`: zero within one step of the mean, so that noise
+    adds nothing, and never scaled by a spread. `None` is a rollout whose speed is not known; it
+    takes no part and gets 0, as does a rollout without another to compare with.
+    """
+    known = [speed for speed in speeds if speed is not None]
+    if len(known) < 2:
+        return [0.0] * len(speeds)
+    mean, step = fmean(known), weights.speed_step
+    return [
+        0.0 if speed is None else weights.beta * step * math.trunc((speed - mean) / step)
+        for speed in speeds
+    ]

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, cast
 
-from forge.core.advantages import AdvantageRules, Baseline, Spread
+from forge.core.advantages import SPREAD_FLOOR, AdvantageRules, Baseline, Spread
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.core.rewards import RewardWeights
 from forge.rl.critic import CriticConfig
@@ -213,7 +213,11 @@ class TrainerConfig(ServiceConfig):
         1e-4, help="of the heads; follows the policy's warm-up and schedule", minimum=0
     )
     alpha: float = setting(0.2, help="weight of process rewards")
-    beta: float = setting(0.1, help="weight of the speed reward")
+    beta: float = setting(0.1, help="weight of speed, added after the spread is divided by")
+    speed_step: float = setting(
+        0.05, help="speeds count in whole steps of this from their group's mean", minimum=1e-3,
+        maximum=1,
+    )  # fmt: skip
     gamma: float = setting(1.0, help="discount per turn of later rewards", minimum=0, maximum=1)
     baseline: str = setting(
         "auto", help="what a return is compared with; auto: the algorithm's own",
@@ -223,11 +227,14 @@ class TrainerConfig(ServiceConfig):
         "auto", help="divide advantages by the spread of returns over this; auto: the algorithm's",
         choices=("auto", "none", "group", "batch", "domain"),
     )  # fmt: skip
+    spread_floor: float = setting(
+        SPREAD_FLOOR, help="a smaller spread of returns is taken as this", minimum=1e-6
+    )
     domain_weights: dict[str, float] = setting(  # noqa: RUF009
         {}, help="factor on the advantages of a domain; 1 unless named", minimum=0
     )
     drop_flat_groups: bool = setting(
-        False, help="leave out groups whose rollouts all earned the same (DAPO)"
+        False, help="leave out groups whose rollouts all earned the same but for speed (DAPO)"
     )
     patience_s: float = setting(
         600.0, help="how long an unreachable scheduler or pool is waited for", minimum=1
@@ -342,9 +349,14 @@ class TrainerConfig(ServiceConfig):
         baseline = own.baseline if self.baseline == "auto" else cast(Baseline, self.baseline)
         spread = own.spread if self.normalize_std == "auto" else cast(Spread, self.normalize_std)
         return CreditRules(
-            weights=RewardWeights(alpha=self.alpha, beta=self.beta, gamma=self.gamma),
+            weights=RewardWeights(
+                alpha=self.alpha, beta=self.beta, gamma=self.gamma, speed_step=self.speed_step
+            ),
             advantages=AdvantageRules(
-                baseline=baseline, spread=spread, domain_weights=self.domain_weights
+                baseline=baseline,
+                spread=spread,
+                spread_floor=self.spread_floor,
+                domain_weights=self.domain_weights,
             ),
             critic=own.critic,
             drop_flat_groups=self.drop_flat_groups,

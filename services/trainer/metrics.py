@@ -21,7 +21,9 @@ _YIELD_STEPS = 5
 _STEPS = counter("forge_trainer_steps_total", "Optimizer steps taken.")
 _SKIPPED = counter("forge_trainer_batches_skipped_total", "Batches that gave no usable gradient.")
 _TOKENS = counter("forge_trainer_trained_tokens_total", "Sampled tokens trained on.")
-_FLAT = counter("forge_trainer_flat_groups_total", "Groups whose rollouts all earned the same.")
+_FLAT = counter(
+    "forge_trainer_flat_groups_total", "Groups whose rollouts all earned the same but for speed."
+)
 _EXCLUDED = counter("forge_trainer_excluded_trajectories_total", "Trajectories that do not add up.")
 _MEMORY = counter(
     "forge_trainer_memory_retries_total", "Batches begun anew in smaller trees, for want of memory."

@@ -18,6 +18,7 @@ from forge.core.rewards import (
     RewardKind,
     RewardWeights,
     returns_to_go,
+    speed_credits,
     turn_rewards,
 )
 from forge.core.trajectory import TokenTree, TurnTokens, float32_bytes
@@ -41,7 +42,8 @@ class CreditRules:
     critic: bool = False
     """Samples carry returns, which a critic turns into advantages."""
     drop_flat_groups: bool = False
-    """Leave groups out whose rollouts all earned the same, and their tokens out of the count."""
+    """Leave groups out whose rollouts all earned the same for outcome and process, whatever their
+    speeds, and their tokens out of the count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ class BatchSamples:
     groups: int
     trajectories: int
     flat_groups: int
-    """Groups whose rollouts all earned the same: zero advantage."""
+    """Groups whose rollouts all earned the same: no advantage but that of speed."""
     excluded: int
     """Trajectories that were left out because they do not add up."""
 
@@ -73,7 +75,9 @@ class _Rollout:
     trajectory: pb.Trajectory
     tree: TokenTree
     returns: list[float]
-    """Return-to-go of each turn."""
+    """Return-to-go of each turn, of outcome and process."""
+    speed: float | None
+    """None when it is not known."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -83,12 +87,15 @@ class _Rollout:
 def build_samples(groups: Sequence[Sequence[pb.Trajectory]], rules: CreditRules) -> BatchSamples:
     """Samples of all sealed trajectories of a batch, group by group."""
     kept = [[one for each in group if (one := _rollout(each, rules.weights))] for group in groups]
-    credits = batch_advantages([_returns(rollouts) for rollouts in kept], rules.advantages)
+    returns = [_returns(rollouts, rules.weights) for rollouts in kept]
+    credits = batch_advantages(returns, rules.advantages)
     samples: list[Sample] = []
     outcomes: dict[str, list[float]] = {}
     lengths: dict[str, list[int]] = {}
-    for rollouts, credit in zip(kept, credits, strict=True):
-        for rollout, advantages_T in zip(rollouts, credit.advantages, strict=True):
+    for rollouts, group, credit in zip(kept, returns, credits, strict=True):
+        for rollout, advantages_T, speed_T in zip(
+            rollouts, credit.advantages, group.speed, strict=True
+        ):
             domain = rollout.trajectory.domain
             outcomes.setdefault(domain, []).append(_outcome(rollout))
             lengths.setdefault(domain, []).append(rollout.sampled_tokens)
@@ -97,7 +104,10 @@ def build_samples(groups: Sequence[Sequence[pb.Trajectory]], rules: CreditRules)
             if rules.critic:
                 # The factor alone: what it is a factor of, the critic knows.
                 factor = rules.advantages.domain_weights.get(domain, 1.0)
-                samples.extend(_turn_samples(rollout, [factor] * len(advantages_T), critic=True))
+                targets_T = [
+                    one + speed for one, speed in zip(rollout.returns, speed_T, strict=True)
+                ]
+                samples.extend(_turn_samples(rollout, [factor] * len(targets_T), targets_T))
             else:
                 samples.extend(_turn_samples(rollout, advantages_T))
     everyone = [rollout for rollouts in kept for rollout in rollouts]
@@ -113,12 +123,22 @@ def build_samples(groups: Sequence[Sequence[pb.Trajectory]], rules: CreditRules)
     )
 
 
-def _returns(rollouts: Sequence[_Rollout]) -> GroupReturns:
+def _returns(rollouts: Sequence[_Rollout], weights: RewardWeights) -> GroupReturns:
     """A group is one task's, so it is of one domain."""
+    credits = speed_credits([rollout.speed for rollout in rollouts], weights)
     return GroupReturns(
         returns=[rollout.returns for rollout in rollouts],
+        speed=[
+            _earned_last(credit, turns=len(rollout.returns), gamma=weights.gamma)
+            for rollout, credit in zip(rollouts, credits, strict=True)
+        ],
         domain=rollouts[0].trajectory.domain if rollouts else "",
     )
+
+
+def _earned_last(credit: float, *, turns: int, gamma: float) -> list[float]:
+    """Return-to-go of each turn of what the last turn earned."""
+    return returns_to_go([0.0] * (turns - 1) + [credit] if turns else [], gamma=gamma)
 
 
 def _rollout(trajectory: pb.Trajectory, weights: RewardWeights) -> _Rollout | None:
@@ -134,12 +154,15 @@ def _rollout(trajectory: pb.Trajectory, weights: RewardWeights) -> _Rollout | No
         log.error("trajectory_excluded", trajectory_id=trajectory.trajectory_id, error=str(error))
         return None
     returns = returns_to_go(rewards_T, gamma=weights.gamma)
-    return _Rollout(trajectory=trajectory, tree=tree, returns=returns)
+    return _Rollout(
+        trajectory=trajectory, tree=tree, returns=returns, speed=_told_speed(trajectory)
+    )
 
 
 def _turn_samples(
-    rollout: _Rollout, advantages_T: Sequence[float], *, critic: bool = False
+    rollout: _Rollout, advantages_T: Sequence[float], targets_T: Sequence[float] = ()
 ) -> list[Sample]:
+    """One of each turn that can be trained on; `targets_T` are a critic's."""
     samples = []
     for index, (turn, record) in enumerate(
         zip(rollout.tree.turns, rollout.trajectory.turns, strict=True)
@@ -159,8 +182,8 @@ def _turn_samples(
                 weight_versions=turn.weight_versions,
                 advantages=weighted_advantages(record.sampled, advantages_T[index]),
                 temperature=record.temperature,
-                returns=float32_bytes([rollout.returns[index]]) * turn.sampled_tokens
-                if critic
+                returns=float32_bytes([targets_T[index]]) * turn.sampled_tokens
+                if targets_T
                 else b"",
                 domain=rollout.trajectory.domain,
             )
@@ -172,6 +195,12 @@ def _outcome(rollout: _Rollout) -> float:
     return sum(
         event.value for event in rollout.trajectory.rewards if event.kind == pb.REWARD_KIND_OUTCOME
     )
+
+
+def _told_speed(trajectory: pb.Trajectory) -> float | None:
+    """The sum of the speed rewards that its task gave; None without any."""
+    told = [event.value for event in trajectory.rewards if event.kind == pb.REWARD_KIND_SPEED]
+    return sum(told) if told else None
 
 
 def _component(event: pb.RewardEvent) -> RewardComponent:

@@ -112,6 +112,32 @@ def test_an_all_equal_group_is_flat_and_teaches_nothing(baseline: str, spread: s
     assert result.advantages == [[pytest.approx(0.0, abs=1e-12)]] * 3
 
 
+@pytest.mark.parametrize("spread", ["group", "batch", "domain"])
+def test_a_spread_below_the_floor_is_taken_as_the_floor(spread: str) -> None:
+    """Totals 0 and 0.002 have a spread of 0.001; over a floor of 0.01 they are a tenth from 0."""
+    returns = [[0.0], [0.002]]
+    small = of_group(returns, spread=spread, spread_floor=0.01)
+    assert [one for (one,) in small.advantages] == pytest.approx([-0.1, 0.1])
+    assert not small.flat
+    whole = of_group(returns, spread=spread, spread_floor=0.001)
+    assert [one for (one,) in whole.advantages] == pytest.approx([-1.0, 1.0])
+
+
+@pytest.mark.parametrize("spread", ["none", "group", "batch", "domain"])
+def test_speed_is_added_after_the_spread(spread: str) -> None:
+    """It changes neither baseline nor spread nor flatness, and has the domain's weight."""
+    for returns in ([[1.0], [1.0]], [[0.0], [4.0]]):
+        rules = AdvantageRules(spread=spread, domain_weights={"a": 2.0})
+        groups = [
+            GroupReturns(returns=returns, speed=speed, domain="a")
+            for speed in ((), [[0.25], [-0.25]])
+        ]
+        (without,), (found,) = (batch_advantages([group], rules) for group in groups)
+        added = [a - b for (a,), (b,) in zip(found.advantages, without.advantages, strict=True)]
+        assert added == pytest.approx([0.5, -0.5])
+        assert found.flat == without.flat
+
+
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "batch_mean"])
 def test_a_rollout_without_others_is_its_own_baseline(baseline: str) -> None:
     """A group of one has nothing to compare with, so it moves nothing."""

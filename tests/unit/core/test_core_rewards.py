@@ -13,6 +13,7 @@ from forge.core.rewards import (
     RewardComponent,
     RewardWeights,
     returns_to_go,
+    speed_credits,
     speed_reward,
     turn_rewards,
 )
@@ -42,7 +43,7 @@ def test_speed_needs_real_times(completion_s: float, baseline_s: float) -> None:
 
 
 def test_components_add_up_per_turn() -> None:
-    """r_t = alpha*process + beta*speed + outcome; -1 credits the last turn."""
+    """r_t = alpha*process + outcome; -1 credits the last turn; speed is not a part of it."""
     rewards_T = turn_rewards(
         [
             RewardComponent(kind="process", value=-1.0, turn_index=0),
@@ -53,7 +54,31 @@ def test_components_add_up_per_turn() -> None:
         turns=3,
         weights=RewardWeights(alpha=0.2, beta=0.1),
     )
-    assert rewards_T == pytest.approx([-0.2, 0.0, 0.1 + 0.05 + 1.0])
+    assert rewards_T == pytest.approx([-0.2, 0.0, 0.1 + 1.0])
+
+
+def test_speed_adds_whole_steps_from_the_groups_mean() -> None:
+    """Mean 0.5, steps of 0.1: +0.24 counts as 0.2 and -0.12 as 0.1, each times beta."""
+    weights = RewardWeights(beta=0.5, speed_step=0.1)
+    found = speed_credits([0.74, 0.38, 0.5, 0.38, None], weights)
+    assert found == pytest.approx([0.1, -0.05, 0.0, -0.05, 0.0])
+
+
+def test_a_speed_without_another_to_compare_with_adds_nothing() -> None:
+    """A group of one, and one of which no other speed is known."""
+    assert speed_credits([0.9], RewardWeights()) == [0.0]
+    assert speed_credits([None, 0.9, None], RewardWeights()) == [0.0] * 3
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=16))
+def test_speed_never_adds_more_than_beta(speeds: list[float]) -> None:
+    """Nor anything when all are within a step of each other; a faster one never gets less."""
+    weights = RewardWeights(beta=0.1, speed_step=0.05)
+    found = speed_credits(speeds, weights)
+    assert all(abs(one) <= 0.1 for one in found)
+    if max(speeds) - min(speeds) < 0.05:
+        assert found == [0.0] * len(speeds)
+    assert [found[i] for i in sorted(range(len(speeds)), key=speeds.__getitem__)] == sorted(found)
 
 
 @pytest.mark.parametrize("turn_index", [3, -2])
