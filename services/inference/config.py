@@ -43,6 +43,12 @@ class InferenceConfig(ServiceConfig):
     device: str = setting("cpu", help="torch device, e.g. cpu or cuda:0")
     torch_threads: int = setting(1, help="threads torch computes with", minimum=1, maximum=1024)
     policy: str = setting("default", help="whose weights to serve: weights/<policy>/latest")
+    weight_silence_s: float = setting(
+        15.0,
+        help="longest silence in the middle of a weight fetch; then the next source is tried",
+        minimum=0.1,
+        maximum=3600,
+    )
     max_running: int = setting(
         128, help="decode: requests sampled at the same time", minimum=1, maximum=65_536
     )

@@ -1,41 +1,50 @@
 """Follows the weights announced in etcd: fetches, verifies, has them swapped in, passes them on.
 
 The manifest under weights/<policy>/latest says what is wanted. The bytes come from a worker that
-serves that version already, else from the trainer. Whatever goes wrong, the old version stays in
-service and the fetch is tried again. Owns the bytes as published, since only these match the digest
-for the next one in the relay.
+serves that version already, else from the trainer. A source that sends nothing for
+`weight_silence_s` is given up for the next one. Whatever goes wrong, the old version stays in
+service, and each new attempt fetches the newest version announced. Owns the bytes as published,
+since only these match the digest for the next one in the relay.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import random
 import time
-from collections.abc import Iterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import grpc.aio
 import msgspec
 
-from forge.core.errors import DataLoss, ForgeError, Unavailable
-from forge.runtime.coordination import Discovery
+from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
 from forge.runtime.rpc.chunks import Joiner
-from forge.runtime.rpc.status import from_rpc_error
+from forge.runtime.rpc.streams import flowing
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import counter, gauge, log
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference import wire
 from services.inference.engines.base import Engine, NamedTensor
+from services.inference.worker.weight_sources import WeightSources
 
-_FETCH_TIMEOUT_S = 600.0
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 10.0
 _VERSION = gauge("forge_inference_weight_version", "Version of the weights in service.")
-_FAILED = counter("forge_inference_weight_fetch_failures_total", "Weights that could not be had.")
+_ANNOUNCED = gauge(
+    "forge_inference_weight_announced_version", "Newest version of the weights announced."
+)
+_FAILED = counter(
+    "forge_inference_weight_fetch_failures_total", "Versions that no source could deliver."
+)
+_GIVEN_UP = counter(
+    "forge_inference_weight_sources_given_up_total", "Sources that failed or sent nothing."
+)
+_NAMED = 3
+"""Failed sources that an error names; the log has all."""
+ERROR_KEY = "weights_error"
+"""Metadata of a worker that cannot get the newest weights: version, sources and reasons."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,9 +77,9 @@ class WeightFollower:
         self._context = context
         self._engine = engine
         self._key = f"weights/{policy}/latest"
-        self._peers: tuple[Discovery, ...] = tuple(
-            context.coordinator.discover(kind) for kind in ("prefill", "decode")
-        )
+        self._peers = tuple(context.coordinator.discover(kind) for kind in ("prefill", "decode"))
+        self._sources = WeightSources(self._peers, own_id=context.config.instance_id)
+        self._silence_s: float = context.config.weight_silence_s
         self._wanted: Manifest | None = None
         self._news = asyncio.Event()
 
@@ -93,6 +102,7 @@ class WeightFollower:
                 except msgspec.MsgspecError as error:
                     log.error("weight_manifest_unreadable", key=self._key, error=str(error))
                     continue
+                _ANNOUNCED.set(self._wanted.weight_version)
                 self._news.set()
 
     async def _keep_up(self) -> None:
@@ -114,10 +124,16 @@ class WeightFollower:
                     retry_in_s=backoff_s,
                     error=str(error),
                 )
+                await self._announce_error(f"version {manifest.weight_version}: {error}")
                 # Newer weights end the wait: they may be easier to get.
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), backoff_s)
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _announce_error(self, text: str) -> None:
+        if self._context.metadata.get(ERROR_KEY) != text:
+            self._context.metadata[ERROR_KEY] = text
+            await self._context.announce()
 
     async def _obtain(self, manifest: Manifest) -> None:
         began_s = time.monotonic()
@@ -134,34 +150,40 @@ class WeightFollower:
             fetch_s=round(fetched_s - began_s, 3),
             swap_s=round(time.monotonic() - fetched_s, 3),
         )
+        self._context.metadata.pop(ERROR_KEY, None)
         self._context.metadata["weight_version"] = str(manifest.weight_version)
         self._context.set_ready()
         await self._context.announce()
 
     async def _fetch_from_any(self, manifest: Manifest) -> tuple[dict[str, NamedTensor], str]:
-        """From a worker that has them, which spares the trainer; at last from the trainer."""
+        """The tensors and the address of the source. Raises `Unavailable` when no source has
+        delivered them, or when a source failed and newer weights are announced."""
         failures = []
-        for address in self._sources(manifest):
+        for address in self._sources.of(manifest.weight_version, trainer=manifest.source):
             try:
                 tensors = await self._fetch(manifest, address)
                 await asyncio.to_thread(_verify, manifest, tensors)
             except ForgeError as error:
                 failures.append(f"{address}: {error}")
+                self._give_up(address, manifest, error)
+                if self._wanted is not manifest:
+                    break
             else:
                 return tensors, address
-        raise Unavailable("; ".join(failures))
+        more = f"; and {len(failures) - _NAMED} more" if len(failures) > _NAMED else ""
+        raise Unavailable("; ".join(failures[:_NAMED]) + more)
 
-    def _sources(self, manifest: Manifest) -> Iterator[str]:
-        version, own_id = str(manifest.weight_version), self._context.config.instance_id
-        having = [
-            peer.address
-            for discovery in self._peers
-            for peer in discovery.instances
-            if peer.metadata.get("weight_version") == version and peer.instance_id != own_id
-        ]
-        random.shuffle(having)
-        yield from having
-        yield manifest.source
+    def _give_up(self, address: str, manifest: Manifest, error: ForgeError) -> None:
+        _GIVEN_UP.inc()
+        log.warning(
+            "weight_source_given_up",
+            source=address,
+            weight_version=manifest.weight_version,
+            error=str(error),
+        )
+        # A source that has moved on to another version is sound.
+        if not isinstance(error, NotFound):
+            self._sources.avoid(address)
 
     async def _fetch(self, manifest: Manifest, address: str) -> dict[str, NamedTensor]:
         stub = rpc.WeightServiceStub(self._context.channels.get(address))
@@ -169,17 +191,14 @@ class WeightFollower:
         # A message is a tensor: a sender cannot make us keep more than what was announced.
         joiner = Joiner(max_bytes=manifest.total_bytes + (1 << 20))
         call: Any = stub.FetchWeights(
-            pb.FetchWeightsRequest(weight_version=manifest.weight_version),
-            timeout=_FETCH_TIMEOUT_S,
+            pb.FetchWeightsRequest(weight_version=manifest.weight_version)
         )
         try:
-            async for response in call:
+            async for response in flowing(call, silence_s=self._silence_s, source="the source"):
                 whole = joiner.add(response.tensor)
                 if whole is not None:
                     tensor = wire.read_tensor(whole)
                     tensors[tensor.name] = tensor
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
         finally:
             call.cancel()
         return tensors

@@ -36,7 +36,8 @@ class Context:
     def __init__(self) -> None:
         self.peers = {"prefill": Peers(), "decode": Peers()}
         self.asked: asyncio.Queue[str] = asyncio.Queue()
-        self.config = SimpleNamespace(instance_id="self")
+        self.config = SimpleNamespace(instance_id="self", weight_silence_s=60.0)
+        self.metadata: dict[str, str] = {}
         self.coordinator = self.channels = self
 
     def discover(self, kind: str) -> Peers:
@@ -46,6 +47,9 @@ class Context:
         manifest = {"weight_version": 1, "tensor_names": [], "total_bytes": 0, "digest": ""}
         yield SimpleNamespace(value=json.dumps(manifest | {"source": "trainer:1"}).encode())
         await asyncio.Event().wait()
+
+    async def announce(self) -> None:
+        return
 
     def get(self, address: str) -> Any:
         self.asked.put_nowait(address)

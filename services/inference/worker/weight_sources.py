@@ -1,0 +1,51 @@
+"""Which source a worker asks for a version of the weights, and in which order."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+from forge.runtime.coordination import Discovery
+
+AVOID_S = 60.0
+"""How long a source that failed comes after all others."""
+
+
+class WeightSources:
+    """Workers that hold a version, then the trainer; those that failed lately come last."""
+
+    def __init__(
+        self,
+        peers: Sequence[Discovery],
+        *,
+        own_id: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._peers = peers
+        self._own_id = own_id
+        self._clock = clock
+        self._avoided_until_s: dict[str, float] = {}
+
+    def of(self, version: int, *, trainer: str) -> list[str]:
+        """Addresses in the order to try them: workers spare the trainer's network."""
+        now_s = self._clock()
+        self._avoided_until_s = {
+            address: until_s
+            for address, until_s in self._avoided_until_s.items()
+            if until_s > now_s
+        }
+        holders = [
+            peer.address
+            for discovery in self._peers
+            for peer in discovery.instances
+            if peer.metadata.get("weight_version") == str(version)
+            and peer.instance_id != self._own_id
+        ]
+        random.shuffle(holders)
+        # The sort is stable.
+        return sorted([*holders, trainer], key=self._avoided_until_s.__contains__)
+
+    def avoid(self, address: str) -> None:
+        """After a failure of the source."""
+        self._avoided_until_s[address] = self._clock() + AVOID_S

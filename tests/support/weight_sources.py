@@ -1,0 +1,168 @@
+"""A worker's weight follower, and real servers that it fetches weights from."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+from forge.core.errors import NotFound
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.server import RpcServer
+from forge.runtime.security import Keyring, Security
+from forge.v1 import inference_pb2 as pb
+from forge.v1 import inference_pb2_grpc as rpc
+from services.inference import wire
+from services.inference.engines.base import NamedTensor
+from services.inference.worker.weights import WeightFollower
+
+SECURITY = Security(Keyring.from_bytes(b"k" * 32), subject="test")
+
+Weights = Mapping[str, bytes]
+
+
+def tensors_of(weights: Weights) -> list[NamedTensor]:
+    return [
+        NamedTensor(name=name, dtype="uint8", shape=(len(data),), data=data)
+        for name, data in weights.items()
+    ]
+
+
+def manifest(version: int, weights: Weights, source: str) -> dict[str, Any]:
+    return {
+        "weight_version": version,
+        "tensor_names": list(weights),
+        "total_bytes": sum(map(len, weights.values())),
+        "digest": hashlib.sha256(b"".join(weights.values())).hexdigest(),
+        "source": source,
+    }
+
+
+class Source(rpc.WeightServiceServicer):
+    """Serves weights over gRPC until a limit, then sends nothing and keeps the call open."""
+
+    def __init__(self, *, hangs_after: int | None = None, pause_s: float = 0.0) -> None:
+        """`hangs_after`: messages of a call before it hangs; `pause_s`: before each message."""
+        self.held: dict[int, Weights] = {}
+        self.requests: list[pb.FetchWeightsRequest] = []
+        self.hung = asyncio.Event()
+        self._hangs_after = hangs_after
+        self._pause_s = pause_s
+        self._server = RpcServer(service="test", host="127.0.0.1", port=0, security=SECURITY)
+
+    async def start(self) -> str:
+        self._server.add(
+            rpc.add_WeightServiceServicer_to_server, self, full_name="forge.v1.WeightService"
+        )
+        return await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(grace_s=0)
+
+    async def FetchWeights(
+        self, request: pb.FetchWeightsRequest, context: Any
+    ) -> AsyncIterator[pb.FetchWeightsResponse]:
+        self.requests.append(request)
+        if self._hangs_after != 0 and request.weight_version not in self.held:
+            raise NotFound(f"weights {request.weight_version} are not here")
+        sent = 0
+        for response in self._responses(request):
+            if sent == self._hangs_after:
+                break
+            await asyncio.sleep(self._pause_s)
+            yield response
+            sent += 1
+        if sent == self._hangs_after:
+            self.hung.set()
+            await asyncio.Event().wait()
+
+    def _responses(self, request: pb.FetchWeightsRequest) -> list[pb.FetchWeightsResponse]:
+        weights = self.held.get(request.weight_version, {})
+        return [
+            pb.FetchWeightsResponse(tensor=chunk)
+            for tensor in tensors_of(weights)
+            for chunk in wire.write_tensor(tensor)
+        ]
+
+
+@dataclass
+class Peers:
+    """Discovery of one kind."""
+
+    instances: tuple[Any, ...] = ()
+
+    async def known(self) -> None:
+        return
+
+
+@dataclass
+class Engine:
+    """Remembers what it was given."""
+
+    loaded: dict[int, dict[str, bytes]] = field(default_factory=dict)
+
+    async def load(self, tensors: Mapping[str, NamedTensor], *, version: int) -> None:
+        self.loaded[version] = {name: bytes(one.data) for name, one in tensors.items()}
+
+
+class Worker:
+    """A follower with a fake coordinator and engine, and real channels."""
+
+    def __init__(self, *, silence_s: float = 0.3) -> None:
+        self.engine = Engine()
+        self.metadata: dict[str, str] = {}
+        self.channels = Channels(SECURITY)
+        self.coordinator = self
+        self.config = SimpleNamespace(instance_id="self", weight_silence_s=silence_s)
+        self.announced: list[dict[str, str]] = []
+        self._kinds = {"prefill": Peers(), "decode": Peers()}
+        self._manifests: asyncio.Queue[bytes] = asyncio.Queue()
+        self._changed = asyncio.Condition()
+        self.follower = WeightFollower(cast(Any, self), cast(Any, self.engine), policy="default")
+        self._run = asyncio.create_task(self.follower.run())
+
+    def show(self, addresses: Sequence[str], *, version: int) -> None:
+        """Peers that say they have a version."""
+        metadata = {"weight_version": str(version)}
+        self._kinds["decode"].instances = tuple(
+            SimpleNamespace(address=address, instance_id=address, metadata=metadata)
+            for address in addresses
+        )
+
+    def publish(self, version: int, weights: Weights, *, source: str) -> None:
+        self._manifests.put_nowait(json.dumps(manifest(version, weights, source)).encode())
+
+    def discover(self, kind: str) -> Peers:
+        return self._kinds[kind]
+
+    async def follow(self, key: str) -> AsyncIterator[Any]:
+        while True:
+            yield SimpleNamespace(value=await self._manifests.get())
+
+    def set_ready(self) -> None:
+        return
+
+    async def announce(self) -> None:
+        async with self._changed:
+            self.announced.append(dict(self.metadata))
+            self._changed.notify_all()
+
+    async def until_announced(self, fits: Callable[[dict[str, str]], bool]) -> dict[str, str]:
+        """The first metadata announced that fits."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: any(map(fits, self.announced)))
+        return next(filter(fits, self.announced))
+
+    async def until_serving(self, version: int) -> dict[str, bytes]:
+        """The tensors of a version, once the engine has them."""
+        await self.until_announced(lambda metadata: metadata.get("weight_version") == str(version))
+        return self.engine.loaded[version]
+
+    async def stop(self) -> None:
+        self._run.cancel()
+        await asyncio.wait({self._run})
+        await self.channels.close()

@@ -1,0 +1,113 @@
+"""Sources of weights that hang, cut a stream short or send something else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tests.support.weight_sources import Source, Worker
+
+FIRST = {"a": bytes(range(256)) * 8192, "b": b"tail"}
+SECOND = {"a": b"\1" * (3 << 20), "b": b"next"}
+
+
+@asynccontextmanager
+async def serving(*sources: Source) -> AsyncIterator[list[str]]:
+    """The addresses of the sources while they serve."""
+    addresses = [await source.start() for source in sources]
+    try:
+        yield addresses
+    finally:
+        for source in sources:
+            await source.stop()
+
+
+async def test_a_source_that_accepts_and_sends_nothing_is_given_up() -> None:
+    """Every worker takes the weights from the trainer after a hung peer, without a restart."""
+    hung, trainer = Source(hangs_after=0), Source()
+    trainer.held[1] = FIRST
+    async with serving(hung, trainer) as (hung_at, trainer_at):
+        workers = [Worker() for _ in range(3)]
+        for worker in workers:
+            worker.show([hung_at], version=1)
+            worker.publish(1, FIRST, source=trainer_at)
+        for worker in workers:
+            assert await worker.until_serving(1) == FIRST
+            await worker.stop()
+    assert hung.requests
+
+
+async def test_a_source_that_stops_in_the_middle_is_given_up() -> None:
+    """The next source completes a version whose first source went silent after one message."""
+    halting, trainer = Source(hangs_after=1), Source()
+    halting.held[1] = trainer.held[1] = FIRST
+    async with serving(halting, trainer) as (halting_at, trainer_at):
+        worker = Worker()
+        worker.show([halting_at], version=1)
+        worker.publish(1, FIRST, source=trainer_at)
+        assert await worker.until_serving(1) == FIRST
+        await worker.stop()
+
+
+async def test_a_source_that_failed_is_asked_last() -> None:
+    """For a minute after a failure every other source comes first."""
+    hung, trainer = Source(hangs_after=0), Source()
+    trainer.held |= {1: FIRST, 2: SECOND}
+    async with serving(hung, trainer) as (hung_at, trainer_at):
+        worker = Worker(silence_s=1.5)
+        worker.show([hung_at], version=1)
+        worker.publish(1, FIRST, source=trainer_at)
+        await worker.until_serving(1)
+        worker.show([hung_at], version=2)
+        worker.publish(2, SECOND, source=trainer_at)
+        assert await worker.until_serving(2) == SECOND
+        await worker.stop()
+    assert [request.weight_version for request in hung.requests] == [1]
+
+
+async def test_a_worker_whose_sources_all_hang_says_so_and_takes_the_next_version() -> None:
+    """Its metadata names version, source and reason until newer weights are in service."""
+    hung, next_trainer = Source(hangs_after=0), Source()
+    next_trainer.held[2] = SECOND
+    async with serving(hung, next_trainer) as (hung_at, next_at):
+        worker = Worker()
+        worker.publish(1, FIRST, source=hung_at)
+        said = await worker.until_announced(lambda metadata: "weights_error" in metadata)
+        assert f"version 1: {hung_at}: the source sent nothing for 0.3 s" in said["weights_error"]
+        worker.publish(2, SECOND, source=next_at)
+        assert await worker.until_serving(2) == SECOND
+        assert "weights_error" not in worker.announced[-1]
+        await worker.stop()
+    assert 1 not in worker.engine.loaded
+
+
+async def test_newer_weights_end_the_search_for_a_version() -> None:
+    """Between two sources the worker turns to the newest version announced."""
+    hung, other, trainer = Source(hangs_after=0), Source(hangs_after=0), Source()
+    trainer.held[2] = SECOND
+    async with serving(hung, other, trainer) as (hung_at, other_at, trainer_at):
+        worker = Worker()
+        worker.show([hung_at, other_at], version=1)
+        worker.publish(1, FIRST, source=trainer_at)
+        asked = [asyncio.create_task(source.hung.wait()) for source in (hung, other)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        worker.publish(2, SECOND, source=trainer_at)
+        assert await worker.until_serving(2) == SECOND
+        await worker.stop()
+        for task in asked:
+            task.cancel()
+    assert {request.weight_version for request in trainer.requests} == {2}
+    assert len(hung.requests) + len(other.requests) == 1
+
+
+async def test_a_slow_source_is_not_given_up() -> None:
+    """A stream may last longer than the deadline, which is for each message."""
+    slow = Source(pause_s=0.1)
+    slow.held[1] = {f"t{n}": bytes([n]) for n in range(12)}
+    async with serving(slow) as (slow_at,):
+        worker = Worker(silence_s=1.0)
+        worker.publish(1, slow.held[1], source=slow_at)
+        assert await worker.until_serving(1) == slow.held[1]
+        await worker.stop()
+    assert len(slow.requests) == 1
