@@ -64,6 +64,8 @@ class ServiceContext:
     """The bootstrap's: set once others can see this process."""
     stop: Callable[[], None] = lambda: None
     """Ends the process in good order, as SIGTERM does."""
+    fail: Callable[[str, BaseException], None] = lambda name, error: None
+    """Ends it likewise, with exit code 1: the named part of the service cannot go on."""
     _became_ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     def remote(self, kind: str, stub: Callable[[grpc.aio.Channel], Stub]) -> Remote[Stub]:
@@ -223,11 +225,12 @@ class _Process:
             security=security,
             coordinator=coordinator,
             channels=channels,
-            actors=ActorSystem(self._service, on_escalate=self._on_escalate),
+            actors=ActorSystem(self._service, on_escalate=self._fail),
             server=RpcServer(
                 service=self._service, host=config.host, port=config.port, security=security
             ),
             stop=self._stopping.set,
+            fail=self._fail,
         )
 
     async def _enter(self, address: str) -> None:
@@ -245,9 +248,9 @@ class _Process:
         self._systemd.notify("READY=1")
         log.info("serving", kind=kind, address=address, metrics=context.metadata["metrics"])
 
-    def _on_escalate(self, name: str, error: BaseException) -> None:
+    def _fail(self, name: str, error: BaseException) -> None:
         self._failure = self._failure or error
-        log.error("service_fails", actor=name, error=repr(error))
+        log.error("service_fails", part=name, error=repr(error))
         self._stopping.set()
 
     async def _drain(self) -> None:

@@ -6,12 +6,13 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, Unavailable
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2_grpc, replica_pb2_grpc, trainer_pb2_grpc
 from services.pool.actors import Writer, WriterRef
 from services.pool.config import PoolConfig
+from services.pool.environment import OnPanic
 from services.pool.readers import ReaderRef, Readers
 from services.pool.replica import (
     LeadersReaders,
@@ -42,7 +43,12 @@ class PoolApp:
 
     async def start(self) -> None:
         config: PoolConfig = self._context.config
-        store = await asyncio.to_thread(_open_store, config)
+        loop = asyncio.get_running_loop()
+
+        def on_panic(error: Unavailable) -> None:
+            loop.call_soon_threadsafe(self._context.fail, "store", error)
+
+        store = await asyncio.to_thread(_open_store, config, on_panic)
         self._opened.push_async_callback(asyncio.to_thread, store.close)
         readers = Readers(config.reader_threads)
         self._opened.push_async_callback(readers.close)
@@ -121,7 +127,7 @@ class PoolApp:
         await self._opened.aclose()
 
 
-def _open_store(config: PoolConfig) -> PoolStore:
+def _open_store(config: PoolConfig, on_panic: OnPanic) -> PoolStore:
     return PoolStore(
         Path(config.data_dir),
         shard=config.shard,
@@ -130,4 +136,5 @@ def _open_store(config: PoolConfig) -> PoolStore:
         disk_reserve_bytes=config.disk_reserve_bytes,
         # One each, and one for the writer's thread.
         max_readers=config.reader_threads + 1,
+        on_panic=on_panic,
     )

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import lmdb
 
-from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
+from forge.core.errors import ConfigError, DataLoss, ResourceExhausted, Unavailable
 from forge.runtime.telemetry import log
 from services.pool.files import (
     DATA,
@@ -41,20 +41,34 @@ DISK_RETRY_S = 2.0
 # out of LMDB as EIO.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
+_PANICS = (lmdb.PanicError, lmdb.ProblemError)
+"""LMDB serves this environment no more; only a fresh process can open its files again."""
+
 T = TypeVar("T")
+OnPanic = Callable[[Unavailable], None]
+"""Called once, from the thread that met the first panic of LMDB."""
 
 
 class Environment:
     """One open shard. `write` from one thread only; `read` from any number."""
 
     def __init__(
-        self, directory: Path, *, map_bytes: int, map_max_bytes: int, max_readers: int
+        self,
+        directory: Path,
+        *,
+        map_bytes: int,
+        map_max_bytes: int,
+        max_readers: int,
+        on_panic: OnPanic = lambda _: None,
     ) -> None:
         """Opens or creates the shard in `directory`.
 
         Raises `ConfigError` when the directory cannot be used or another process has it, or when
         its schema is not this one's; `DataLoss` when what lies there is no intact shard.
         """
+        self._on_panic = on_panic
+        self._first_panic = threading.Lock()
+        """Taken by the first panic, for good."""
         self.directory = directory
         self.map_max_bytes = map_max_bytes
         self._map_bytes = map_bytes
@@ -97,7 +111,7 @@ class Environment:
             raise ConfigError(f"data_dir {self.directory} cannot be opened: {error}") from None
 
     def _open_tables(self) -> dict[Table, Any]:
-        with _disk_errors():
+        with self._errors():
             return {table: self._lmdb.open_db(table.value.encode()) for table in Table}
 
     def _settle_schema(self) -> None:
@@ -126,7 +140,7 @@ class Environment:
         It sees memoryviews into the map, which end with the snapshot: it must copy what it
         returns. Readers wait for nobody, but for the moment in which the map grows.
         """
-        with self._gate.shared(), _disk_errors(), self._lmdb.begin(buffers=True) as transaction:
+        with self._gate.shared(), self._errors(), self._lmdb.begin(buffers=True) as transaction:
             return look(Records(transaction, self._databases))
 
     def write(self, change: Callable[[Records], T]) -> T:
@@ -140,7 +154,7 @@ class Environment:
         with self._writing:
             while True:
                 try:
-                    with _disk_errors(), self._lmdb.begin(write=True) as transaction:
+                    with self._errors(), self._lmdb.begin(write=True) as transaction:
                         return change(Records(transaction, self._databases, self._notes))
                 except lmdb.MapFullError:
                     if not self._dead_readers_gone():
@@ -203,19 +217,19 @@ class Environment:
 
     @property
     def map_bytes(self) -> int:
-        with self._gate.shared():
+        with self._gate.shared(), self._errors():
             return int(self._lmdb.info()["map_size"])
 
     @property
     def used_bytes(self) -> int:
         """Of the file, pages free for reuse included."""
-        with self._gate.shared():
+        with self._gate.shared(), self._errors():
             return int((self._lmdb.info()["last_pgno"] + 1) * self._lmdb.stat()["psize"])
 
     @property
     def live_bytes(self) -> int:
         """Of the file, pages that records lie in."""
-        with self._gate.shared(), self._lmdb.begin() as transaction:
+        with self._gate.shared(), self._errors(), self._lmdb.begin() as transaction:
             trees = [transaction.stat(database) for database in self._databases.values()]
             trees.append(self._lmdb.stat())
         pages = sum(
@@ -233,6 +247,35 @@ class Environment:
         """What can still be written: pages free for reuse, and what the file may grow by."""
         growth_bytes = min(self.disk_free_bytes, self.map_max_bytes - self.used_bytes)
         return growth_bytes + self.used_bytes - self.live_bytes
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Tells a disk without room, a damaged file and a panic of LMDB from defects."""
+        try:
+            yield
+        except lmdb.DiskError as error:
+            raise _no_room(error) from None
+        except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
+            raise DataLoss(f"the pool shard is damaged: {error}") from None
+        except _PANICS as error:
+            raise self._panic(error) from None
+        except lmdb.MapFullError:
+            raise
+        except lmdb.Error as error:
+            if error.code not in _NO_ROOM:
+                raise
+            raise _no_room(error) from None
+
+    def _panic(self, error: lmdb.Error) -> Unavailable:
+        """The process must end: nothing can be read or written through this environment."""
+        panic = Unavailable(
+            f"LMDB gave up the shard in {self.directory}, which a fresh process opens again: "
+            f"{error}",
+            retry_after_s=DISK_RETRY_S,
+        )
+        if self._first_panic.acquire(blocking=False):
+            self._on_panic(panic)
+        return panic
 
     def close(self) -> None:
         """Waits for readers; closing twice is harmless."""
@@ -274,23 +317,6 @@ class _Gate:
             with self._changed:
                 self._moving = False
                 self._changed.notify_all()
-
-
-@contextmanager
-def _disk_errors() -> Iterator[None]:
-    """Tells a disk without room and a damaged file from defects."""
-    try:
-        yield
-    except lmdb.DiskError as error:
-        raise _no_room(error) from None
-    except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
-        raise DataLoss(f"the pool shard is damaged: {error}") from None
-    except lmdb.MapFullError:
-        raise
-    except lmdb.Error as error:
-        if error.code not in _NO_ROOM:
-            raise
-        raise _no_room(error) from None
 
 
 def _no_room(error: lmdb.Error) -> ResourceExhausted:

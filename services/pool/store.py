@@ -21,7 +21,7 @@ from forge.v1 import common_pb2, pool_pb2
 from services.pool import reads, writes
 from services.pool.commands import AppendTurns, Command
 from services.pool.compaction import Compactor
-from services.pool.environment import DISK_RETRY_S, Environment
+from services.pool.environment import DISK_RETRY_S, Environment, OnPanic
 from services.pool.freeing import SettledGroup, settled_after
 from services.pool.journal import (
     LOCAL,
@@ -55,15 +55,21 @@ class PoolStore:
         map_max_bytes: int = 1 << 40,
         disk_reserve_bytes: int = 0,
         max_readers: int = 16,
+        on_panic: OnPanic = lambda _: None,
     ) -> None:
         """Opens the shard in `directory`, or makes it.
 
         `shard` names it; empty takes the name it has, or draws one. Turns are refused when less
-        than `disk_reserve_bytes` are free, so that seals and batch states still find room. Raises
-        `ConfigError` or `DataLoss` when the shard cannot be opened.
+        than `disk_reserve_bytes` are free, so that seals and batch states still find room.
+        `on_panic` is called once when LMDB serves the shard no more. Raises `ConfigError` or
+        `DataLoss` when the shard cannot be opened.
         """
         self._environment = Environment(
-            directory, map_bytes=map_bytes, map_max_bytes=map_max_bytes, max_readers=max_readers
+            directory,
+            map_bytes=map_bytes,
+            map_max_bytes=map_max_bytes,
+            max_readers=max_readers,
+            on_panic=on_panic,
         )
         self._disk_reserve_bytes = disk_reserve_bytes
         self._refused = False

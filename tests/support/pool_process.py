@@ -29,15 +29,17 @@ class PoolProcess:
         cluster: str,
         shard: str = "s0",
         key_file: Path | None = None,
+        module: str = "services.pool",
     ) -> None:
-        """`key_file` is one that other processes of the cluster have as well."""
+        """`key_file` is one that other processes of the cluster have as well; `module` is run in
+        place of the service."""
         folder.mkdir(parents=True, exist_ok=True)
         self.data_dir = folder / "data"
         self.log_path = folder / "pool.log"
         self._key_file = key_file or folder / "key"
         self.keyring = Keyring.from_file(key_file) if key_file else Keyring.generate(self._key_file)
         self._argv = [
-            *(sys.executable, "-m", "services.pool", "--etcd", etcd.endpoint),
+            *(sys.executable, "-m", module, "--etcd", etcd.endpoint),
             *("--cluster", cluster, "--key-file", str(self._key_file), "--shard", shard),
             *("--data-dir", str(self.data_dir), "--log-file", str(self.log_path)),
             *("--lease-ttl-s", "2", "--disk-reserve-bytes", "0"),
