@@ -13,11 +13,13 @@ import argparse
 import asyncio
 import json
 import time
+from itertools import islice
 from pathlib import Path
 from random import Random
 
 from forge.agents.environments import get_domain
 from forge.agents.environments.base import Domain
+from forge.agents.environments.split import held_out_payloads, training_payload
 from forge.agents.plugins import load_attribute
 from forge.client.operator import Operator
 from forge.runtime.security import Keyring, Security
@@ -25,18 +27,25 @@ from forge.v1.common_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, Task
 
 
 def make_tasks(domain: Domain, count: int, *, group_size: int, tag: str, train: bool) -> list[Task]:
-    """`count` tasks of a domain; the tag keeps their ids apart from those of other calls."""
+    """`count` tasks of a domain, to train on or held out, or as many held-out ones as it has; the
+    tag keeps their ids apart from those of other calls."""
+    held_out = held_out_payloads(domain, Random(0))
+    payloads = (
+        [training_payload(domain, Random(number)) for number in range(count)]
+        if train
+        else list(islice(held_out, count))
+    )
     return [
         Task(
             task_id=f"{tag}-{number}",
             domain=domain.name,
             scaffold=domain.scaffold,
-            payload_json=json.dumps(domain.generate(Random(number))),
+            payload_json=json.dumps(payload),
             group_size=group_size,
             purpose=PURPOSE_TRAIN if train else PURPOSE_EVAL,
             tag=tag,
         )
-        for number in range(count)
+        for number, payload in enumerate(payloads)
     ]
 
 
@@ -54,7 +63,7 @@ async def main(options: argparse.Namespace) -> None:
     try:
         print(f"{await operator.submit(tasks)} tasks of {domain.name} are queued ({tag})")
         if not options.train:
-            (result,) = await operator.all_ended(tag, groups=options.tasks, poll_s=1.0)
+            (result,) = await operator.all_ended(tag, groups=len(tasks), poll_s=1.0)
             print(
                 f"mean outcome {result.mean_outcome:.3f} over {result.rollouts} rollouts, "
                 f"{result.failed} of them given up"

@@ -80,11 +80,12 @@ def forge_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Here, since few tests need torch.
     from filelock import FileLock
 
+    from forge.cli.models import tiny_directory
     from services.trainer.warm_start import Course, warm_start
 
     root = _shared_by_workers(tmp_path_factory) / "forge"
     course = Course(flawless_steps=150, imperfect_steps=50, batch_tokens=512)
-    model = root / "models" / "tiny-seed0"
+    model = tiny_directory(root, seed=0)
     with FileLock(f"{root}.lock"):
         if not model.exists():
             warm_start(model, seed=0, course=course, console=Console(quiet=True))

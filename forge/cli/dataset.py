@@ -1,16 +1,20 @@
 """The stream of tasks a run trains on, and its held-out ones.
 
 Task number i is a pure function of (seed, i), so that a resumed run submits the same ones again
-and the scheduler, which knows them by id, ignores those.
+and the scheduler, which knows them by id, ignores those. No training task has the prompt of a
+held-out one (`forge.agents.environments.split`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from random import Random
+from typing import Any
 
 from forge.agents.environments import get_domain
+from forge.agents.environments.split import held_out_payloads, training_payload
 from forge.v1 import common_pb2 as pb
 
 
@@ -30,7 +34,7 @@ def training_tasks(shares: Mapping[str, float], *, seed: int, group_size: int) -
     for index, name in enumerate(interleave(shares)):
         yield _task(
             name,
-            Random(f"{seed}/train/{name}/{index}"),
+            training_payload(get_domain(name), Random(f"{seed}/train/{name}/{index}")),
             task_id=f"train-{index:07d}",
             group_size=group_size,
             purpose=pb.PURPOSE_TRAIN,
@@ -41,36 +45,42 @@ def training_tasks(shares: Mapping[str, float], *, seed: int, group_size: int) -
 def held_out_tasks(
     names: Iterable[str], *, seed: int, count: int, attempts: int, tag: str
 ) -> list[pb.Task]:
-    """`count` tasks per domain; the same ones under every tag."""
+    """`count` tasks per domain, or as many as the domain has; the same ones under every tag."""
+    payloads = {
+        name: list(
+            islice(held_out_payloads(get_domain(name), Random(f"{seed}/held-out/{name}")), count)
+        )
+        for name in names
+    }
     return [
         _task(
             name,
-            Random(f"{seed}/held-out/{name}/{index}"),
+            own[index],
             task_id=f"{tag}-{name}-{index:04d}",
             group_size=attempts,
             purpose=pb.PURPOSE_EVAL,
             tag=tag,
         )
         for index in range(count)
-        for name in names
+        for name, own in payloads.items()
+        if index < len(own)
     ]
 
 
 def _task(
     name: str,
-    rng: Random,
+    payload: Mapping[str, Any],
     *,
     task_id: str,
     group_size: int,
     purpose: pb.Purpose.ValueType,
     tag: str,
 ) -> pb.Task:
-    domain = get_domain(name)
     return pb.Task(
         task_id=task_id,
         domain=name,
-        scaffold=domain.scaffold,
-        payload_json=json.dumps(domain.generate(rng)),
+        scaffold=get_domain(name).scaffold,
+        payload_json=json.dumps(payload),
         group_size=group_size,
         purpose=purpose,
         tag=tag,

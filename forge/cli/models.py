@@ -15,6 +15,11 @@ from pathlib import Path
 
 from forge.core.errors import FailedPrecondition
 
+TINY_COURSE = 2
+"""Which lessons the tiny model's starting weights were taught. Raise it with every change of the
+domains, of the split into training tasks and held-out tasks, or of the warm start: weights on disk
+that were taught otherwise are then left alone, and not used."""
+
 
 async def ensure_model(model: str, *, seed: int, root: Path) -> Path:
     """Directory of the model's starting weights, made or fetched when it is not there yet.
@@ -23,7 +28,7 @@ async def ensure_model(model: str, *, seed: int, root: Path) -> Path:
     """
     models = root / "models"
     if model == "tiny":
-        path = models / f"tiny-seed{seed}"
+        path = tiny_directory(root, seed=seed)
         command = ["services.trainer.warm_start", "--out", str(path), "--seed", str(seed)]
     elif Path(model).is_dir():
         return Path(model).resolve()
@@ -40,6 +45,11 @@ async def ensure_model(model: str, *, seed: int, root: Path) -> Path:
         if await _run(command) != 0:
             raise FailedPrecondition(f"no starting weights for model {model!r}")
     return path.resolve()
+
+
+def tiny_directory(root: Path, *, seed: int) -> Path:
+    """Where the tiny model's starting weights of `seed` are kept."""
+    return root / "models" / f"tiny-seed{seed}-course{TINY_COURSE}"
 
 
 async def _run(module: Sequence[str]) -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from forge.cli.connection import of_run
+from forge.client.pool import PoolReader
+from forge.v1 import common_pb2, pool_pb2
 from tests.support.forge_run import ForgeRun, still_alive, wait_for_death
 
 pytestmark = pytest.mark.timeout(600)
@@ -40,12 +45,16 @@ def test_run_trains_and_prints_the_table(tmp_path: Path, forge_root: Path) -> No
 
 
 def test_interrupted_run_leaves_no_process_and_resumes(tmp_path: Path, forge_root: Path) -> None:
-    """Ctrl-C stops every process; the same command goes on from the step it was at."""
+    """Ctrl-C stops every process; the same command goes on from the step it was at. No rollout
+    for training was given the prompt of a held-out one."""
     # More steps than it can take before the interrupt, however late that is.
     run = ForgeRun(tmp_path / "run", root=forge_root, steps=1000)
     run.start()
     run.wait_for_step(1)
     pids = run.stack_pids()
+    trained, held_out = asyncio.run(sampled_prompts(run.directory))
+    assert len(trained) >= 8 and len(held_out) == 8
+    assert not trained & held_out
     assert run.interrupt() == 130, run.explain()
     assert still_alive(pids) == []
     assert run.state()["phase"] == "train"
@@ -56,6 +65,21 @@ def test_interrupted_run_leaves_no_process_and_resumes(tmp_path: Path, forge_roo
     assert "Resuming" in run.output()
     assert run.state()["phase"] == "done"
     assert sorted({step["step"] for step in run.metrics()}) == list(range(1, run.steps + 1))
+
+
+async def sampled_prompts(directory: Path) -> tuple[set[str], set[str]]:
+    """First messages of the recorded rollouts of a running run: trained on, and held out."""
+    found: dict[str, set[str]] = {"train": set(), "eval": set()}
+    async with of_run(directory).open() as (coordinator, channels):
+        pool = PoolReader(coordinator, channels)
+        wanted = pool_pb2.TrajectoryFilter(state=common_pb2.TRAJECTORY_STATE_SEALED)
+        async for page in pool.query(wanted):
+            ids = [each.trajectory_id for each in page.trajectories]
+            async for trajectory in pool.fetch(page.shard, ids):
+                said = json.loads(trajectory.turns[0].messages_json)
+                kind = trajectory.task_id.partition("-")[0]
+                found[kind].add(json.dumps(said["messages"]))
+    return found["train"], found["eval"]
 
 
 def test_nothing_survives_a_killed_run(tmp_path: Path, forge_root: Path) -> None:

@@ -1,6 +1,7 @@
 """What the tiny policy is taught from: demonstrations as token rows.
 
-Owns the rendering and which tokens are the teacher's. Pure functions of the seed.
+Owns the rendering and which tokens are the teacher's. Pure functions of the seed. The teacher
+attempts training tasks alone: held-out ones are shown to no policy.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from forge.agents.environments.code import CodeDomain
 from forge.agents.environments.general import GeneralDomain
 from forge.agents.environments.qa import QaDomain
 from forge.agents.environments.reasoning import ReasoningDomain
+from forge.agents.environments.split import training_payload
 from services.trainer.tiny.tokenizer import END, START
 
 ATTEMPTS: Final = (
@@ -47,7 +49,8 @@ def conversations(
         for domain, attempts in ATTEMPTS:
             for attempt in range(attempts):
                 rng = Random(f"{seed}/{domain.name}/{index}/{attempt}")
-                demonstration = domain.demonstrate(domain.generate(rng), rng, flawless=flawless)
+                payload = training_payload(domain, rng)
+                demonstration = domain.demonstrate(payload, rng, flawless=flawless)
                 for context in demonstration.contexts:
                     yield list(context), list(demonstration.tools) or None
 

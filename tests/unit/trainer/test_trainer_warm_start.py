@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -10,7 +12,8 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from services.trainer.tiny.lessons import batches, lessons, padded
+from forge.agents.environments.split import held_out_payloads
+from services.trainer.tiny.lessons import ATTEMPTS, batches, conversations, lessons, padded
 from services.trainer.tiny.policy import new_policy
 from services.trainer.tiny.tokenizer import END, START
 from services.trainer.warm_start import Course, make_tokenizer, warm_start
@@ -80,3 +83,21 @@ def test_same_seed_gives_the_same_complete_model(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(paths[0])
     assert first.generation_config.eos_token_id == tokenizer.eos_token_id
     assert "<tool_call>" in (tokenizer.chat_template or "")
+
+
+def test_the_teacher_shows_no_task_that_is_held_out() -> None:
+    """Starting weights that were taught a held-out task would be measured on what they were shown;
+    the tokenizer's vocabulary comes from the same demonstrations."""
+    shown = {
+        json.dumps(messages[:2])
+        for seed in ("0/flawless/0", "1/imperfect/0", "vocabulary")
+        for messages, _ in conversations(seed, 60, flawless=False)
+    }
+    kept = {
+        json.dumps(domain.episode(payload).messages)
+        for domain, _ in ATTEMPTS
+        for seed in range(4)
+        for payload in islice(held_out_payloads(domain, Random(seed)), 40)
+    }
+    assert len(shown) > 500 and len(kept) > 300
+    assert not shown & kept
