@@ -95,7 +95,12 @@ class CheckpointStore:
             unfinished.mkdir()
             write(unfinished)
             extent = self._write_history(unfinished / _HISTORY_FILE, history, step)
-            files = {file.name: file.stat().st_size for file in unfinished.iterdir()}
+            written = sorted(unfinished.rglob("*"))
+            files = {
+                str(file.relative_to(unfinished)): file.stat().st_size
+                for file in written
+                if file.is_file()
+            }
             state = {
                 "format": _FORMAT,
                 "step": step,
@@ -103,9 +108,8 @@ class CheckpointStore:
                 "files": files,
             }
             (unfinished / STATE_FILE).write_text(json.dumps(state))
-            for file in unfinished.iterdir():
+            for file in (*written, unfinished / STATE_FILE, unfinished):
                 _fsync(file)
-            _fsync(unfinished)
             unfinished.rename(path)
             self._saved = _Saved(history=history, file=path / _HISTORY_FILE, extent=extent)
             _fsync(self._directory)

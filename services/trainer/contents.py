@@ -1,14 +1,25 @@
-"""What a checkpoint holds: weights, the learner's state, and what makes it a model directory.
+"""What a checkpoint holds: the model that was published, and what training needs to continue.
 
-Owns the files and their formats. That they are whole or not there is the business of
-`services.trainer.checkpoints`.
+Owns the files and their formats; `services.trainer.checkpoints` decides whether they are complete.
+
+    model.safetensors, mtp.safetensors  the tensors published, in the type published: with
+                                        configuration and tokenizer, a model directory
+    published.json                      their order, type and digest, as in etcd's manifest
+    master.safetensors                  float32 weights that the optimizer steps; absent where
+                                        model.safetensors is the same
+    adapter/                            instead of it, with LoRA: PEFT's directory
+    learner.pt                          optimizer, critic, random state
+
+Checkpoints written before had the master weights, or the adapters, in the place of the model.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +29,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forge.core.errors import ConfigError, InvalidArgument
+from forge.core.errors import ConfigError, DataLoss, InvalidArgument
 from services.trainer.trainee import OWN_DIRECTORY
 
-LEARNER_FILE = "learner.pt"
+MODEL_FILE = "model.safetensors"
 HEADS_FILE = "mtp.safetensors"
+PUBLISHED_FILE = "published.json"
+MASTER_FILE = "master.safetensors"
+ADAPTER_DIRECTORY = "adapter"
+ADAPTER_FILE = "adapter_model.safetensors"
+LEARNER_FILE = "learner.pt"
 STATE_FILE = "state.json"
 """Of a checkpoint, as which `services.trainer.checkpoints` knows it."""
-_OF_OTHER_WEIGHTS = (".index.json", STATE_FILE)
+_OF_OTHER_WEIGHTS = (".index.json", STATE_FILE, PUBLISHED_FILE, "adapter_config.json")
 """What a directory that is trained from says of the weights in it."""
 UNREADABLE = (
     OSError,
@@ -35,6 +51,7 @@ UNREADABLE = (
     KeyError,
     SafetensorError,
     pickle.UnpicklingError,
+    DataLoss,
 )
 """What reading a damaged file raises, depending on where the damage is."""
 
@@ -43,44 +60,37 @@ UNREADABLE = (
 class Contents:
     """A moment of training in host memory, which nothing changes any more."""
 
-    weights: Mapping[str, Tensor]
+    model: Mapping[str, Tensor]
+    """As published, in that order, without the heads that draft."""
     learner: Mapping[str, Any]
-    """Without the heads that draft."""
-    weights_file: str
-    sidecars: Mapping[str, str]
-    """Text files, by name."""
     model_path: Path
     """Configuration and tokenizer are copied from there."""
+    master: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the optimizer steps; empty where `model` is the same."""
+    master_file: str = MASTER_FILE
     heads: Mapping[str, Tensor] = field(default_factory=dict)
-    """Those that draft; in a file of their own, which a loader of the model does not look at."""
-
-    @classmethod
-    def captured(
-        cls,
-        weights: Mapping[str, Tensor],
-        learner: Mapping[str, Any],
-        *,
-        weights_file: str,
-        sidecars: Mapping[str, str],
-        model_path: Path,
-    ) -> Contents:
-        """Copies: training may go on the moment this returns."""
-        mtp = dict(learner.get("mtp", {}))
-        heads = mtp.pop("heads", {})
-        return cls(
-            weights=host_copy(dict(weights)),
-            learner=host_copy({**learner, "mtp": mtp}),
-            weights_file=weights_file,
-            sidecars=sidecars,
-            model_path=model_path,
-            heads=host_copy(dict(heads)),
-        )
+    """Those that draft, as published; in a file of their own, which a loader of the model does not
+    look at."""
+    sidecars: Mapping[str, str] = field(default_factory=dict)
+    """Text files, by name."""
 
     def write(self, directory: Path) -> None:
         """Raises `OSError`, a full disk's among them."""
-        write_model(directory, self.weights, self.weights_file, self.model_path)
+        for name in (self.master_file, *self.sidecars):
+            (directory / name).parent.mkdir(exist_ok=True)
+        write_model(directory, self.model, self.model_path)
         if self.heads:
             _save_tensors(self.heads, directory / HEADS_FILE)
+        if self.master:
+            _save_tensors(self.master, directory / self.master_file)
+        published = {**self.model, **self.heads}
+        _declare_type(directory / "config.json", _type_name(published))
+        about = {
+            "dtype": _type_name(published),
+            "digest": digest_of(published.values()),
+            "tensor_names": list(published),
+        }
+        (directory / PUBLISHED_FILE).write_text(json.dumps(about), encoding="utf-8")
         try:
             torch.save(dict(self.learner), directory / LEARNER_FILE)
         except RuntimeError as error:
@@ -90,11 +100,9 @@ class Contents:
             (directory / name).write_text(text, encoding="utf-8")
 
 
-def write_model(
-    directory: Path, weights: Mapping[str, Tensor], weights_file: str, model_path: Path
-) -> None:
+def write_model(directory: Path, weights: Mapping[str, Tensor], model_path: Path) -> None:
     """Weights, and beside them configuration and tokenizer of `model_path`. Raises `OSError`."""
-    _save_tensors(weights, directory / weights_file)
+    _save_tensors(weights, directory / MODEL_FILE)
     for pattern in ("*.json", "*.jinja", "*.txt", "*.model"):
         for file in model_path.glob(pattern):
             if not file.name.endswith(_OF_OTHER_WEIGHTS):
@@ -106,6 +114,55 @@ def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
         save_file(dict(tensors), file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(0, str(error)) from error
+
+
+def _type_name(tensors: Mapping[str, Tensor]) -> str:
+    """The one type of published tensors."""
+    return str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+
+
+def _declare_type(config_file: Path, dtype: str) -> None:
+    """Name the type of the weights in a model's configuration: loaders follow it, and would round
+    the weights to another one."""
+    if config_file.is_file():
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+        for part in (config, *(one for one in config.values() if isinstance(one, dict))):
+            if "torch_dtype" in part:
+                part["torch_dtype"] = dtype
+            if part is config or "dtype" in part:
+                part["dtype"] = dtype
+        config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """sha256 over the data of host tensors, in order, in hexadecimal."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(raw_bytes(tensor))
+    return digest.hexdigest()
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The data of a contiguous host tensor, not copied: little-endian, C order."""
+    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(data)
+
+
+def read_published(directory: Path) -> dict[str, Tensor]:
+    """The tensors that a checkpoint keeps, heads included, in the order published; empty for a
+    checkpoint written before they were kept.
+
+    Raises `DataLoss` when they are not those that were published, or one of `UNREADABLE`.
+    """
+    if not (directory / PUBLISHED_FILE).is_file():
+        return {}
+    about = json.loads((directory / PUBLISHED_FILE).read_text(encoding="utf-8"))
+    found = {**load_file(directory / MODEL_FILE), **read_heads(directory)}
+    tensors = {name: found[name] for name in about["tensor_names"]}
+    digest = digest_of(tensors.values())
+    if digest != about["digest"] or len(found) != len(tensors):
+        raise DataLoss(f"{directory / MODEL_FILE}: sha256 {digest}, not {about['digest']}")
+    return tensors
 
 
 def read_heads(directory: Path) -> dict[str, Tensor]:
@@ -123,14 +180,32 @@ def read_heads(directory: Path) -> dict[str, Tensor]:
     return heads
 
 
-def read(directory: Path, weights_file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and the learner's state. Raises one of `UNREADABLE` when they are damaged."""
+def master_in(directory: Path, master_file: str) -> Path:
+    """Where a checkpoint has what the optimizer steps, which a trainee keeps in `master_file`.
+
+    Raises `ConfigError` when it is of the other kind: adapters, or all weights.
+    """
+    adapters = [f"{ADAPTER_DIRECTORY}/{ADAPTER_FILE}", ADAPTER_FILE]
+    wanted = adapters if master_file in adapters else [MASTER_FILE, MODEL_FILE]
+    of_adapters = any((directory / name).is_file() for name in adapters)
+    if of_adapters == (wanted is adapters):
+        for name in wanted:
+            if (directory / name).is_file():
+                return directory / name
+    kind = "with adapters (LoRA)" if of_adapters else "with all weights trained"
+    missing = Path(master_file).name
+    raise ConfigError(f"{directory} holds no {missing}: it is of a run {kind}. {OWN_DIRECTORY}")
+
+
+def read(directory: Path, master_file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What the optimizer steps, and the learner's state. Raises one of `UNREADABLE` when they are
+    damaged."""
     state = torch.load(directory / LEARNER_FILE, weights_only=True)
-    return load_file(directory / weights_file), _with_heads(state, directory)
+    return load_file(master_in(directory, master_file)), _with_heads(state, directory)
 
 
 def _with_heads(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The learner's state, whole. Older checkpoints have the heads in the learner's file, too."""
+    """The learner's state, whole: heads published in float32 are their own master weights."""
     mtp = state.get("mtp")
     if not mtp or "heads" in mtp:
         return state
@@ -151,17 +226,12 @@ def host_copy(value: Any) -> Any:
     return value
 
 
-def outline(directory: Path, weights_file: str) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Shapes of the weights, and the learner's state with its tensors left on disk.
+def outline(directory: Path, master_file: str) -> tuple[dict[str, list[int]], dict[str, Any]]:
+    """Shapes of what the optimizer steps, and the learner's state with its tensors left on disk.
 
     Raises one of `UNREADABLE` when they are damaged, `ConfigError` when there are other weights.
     """
-    if not (directory / weights_file).is_file():
-        kind = "with all weights trained" if "adapter" in weights_file else "with adapters (LoRA)"
-        raise ConfigError(
-            f"{directory} holds no {weights_file}: it is of a run {kind}. {OWN_DIRECTORY}"
-        )
-    with safe_open(directory / weights_file, framework="pt") as weights:
+    with safe_open(master_in(directory, master_file), framework="pt") as weights:
         shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
     state = torch.load(directory / LEARNER_FILE, weights_only=True, mmap=True, map_location="cpu")
     return shapes, _with_heads(state, directory)

@@ -2,8 +2,8 @@
 
 Owns putting them in, the merged weights that inference gets, the reference policy that is the base
 without them, and PEFT's layout of what is saved:
-`PeftModel.from_pretrained(model_path, checkpoint)` reads a checkpoint. PEFT is an optional
-package, imported only here and only when adapters are asked for.
+`PeftModel.from_pretrained(model, checkpoint / "adapter")` reads a checkpoint's. PEFT is an optional
+package, imported only here and only when adapters are configured.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from forge.core.errors import ConfigError
 from forge.rl.policy import TreePolicy
 from forge.rl.tree_batch import TreeBatch
+from services.trainer.contents import ADAPTER_DIRECTORY, ADAPTER_FILE
 from services.trainer.trainee import OWN_DIRECTORY, Trainee, own_tensors
 
 _ADAPTER = "default"
@@ -45,7 +46,7 @@ class LoraSettings:
 class LoraTrainee(Trainee):
     """A frozen model with trained adapters."""
 
-    weights_file: ClassVar[str] = "adapter_model.safetensors"
+    master_file: ClassVar[str] = f"{ADAPTER_DIRECTORY}/{ADAPTER_FILE}"
 
     def __init__(self, model: Any, settings: LoraSettings, *, model_path: Path) -> None:
         """Raises `ConfigError` without PEFT, and for targets that cannot be."""
@@ -90,7 +91,10 @@ class LoraTrainee(Trainee):
         """The model as it was before the adapters; `policy` is that of the adapted one."""
         return BaseReference(policy, list(self._layers.values()))
 
-    def saved(self) -> dict[str, Tensor]:
+    def names(self) -> list[str]:
+        return self._names
+
+    def master(self) -> dict[str, Tensor]:
         """The adapters, under PEFT's names."""
         return {
             _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): parameter
@@ -99,7 +103,7 @@ class LoraTrainee(Trainee):
         }
 
     def sidecars(self) -> Mapping[str, str]:
-        return {_CONFIG_FILE: self._config}
+        return {f"{ADAPTER_DIRECTORY}/{_CONFIG_FILE}": self._config}
 
 
 class BaseReference:

@@ -7,7 +7,7 @@ and when is `services.trainer.actors.learner`; how they reach further ranks is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -23,11 +23,20 @@ from forge.rl.learner import Learner, Reference
 from forge.rl.policy import TreePolicy
 from forge.rl.step import StepResult
 from services.trainer.config import TrainerConfig
-from services.trainer.contents import LEARNER_FILE, Contents, outline, read, read_heads
+from services.trainer.contents import (
+    LEARNER_FILE,
+    Contents,
+    host_copy,
+    master_in,
+    outline,
+    read,
+    read_heads,
+)
 from services.trainer.lora import LoraTrainee
 from services.trainer.placement import device_of, recompute, trunk_type
 from services.trainer.trainee import OWN_DIRECTORY, Trainee, load_model
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BASE = "base"
 """In the learner's file: the fingerprint of what the checkpoint needs besides itself."""
 
@@ -71,9 +80,9 @@ class Replica:
         self._start_over()
 
     @property
-    def weights_file(self) -> str:
-        """Of a checkpoint."""
-        return self._trainee.weights_file
+    def master_file(self) -> str:
+        """Of a checkpoint: what the optimizer steps."""
+        return self._trainee.master_file
 
     @property
     def steps(self) -> int:
@@ -81,9 +90,11 @@ class Replica:
         return self._learner.steps
 
     @property
-    def trunk_type(self) -> torch.dtype:
-        """What the model computes in."""
-        return self._learner.policy.autocast or torch.float32
+    def published_type(self) -> torch.dtype:
+        """Of the tensors published; `auto` is what the model computes in."""
+        if self._config.publish_dtype == "auto":
+            return self._learner.policy.autocast or torch.float32
+        return DTYPES[self._config.publish_dtype]
 
     def check(self) -> None:
         """Compare merged trees with the model's own forward, before anything is trained."""
@@ -102,7 +113,7 @@ class Replica:
                 self._start_over()
                 return self.check()
             case Adopt(directory=directory):
-                return self.adopt(directory, *read(directory, self.weights_file))
+                return self.adopt(directory, *read(directory, self.master_file))
             case Take():
                 return self._take(order)
 
@@ -143,16 +154,32 @@ class Replica:
         return self._learner.step(plan, weight_version=order.weight_version)
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """What inference gets, one tensor at a time."""
-        return chain(self._trainee.published(), self._heads().items())
+        """What inference gets, one tensor at a time, in host memory: copies."""
+        for name, tensor in chain(self._trainee.published(), self._heads().items()):
+            yield name, tensor.detach().to("cpu", self.published_type, copy=True).contiguous()
+
+    def publishes(self, kept: Mapping[str, Tensor]) -> bool:
+        """Whether this run publishes tensors of these names and this type: a resumed run may have
+        another `publish_dtype`, or heads that the one before had not."""
+        same_type = all(one.dtype == self.published_type for one in kept.values())
+        return same_type and list(kept) == [*self._trainee.names(), *self._heads()]
 
     def captured(self) -> Contents:
         """A copy of all that a checkpoint holds."""
-        trainee = self._trainee
-        return Contents.captured(
-            trainee.saved(),
-            {**self._learner.state_dict(), _BASE: trainee.base},
-            weights_file=trainee.weights_file,
+        trainee, heads = self._trainee, self._heads()
+        published = dict(self.published())
+        learner = self._learner.state_dict()
+        master = trainee.master()
+        if self.published_type == torch.float32:
+            # Published as they are: the optimizer continues from the same file.
+            master = {} if set(master) == set(published) - set(heads) else master
+            learner = {**learner, "mtp": _without_heads(learner["mtp"])}
+        return Contents(
+            model={name: one for name, one in published.items() if name not in heads},
+            heads={name: published[name] for name in heads},
+            master=host_copy(master),
+            master_file=trainee.master_file,
+            learner=host_copy({**learner, _BASE: trainee.base}),
             sidecars=trainee.sidecars(),
             model_path=self._model_path,
         )
@@ -160,8 +187,8 @@ class Replica:
     def fits(self, directory: Path) -> None:
         """Raises `ConfigError` when the checkpoint there is not of this run, and one of
         `UNREADABLE` when it is damaged."""
-        shapes, state = outline(directory, self.weights_file)
-        source = directory / self.weights_file
+        shapes, state = outline(directory, self.master_file)
+        source = master_in(directory, self.master_file)
         self._trainee.check(shapes, base=state.get(_BASE, ""), source=source)
         try:
             self._learner.check_state(state)
@@ -171,9 +198,14 @@ class Replica:
 
     def adopt(self, directory: Path, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Go on from what was read in a checkpoint's directory."""
-        source = directory / self.weights_file
+        source = master_in(directory, self.master_file)
         self._trainee.load(weights, base=state.pop(_BASE, ""), source=source)
         self._learner.load_state_dict(state)
 
     def _heads(self) -> dict[str, Tensor]:
         return self._learner.mtp.heads.named_tensors() if self._learner.mtp else {}
+
+
+def _without_heads(mtp: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of the heads' training, less the heads."""
+    return {name: value for name, value in mtp.items() if name != "heads"}

@@ -148,7 +148,7 @@ def _save(model: Any, source: Path, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        write_model(temporary, own_tensors(model), "model.safetensors", source)
+        write_model(temporary, own_tensors(model), source)
         temporary.rename(out)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)

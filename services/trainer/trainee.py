@@ -25,7 +25,8 @@ OWN_DIRECTORY = "Give the run a checkpoint_dir of its own, or the settings it be
 class Trainee:
     """A model all of whose weights are trained."""
 
-    weights_file: ClassVar[str] = "model.safetensors"
+    master_file: ClassVar[str] = "master.safetensors"
+    """Of a checkpoint: what the optimizer steps."""
     base: str = ""
     """Fingerprint of what a checkpoint does not hold and needs; "" when it needs nothing."""
 
@@ -33,11 +34,16 @@ class Trainee:
         self.model = model
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """What inference gets, one tensor at a time: names and shapes of the model directory."""
+        """What inference gets, one tensor at a time, before it is rounded to the type published:
+        names and shapes of the model directory."""
         yield from own_tensors(self.model).items()
 
-    def saved(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: the tensors themselves, not copies."""
+    def names(self) -> list[str]:
+        """Of the tensors that inference gets, in order."""
+        return list(own_tensors(self.model))
+
+    def master(self) -> dict[str, Tensor]:
+        """What the optimizer steps: the tensors themselves, not copies."""
         return own_tensors(self.model)
 
     def sidecars(self) -> Mapping[str, str]:
@@ -46,7 +52,7 @@ class Trainee:
 
     def check(self, shapes: Mapping[str, Sequence[int]], *, base: str, source: Path) -> None:
         """Raises `ConfigError` when what was saved in the file `source` is of another model."""
-        odd = difference(self.saved(), shapes)
+        odd = difference(self.master(), shapes)
         if odd:
             raise ConfigError(f"{source} is of another model than this run: {odd}. {OWN_DIRECTORY}")
         if base != self.base:
@@ -59,7 +65,7 @@ class Trainee:
         """Go back to what was saved. Raises `ConfigError` when it is of another model."""
         shapes = {name: tensor.shape for name, tensor in weights.items()}
         self.check(shapes, base=base, source=source)
-        for name, tensor in self.saved().items():
+        for name, tensor in self.master().items():
             tensor.copy_(weights[name])
 
 

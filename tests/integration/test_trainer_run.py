@@ -155,8 +155,9 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack, ranks:
         task: step for task, step in before.items() if step <= 2
     }
     assert stack.trainer.recorded_steps() == [1, 2, 3, 4, 5]
-    # Start, three steps; the restored weights, three steps: no version is used twice.
-    assert status.weight_version == 8
+    # Start, three steps; the restored weights, three steps, the kept model: no version is used
+    # twice.
+    assert status.weight_version == 9
     assert_books_balance(await stack.cluster.status())
 
 

@@ -37,6 +37,8 @@ class World:
     disk: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the disk answers."""
     batches: int = 100
+    kept: list[str] = field(default_factory=list)
+    """The checkpoint that each publication was read from; "" for the learner's memory."""
     evaluated: list[str] = field(default_factory=list)
     """What the evaluator was told."""
 
@@ -69,7 +71,8 @@ class FakeLearner(Actor):
                     memory_retries=world.retries,
                     shortage="no memory" if world.retries else "",
                 )
-            case TakeSnapshot(step=step):
+            case TakeSnapshot(step=step, checkpoint=checkpoint):
+                world.kept.append(str(checkpoint or ""))
                 return Snapshot(step=step, tensors=[])
             case Capture():
                 return None

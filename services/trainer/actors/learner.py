@@ -7,22 +7,23 @@ Owns stepping, and copies of the moment for publication and checkpoints; what is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from forge.rl.batch_plan import BatchPlan
 from forge.runtime.actor import ThreadActor
 from forge.runtime.telemetry import log
 from services.trainer.checkpoints import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig
-from services.trainer.contents import UNREADABLE, read
+from services.trainer.contents import UNREADABLE, raw_bytes, read, read_published
 from services.trainer.ranks import Ranks
 from services.trainer.replica import Adopt, Order, Replica, StartOver, Take
 from services.trainer.weights import NamedTensor, Snapshot
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +36,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeSnapshot:
-    """Copy the weights as they are now; answered by a Snapshot."""
+    """Copy the weights to publish as they are now; answered by a Snapshot.
+
+    After a restore, and with `checkpoint`, the tensors are read from the kept model's files.
+    DataLoss when these are damaged.
+    """
 
     step: int
+    checkpoint: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +63,8 @@ class LearnerActor(ThreadActor):
         self._config = config
         self._checkpoints = checkpoints
         self._ranks: Ranks | None = None
+        self._kept: Mapping[str, Tensor] = {}
+        """Of the checkpoint restored, until a step is taken."""
 
     def started(self) -> None:
         torch.set_num_threads(self._config.threads())
@@ -78,8 +86,9 @@ class LearnerActor(ThreadActor):
         match message:
             case Step(plan=plan, weight_version=weight_version):
                 return self._order(Take(plan=plan, weight_version=weight_version))
-            case TakeSnapshot(step=step):
-                return self._snapshot(step)
+            case TakeSnapshot(step=step, checkpoint=checkpoint):
+                kept = read_published(checkpoint) if checkpoint else self._kept
+                return self._snapshot(step, kept)
             case Capture():
                 return self._replica.captured()
             case Restore():
@@ -87,34 +96,33 @@ class LearnerActor(ThreadActor):
         return super().receive(message)
 
     def _order(self, order: Order) -> Any:
+        self._kept = {}
         if self._ranks is None:
             return self._replica.obey(order)
         self._ranks.tell(order)
         with self._ranks.together():
             return self._replica.obey(order)
 
-    def _snapshot(self, step: int) -> Snapshot:
-        name_of_type = self._config.publish_dtype
-        if name_of_type == "auto":
-            name_of_type = str(self._replica.trunk_type).removeprefix("torch.")
-        tensors = []
-        for name, tensor in self._replica.published():
-            copy = tensor.to("cpu", _DTYPES[name_of_type], copy=True).contiguous()
-            data: Any = copy.reshape(-1).view(torch.uint8).numpy()
-            tensors.append(
-                NamedTensor(
-                    name=name,
-                    dtype=name_of_type,
-                    shape=tuple(copy.shape),
-                    data=memoryview(data),
-                )
+    def _snapshot(self, step: int, kept: Mapping[str, Tensor]) -> Snapshot:
+        """Of the tensors kept, where they are what this run publishes, else of those in memory."""
+        if not self._replica.publishes(kept):
+            kept = dict(self._replica.published())
+        tensors = [
+            NamedTensor(
+                name=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                data=raw_bytes(tensor),
             )
+            for name, tensor in kept.items()
+        ]
         return Snapshot(step=step, tensors=tensors)
 
     def _restore(self) -> Checkpoint | None:
         for checkpoint in self._checkpoints.newest_first():
             try:
-                weights, state = read(checkpoint.path, self._replica.weights_file)
+                weights, state = read(checkpoint.path, self._replica.master_file)
+                kept = read_published(checkpoint.path)
             except UNREADABLE as error:
                 log.error("checkpoint_damaged", path=str(checkpoint.path), error=repr(error))
                 self._checkpoints.set_aside(checkpoint)
@@ -122,6 +130,7 @@ class LearnerActor(ThreadActor):
             if self._ranks is not None:
                 self._ranks.tell(Adopt(directory=checkpoint.path))
             self._replica.adopt(checkpoint.path, weights, state)
+            self._kept = kept
             log.info("checkpoint_restored", path=str(checkpoint.path), step=checkpoint.step)
             return checkpoint
         if self._replica.steps:

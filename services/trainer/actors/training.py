@@ -2,7 +2,7 @@
 
     resume    restore the newest checkpoint (step k), Rewind(k), publish
     advance   take a batch, step, commit, publish, now and then begin a checkpoint
-    finish    at max_steps: last weights published, last checkpoint written
+    finish    at max_steps: last checkpoint written, its kept model published
 
 Owns that order, nothing of how. The invariant it keeps: the learner is ahead of the scheduler's
 books only between a step and its commit, and a checkpoint of step k is written only after step k
@@ -77,6 +77,10 @@ class Training(Actor):
         self._consistent = False
         """The learner holds what the books say; otherwise the next thing to do is resume."""
         self._published_step = -1
+        self._kept_step = -1
+        """Of the weights that were published from a checkpoint's files."""
+        self._checkpoint: Path | None = None
+        """Of `record.checkpoint_step`."""
         self._saving: asyncio.Task[Path] | None = None
         """A checkpoint being written while training goes on."""
         self._skipped = 0
@@ -119,10 +123,13 @@ class Training(Actor):
         checkpoint: Checkpoint | None = await self._ask(Restore())
         self._record.rewind(checkpoint.history if checkpoint else [])
         self._record.checkpoint_step = checkpoint.step if checkpoint else 0
+        self._checkpoint = checkpoint.path if checkpoint else None
         await self._source.rewind(self._record.step)
         if self._publisher is None:
             self._publisher = self._make_publisher(checkpoint.weight_version if checkpoint else 0)
         await self._publish(self._record.step)
+        if checkpoint is not None:
+            self._kept_step = checkpoint.step
         self._record.oldest_checkpoint_step = await self._flush()
         self._consistent = True
         self._idle_since_s = self._now_s()
@@ -231,10 +238,13 @@ class Training(Actor):
         if result.cut_short:
             log.warning("passes_cut_short", step=step, reason=result.cut_short)
 
-    async def _publish(self, step: int) -> None:
-        """Raises `Unavailable` when etcd does not answer, `Superseded`."""
+    async def _publish(self, step: int, *, checkpoint: Path | None = None) -> None:
+        """Of the kept model, with `checkpoint`.
+
+        Raises `Unavailable` when etcd does not answer, `Superseded`.
+        """
         assert self._publisher is not None, "resume comes first"
-        snapshot = await self._ask(TakeSnapshot(step=step))
+        snapshot = await self._ask(TakeSnapshot(step=step, checkpoint=checkpoint))
         self._record.weight_version = await self._publisher.publish(snapshot)
         self._published_step = step
 
@@ -288,6 +298,7 @@ class Training(Actor):
             raise
         self._failing = False
         self._record.checkpoint_step = write.step
+        self._checkpoint = path
         self._record.oldest_checkpoint_step = await self._flush()
         write_s = self._now_s() - began_s
         metrics.show_checkpoint(write.step, write_s)
@@ -301,10 +312,12 @@ class Training(Actor):
     async def _finish(self) -> None:
         if self._record.phase == pb.TRAINER_PHASE_FINISHED:
             return
-        if self._published_step != self._record.step:
-            await self._publish(self._record.step)
         if self._record.checkpoint_step != self._record.step:
             await self._save()
+        # What is measured at the end is the model that the run leaves behind.
+        if self._kept_step != self._record.step:
+            await self._publish(self._record.step, checkpoint=self._checkpoint)
+            self._kept_step = self._record.step
         await self._source.release()
         if self._evaluator is not None:
             self._evaluator.reached(self._record.step)

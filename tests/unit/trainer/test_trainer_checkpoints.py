@@ -13,7 +13,7 @@ import torch
 from forge.core.errors import ResourceExhausted
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoints import CheckpointStore
-from services.trainer.contents import Contents, read, read_heads
+from services.trainer.contents import Contents, read, read_heads, read_published
 from services.trainer.history import History
 from tests.support.disks import full_beyond
 
@@ -52,15 +52,14 @@ def test_a_run_may_begin_from_anothers_checkpoint(tmp_path: Path) -> None:
     """Or from weights in several files: what is said there of those weights does not go along."""
     source, store = tmp_path / "source", CheckpointStore(tmp_path / "checkpoints")
     source.mkdir()
-    for name in ("config.json", "state.json", "model.safetensors.index.json"):
+    for name in ("config.json", "state.json", "model.safetensors.index.json", "published.json"):
         (source / name).write_text("{}")
     contents = Contents(
-        weights={"w": torch.zeros(2)}, learner={}, weights_file="model.safetensors", sidecars={},
-        model_path=source,
+        model={"w": torch.zeros(2)}, learner={}, model_path=source, sidecars={},
     )  # fmt: skip
     path = store.save(contents.write, step=1, weight_version=2, history=History())
-    files = ["config.json", "history.jsonl", "learner.pt", "model.safetensors", "state.json"]
-    assert names(path) == files
+    model = ["model.safetensors", "published.json"]
+    assert names(path) == ["config.json", "history.jsonl", "learner.pt", *model, "state.json"]
     assert [one.path for one in store.newest_first()] == [path]
 
 
@@ -159,38 +158,36 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("large", ["weights", "learner"])
+@pytest.mark.parametrize("large", ["model", "learner"])
 def test_every_writer_of_a_file_fails_alike(tmp_path: Path, large: str) -> None:
     """safetensors and torch have errors of their own for a write that the system refuses."""
-    parts = {"weights": {"w": torch.zeros(8)}, "learner": {"state": {"w": torch.zeros(8)}}}
+    parts = {"model": {"w": torch.zeros(8)}, "learner": {"state": {"w": torch.zeros(8)}}}
     parts[large] = {"w": torch.zeros(1 << 16)}
-    contents = Contents(**parts, weights_file="w", sidecars={}, model_path=tmp_path)
+    contents = Contents(**parts, model_path=tmp_path)
     store = CheckpointStore(tmp_path / "out")
     with full_beyond(1 << 16), pytest.raises(ResourceExhausted, match="step-00000001"):
         store.save(contents.write, step=1, weight_version=1, history=History())
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_what_was_captured_is_what_is_read_again(tmp_path: Path) -> None:
-    """A copy: what training does meanwhile is not in it."""
-    weight, state = torch.ones(3), torch.arange(3)
-    contents = Contents.captured(
-        {"w": weight},
-        {"state": [{"m": state}], "steps": 4, "mtp": {"heads": {"mtp.0.w": weight}, "rate": 1}},
-        weights_file="w.safetensors",
-        sidecars={"about.json": "{}"},
+def test_what_was_written_is_what_is_read_again(tmp_path: Path) -> None:
+    """Master weights apart from those published, which are in their own type."""
+    weight = torch.tensor([1.0, 1 + 2**-20])
+    contents = Contents(
+        model={"w": weight.bfloat16()},
+        master={"w": weight},
+        learner={"steps": 4, "mtp": {"heads": {"mtp.0.w": weight}, "rate": 1}},
+        heads={"mtp.0.w": weight.bfloat16()},
+        sidecars={"about/it.json": "{}"},
         model_path=tmp_path,
     )
-    weight.zero_()
-    state.zero_()
     contents.write(tmp_path)
-    weights, learner = read(tmp_path, "w.safetensors")
-    assert (tmp_path / "about.json").read_text() == "{}"
-    assert torch.equal(weights["w"], torch.ones(3)) and learner["steps"] == 4
-    assert torch.equal(learner["state"][0]["m"], torch.arange(3))
-    assert learner["mtp"]["rate"] == 1
-    for heads in (learner["mtp"]["heads"], read_heads(tmp_path)):
-        assert torch.equal(heads["mtp.0.w"], torch.ones(3))
+    weights, learner = read(tmp_path, "master.safetensors")
+    assert (tmp_path / "about" / "it.json").read_text() == "{}"
+    assert torch.equal(weights["w"], weight) and learner["steps"] == 4
+    assert torch.equal(learner["mtp"]["heads"]["mtp.0.w"], weight)
+    assert torch.equal(read_heads(tmp_path)["mtp.0.w"], torch.ones(2).bfloat16())
+    assert list(read_published(tmp_path)) == ["w", "mtp.0.w"]
 
 
 @pytest.mark.parametrize("damage", ["short", "missing", "state", "history", "lines"])

@@ -71,7 +71,7 @@ def test_what_inference_gets_is_the_merged_model(
     actor, checkpoint = trained
     base = AutoModelForCausalLM.from_pretrained(model_path)
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    merged = PeftModel.from_pretrained(base, checkpoint).merge_and_unload().state_dict()
+    merged = PeftModel.from_pretrained(base, checkpoint / "adapter").merge_and_unload().state_dict()
     tensors = sent(actor)
     assert list(tensors) == list(before)
     assert all(torch.equal(tensors[name], merged[name]) for name in tensors)
@@ -82,13 +82,14 @@ def test_what_inference_gets_is_the_merged_model(
 def test_a_checkpoint_holds_adapters_and_names_its_base(
     trained: tuple[LearnerActor, Path], model_path: Path
 ) -> None:
-    """And the optimizer has state for the adapters alone."""
+    """In a directory of their own: beside the merged model a loader would add them again."""
     _, checkpoint = trained
-    names = {path.name for path in checkpoint.iterdir()}
-    assert "adapter_model.safetensors" in names and "model.safetensors" not in names
-    config = json.loads((checkpoint / "adapter_config.json").read_text())
+    adapter = checkpoint / "adapter"
+    config = json.loads((adapter / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(model_path) and config["r"] == 4
-    assert (checkpoint / "adapter_model.safetensors").stat().st_size < 40_000
+    assert (adapter / "adapter_model.safetensors").stat().st_size < 40_000
+    assert not (checkpoint / "master.safetensors").exists()
+    assert not (checkpoint / "adapter_config.json").exists()
 
 
 def test_a_restored_run_takes_the_same_step(
@@ -161,7 +162,7 @@ def test_a_checkpoint_with_adapters_is_none_of_all_weights(
     trained: tuple[LearnerActor, Path], model_path: Path
 ) -> None:
     """And it is left where it is: nothing about it is damaged."""
-    with pytest.raises(ConfigError, match=r"holds no model\.safetensors: .*LoRA"):
+    with pytest.raises(ConfigError, match=r"holds no master\.safetensors: .*LoRA"):
         learner(model_path, trained[1].parent, lora_rank=0)
     assert trained[1].is_dir()
 

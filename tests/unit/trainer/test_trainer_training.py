@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted, U
 from forge.runtime.actor import ActorSystem
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.actors.training import Advance, Diverged, SaveCheckpoint, Training
+from services.trainer.checkpoints import Checkpoint
 from services.trainer.config import TrainerConfig
 from services.trainer.record import TrainingRecord
 from tests.support.training_world import (
@@ -67,9 +69,11 @@ async def test_a_step_is_committed_before_it_is_told_and_saved(run: Run) -> None
     # Nothing is prepared beyond the last step.
     assert await run.advance() == ["take", "step", "commit 3", "publish 3"]
     assert await run.training.ask(Advance(), timeout_s=30) is False
-    assert run.world.events[-2:] == ["save 3", "release"]
+    # The last publication is of the kept model, read from the checkpoint's files.
+    assert run.world.events[-3:] == ["save 3", "publish 3", "release"]
+    assert run.world.kept == ["", "", "", "", "/saved"]
     assert run.record.phase == pb.TRAINER_PHASE_FINISHED
-    assert (run.record.step, run.record.checkpoint_step, run.record.weight_version) == (3, 3, 4)
+    assert (run.record.step, run.record.checkpoint_step, run.record.weight_version) == (3, 3, 5)
     assert run.record.status().oldest_checkpoint_step == 3
     assert await run.advance() == []
 
@@ -192,7 +196,7 @@ async def test_an_etcd_outage_only_delays_publication(run: Run) -> None:
     with pytest.raises(Unavailable):
         await run.advance()
     assert run.record.phase != pb.TRAINER_PHASE_FINISHED
-    assert await run.advance() == ["publish 3", "save 3", "release"]
+    assert await run.advance() == ["publish 3", "release"]
     assert run.record.weight_version == 2
 
 
@@ -248,3 +252,11 @@ async def test_a_checkpoint_is_only_taken_of_what_is_consistent(run: Run) -> Non
     await run.advance(2)
     assert await run.training.ask(SaveCheckpoint(), timeout_s=30) == (1, "/saved")
     assert run.record.checkpoint_step == 1
+
+
+async def test_a_finished_run_that_is_resumed_publishes_its_kept_model_once(run: Run) -> None:
+    """The resume reads it from the checkpoint already."""
+    history = [pb.StepMetrics(step=step) for step in (1, 2, 3)]
+    run.world.saved = Checkpoint(path=Path("/saved"), step=3, weight_version=5, history=history)
+    assert await run.advance() == ["restore", "rewind 3", "publish 3"]
+    assert await run.advance() == ["release"]

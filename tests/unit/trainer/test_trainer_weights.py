@@ -3,59 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
-from forge.core.errors import NotFound, StaleFence, Unavailable
-from forge.runtime.rpc.chunks import Joiner
-from forge.v1 import common_pb2, inference_pb2
+from forge.core.errors import NotFound, Unavailable
 from services.trainer.weights import (
-    KEY,
     NamedTensor,
     Publisher,
     Snapshot,
     Superseded,
     WeightServicer,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    value: bytes
-    mod_revision: int
-
-
-class FakeRegister:
-    """etcd's compare-and-swap, with outages on demand."""
-
-    def __init__(self) -> None:
-        self.entry: Entry | None = None
-        self.lose_answer = False
-        self.away = False
-
-    async def get(self, key: str) -> Entry | None:
-        assert key == KEY
-        if self.away:
-            raise Unavailable("etcd is away")
-        return self.entry
-
-    async def compare_and_swap(self, key: str, value: bytes, *, expected_revision: int) -> int:
-        revision = self.entry.mod_revision if self.entry else 0
-        if revision != expected_revision:
-            raise StaleFence("somebody was faster")
-        self.entry = Entry(value=value, mod_revision=revision + 1)
-        if self.lose_answer:
-            raise Unavailable("the answer was lost")
-        return revision + 1
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        assert self.entry is not None
-        manifest: dict[str, Any] = json.loads(self.entry.value)
-        return manifest
+from tests.support.published_weights import FakeRegister, fetch
 
 
 def snapshot(step: int) -> Snapshot:
@@ -117,16 +76,6 @@ async def test_an_older_trainer_gives_way() -> None:
     with pytest.raises(Superseded, match="host:2, published version 2"):
         await older.publish(snapshot(2))
     assert register.manifest["source"] == "host:2"
-
-
-async def fetch(servicer: WeightServicer, version: int) -> list[common_pb2.Tensor]:
-    joiner = Joiner()
-    request = inference_pb2.FetchWeightsRequest(weight_version=version)
-    return [
-        common_pb2.Tensor.FromString(whole)
-        async for response in servicer.FetchWeights(request, None)
-        if (whole := joiner.add(response.tensor)) is not None
-    ]
 
 
 async def test_the_last_two_versions_can_be_fetched() -> None:

@@ -1,0 +1,185 @@
+"""The model that a checkpoint keeps is the model that was published, byte for byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from forge.core.errors import DataLoss
+from forge.rl.batch_plan import plan_batch
+from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
+from services.trainer.checkpoints import CheckpointStore
+from services.trainer.history import History
+from services.trainer.weights import Publisher, WeightServicer
+from tests.support.learners import started_learner
+from tests.support.published_weights import FakeRegister, fetch
+from tests.support.rl_models import make_sample
+
+LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lora_targets": ("q_proj", "down_proj")}
+WAYS = [
+    pytest.param({"publish_dtype": dtype, **way}, id=f"{dtype}-{name}")
+    for dtype in ("float32", "bfloat16", "float16")
+    for name, way in (("full", {}), ("lora", LORA), ("heads", {"mtp_heads": 1}))
+]
+
+
+def learner(model_path: Path, checkpoints: Path, settings: dict[str, Any]) -> LearnerActor:
+    return started_learner(model_path, checkpoints, learning_rate=1e-3, **settings)
+
+
+def take_step(actor: LearnerActor) -> None:
+    rng = Random(3)
+    samples = [make_sample([1, 2, 3, n, n + 1], (3, 5), rng=rng) for n in range(4)]
+    plan = plan_batch(samples, token_budget=64, channels=32)
+    assert actor.receive(Step(plan=plan, weight_version=1)).skipped == ""
+
+
+async def received(actor: LearnerActor) -> dict[str, tuple[str, bytes]]:
+    """Type and bytes of each tensor that a worker gets."""
+    servicer = WeightServicer()
+    servicer.publisher = Publisher(FakeRegister(), source="host:1", floor=0)
+    version = await servicer.publisher.publish(actor.receive(TakeSnapshot(step=3)))
+    return {one.name: (one.dtype, one.data) for one in await fetch(servicer, version)}
+
+
+def saved(actor: LearnerActor, checkpoints: Path, *, step: int) -> Path:
+    return CheckpointStore(checkpoints).save(
+        actor.receive(Capture()).write, step=step, weight_version=step + 1, history=History()
+    )
+
+
+def kept(path: Path) -> dict[str, tuple[str, bytes]]:
+    """Type and bytes of each tensor in the model's files."""
+    found: dict[str, torch.Tensor] = {}
+    for name in ("model.safetensors", "mtp.safetensors"):
+        if (path / name).is_file():
+            with safe_open(path / name, framework="pt") as file:
+                found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return {
+        name: (str(one.dtype).removeprefix("torch."), bytes(one.view(torch.uint8).numpy().data))
+        for name, one in found.items()
+    }
+
+
+@pytest.mark.parametrize("settings", WAYS)
+async def test_the_kept_model_is_the_published_one(
+    model_path: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Before a resume, by the resume, and after a further step."""
+    actor = learner(model_path, tmp_path, settings)
+    for _ in range(3):
+        take_step(actor)
+    published = await received(actor)
+    path = saved(actor, tmp_path, step=3)
+    assert kept(path) == published
+
+    resumed = learner(model_path, tmp_path, settings)
+    assert resumed.receive(Restore()).step == 3
+    assert await received(resumed) == published
+    for one in (actor, resumed):
+        take_step(one)
+    continued = await received(resumed)
+    assert continued == await received(actor) != published
+    assert kept(saved(resumed, tmp_path, step=4)) == continued
+
+
+@pytest.mark.parametrize("settings", WAYS)
+async def test_transformers_loads_the_published_weights(
+    model_path: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """From the checkpoint's folder alone, in the type published, whatever the starting model's
+    configuration says."""
+    actor = learner(model_path, tmp_path, settings)
+    take_step(actor)
+    path = saved(actor, tmp_path, step=1)
+    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not report["unexpected_keys"] and not report["missing_keys"]
+    loaded = model.state_dict()
+    for name, (dtype, data) in (await received(actor)).items():
+        if not name.startswith("mtp."):
+            assert str(loaded[name].dtype) == f"torch.{dtype}"
+            assert bytes(loaded[name].contiguous().view(torch.uint8).numpy().data) == data, name
+
+
+def as_before(path: Path) -> None:
+    """Turn a checkpoint into what it was before it kept the published model: the master weights,
+    or the adapters, in its place."""
+    (path / "published.json").unlink()
+    for name in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
+        if (path / name).is_file():
+            (path / "model.safetensors").unlink(missing_ok=True)
+            (path / name).rename(path / Path(name).name)
+    if (path / "master.safetensors").is_file():
+        (path / "master.safetensors").rename(path / "model.safetensors")
+    about = json.loads((path / "state.json").read_text())
+    about["files"] = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+    about["files"].pop("state.json")
+    (path / "state.json").write_text(json.dumps(about))
+
+
+@pytest.mark.parametrize("settings", WAYS)
+async def test_a_checkpoint_of_before_still_opens(
+    model_path: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """It is published as it was, and the next step is the one that would have come."""
+    actor = learner(model_path, tmp_path, settings)
+    take_step(actor)
+    published = await received(actor)
+    as_before(saved(actor, tmp_path, step=1))
+    resumed = learner(model_path, tmp_path, settings)
+    assert resumed.receive(Restore()).step == 1
+    assert await received(resumed) == published
+    for one in (actor, resumed):
+        take_step(one)
+    assert await received(resumed) == await received(actor)
+
+
+async def test_a_run_that_publishes_in_another_type_does_so_from_the_start(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """The resumed run's own setting holds, computed from the master weights."""
+    actor = learner(model_path, tmp_path, {"publish_dtype": "bfloat16"})
+    take_step(actor)
+    path = saved(actor, tmp_path, step=1)
+    resumed = learner(model_path, tmp_path, {"publish_dtype": "float32"})
+    resumed.receive(Restore())
+    with safe_open(path / "master.safetensors", framework="pt") as file:
+        for name, (dtype, data) in (await received(resumed)).items():
+            assert dtype == "float32" and file.get_tensor(name).numpy().tobytes() == data
+
+
+async def test_a_kept_model_with_one_bit_changed_is_damaged(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """The checkpoint is set aside, and the older one restored."""
+    actor = learner(model_path, tmp_path, {"publish_dtype": "bfloat16"})
+    for step in (1, 2):
+        take_step(actor)
+        path = saved(actor, tmp_path, step=step)
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "model.safetensors").write_bytes(data)
+    resumed = learner(model_path, tmp_path, {"publish_dtype": "bfloat16"})
+    assert resumed.receive(Restore()).step == 1
+    assert path.with_name(path.name + ".damaged").is_dir()
+    with pytest.raises(DataLoss, match="sha256"):
+        resumed.receive(TakeSnapshot(step=2, checkpoint=path.with_name(path.name + ".damaged")))
+
+
+async def test_the_last_publication_is_read_from_the_kept_model(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """The files' tensors are sent, not those in memory."""
+    actor = learner(model_path, tmp_path, {"publish_dtype": "bfloat16"})
+    published = await received(actor)
+    path = saved(actor, tmp_path, step=1)
+    take_step(actor)
+    again = actor.receive(TakeSnapshot(step=1, checkpoint=path))
+    assert {one.name: (one.dtype, bytes(one.data)) for one in again.tensors} == published
