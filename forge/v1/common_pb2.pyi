@@ -222,6 +222,50 @@ class Tensor(_message.Message):
 Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
 
 @_typing.final
+class TensorSlice(_message.Message):
+    """Consecutive bytes of one array that may be larger than a protobuf message (2 GiB). The slices of an
+    array come in order and without gaps; an empty array is one empty slice.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    WHOLE_BYTES_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    dtype: _builtins.str
+    whole_bytes: _builtins.int
+    """Length of the whole array's data."""
+    offset_bytes: _builtins.int
+    """Where `data` begins in the whole array's data."""
+    data: _builtins.bytes
+    """Little-endian, C order; at most 1 MiB."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the whole array."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        whole_bytes: _builtins.int = ...,
+        offset_bytes: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "name", b"name", "offset_bytes", b"offset_bytes", "shape", b"shape", "whole_bytes", b"whole_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorSlice: _TypeAlias = TensorSlice  # noqa: Y015
+
+@_typing.final
 class SampledTokens(_message.Message):
     """Columns over the sampled tokens of one turn, with one entry per token."""
 

@@ -406,21 +406,25 @@ class FetchKvRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     FROM_TOKEN_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    SLICES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     from_token: _builtins.int
     """The decode instance holds the tokens before this one already."""
     release: _builtins.bool
     """Let the cache go once it is sent whole, which spares a ReleaseKv."""
+    slices: _builtins.bool
+    """The caller takes slices. An instance of an earlier release answers with chunks all the same."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         from_token: _builtins.int = ...,
         release: _builtins.bool = ...,
+        slices: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_token", b"from_token", "release", b"release", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_token", b"from_token", "release", b"release", "request_id", b"request_id", "slices", b"slices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -431,16 +435,33 @@ class FetchKvResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCK_FIELD_NUMBER: _builtins.int
+    SLICE_FIELD_NUMBER: _builtins.int
+    FROM_TOKEN_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    from_token: _builtins.int
+    tokens: _builtins.int
+    weight_version: _builtins.int
     @_builtins.property
     def block(self) -> _common_pb2.Chunk: ...
+    @_builtins.property
+    def slice(self) -> _common_pb2.TensorSlice:
+        """In place of `block`: a slice of the array "kv", shaped as in KvBlock. The fields below are
+        those of KvBlock and come with each slice.
+        """
+
     def __init__(
         self,
         *,
         block: _common_pb2.Chunk | None = ...,
+        slice: _common_pb2.TensorSlice | None = ...,
+        from_token: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        weight_version: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "slice", b"slice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "from_token", b"from_token", "slice", b"slice", "tokens", b"tokens", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -628,15 +649,28 @@ class FetchWeightsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    SLICES_FIELD_NUMBER: _builtins.int
+    FROM_TENSOR_FIELD_NUMBER: _builtins.int
+    FROM_BYTE_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
+    slices: _builtins.bool
+    """The caller takes slices. An instance of an earlier release answers with chunks all the same."""
+    from_tensor: _builtins.int
+    """With `slices`, where to begin: a tensor by its place in the manifest's order, from 0, and a
+    byte of its data. All before it is skipped.
+    """
+    from_byte: _builtins.int
     def __init__(
         self,
         *,
         weight_version: _builtins.int = ...,
+        slices: _builtins.bool = ...,
+        from_tensor: _builtins.int = ...,
+        from_byte: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_byte", b"from_byte", "from_tensor", b"from_tensor", "slices", b"slices", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -647,16 +681,22 @@ class FetchWeightsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TENSOR_FIELD_NUMBER: _builtins.int
+    SLICE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tensor(self) -> _common_pb2.Chunk: ...
+    @_builtins.property
+    def slice(self) -> _common_pb2.TensorSlice:
+        """In place of `tensor`."""
+
     def __init__(
         self,
         *,
         tensor: _common_pb2.Chunk | None = ...,
+        slice: _common_pb2.TensorSlice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["tensor", b"tensor"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["slice", b"slice", "tensor", b"tensor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tensor", b"tensor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slice", b"slice", "tensor", b"tensor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -238,8 +238,9 @@ class PrefillServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FetchKv(self, request, context):
-        """The KV cache of a prefilled request, from token `from_token` on: a serialized KvBlock in
-        chunks. NOT_FOUND when it was released: prefill again.
+        """The KV cache of a prefilled request, from token `from_token` on: in slices, or a serialized
+        KvBlock in chunks. NOT_FOUND when it was released: prefill again. FAILED_PRECONDITION when it
+        exceeds 2 GiB and the caller does not take slices.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -464,8 +465,10 @@ class WeightServiceServicer(object):
     """
 
     def FetchWeights(self, request, context):
-        """The weights of one version: serialized Tensors in chunks, one after the other, in the
-        manifest's order. NOT_FOUND when this instance does not hold that version.
+        """The weights of one version, one tensor after the other in the manifest's order: in slices, or
+        serialized Tensors in chunks. NOT_FOUND when this instance does not hold that version: ask
+        another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not take slices.
+        After any other failure ask again, this instance or another, from the bytes received so far.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -128,8 +128,9 @@ class PrefillServiceStub:
     seconds or until released. RESOURCE_EXHAUSTED when no room is left. Safe to retry.
     """
     FetchKv: _grpc.UnaryStreamMultiCallable[_inference_pb2.FetchKvRequest, _inference_pb2.FetchKvResponse]
-    """The KV cache of a prefilled request, from token `from_token` on: a serialized KvBlock in
-    chunks. NOT_FOUND when it was released: prefill again.
+    """The KV cache of a prefilled request, from token `from_token` on: in slices, or a serialized
+    KvBlock in chunks. NOT_FOUND when it was released: prefill again. FAILED_PRECONDITION when it
+    exceeds 2 GiB and the caller does not take slices.
     """
     ReleaseKv: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ReleaseKvRequest, _inference_pb2.ReleaseKvResponse]
     """Lets a held cache go. Idempotent."""
@@ -144,8 +145,9 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     seconds or until released. RESOURCE_EXHAUSTED when no room is left. Safe to retry.
     """
     FetchKv: _aio.UnaryStreamMultiCallable[_inference_pb2.FetchKvRequest, _inference_pb2.FetchKvResponse]  # type: ignore[assignment]
-    """The KV cache of a prefilled request, from token `from_token` on: a serialized KvBlock in
-    chunks. NOT_FOUND when it was released: prefill again.
+    """The KV cache of a prefilled request, from token `from_token` on: in slices, or a serialized
+    KvBlock in chunks. NOT_FOUND when it was released: prefill again. FAILED_PRECONDITION when it
+    exceeds 2 GiB and the caller does not take slices.
     """
     ReleaseKv: _aio.UnaryUnaryMultiCallable[_inference_pb2.ReleaseKvRequest, _inference_pb2.ReleaseKvResponse]  # type: ignore[assignment]
     """Lets a held cache go. Idempotent."""
@@ -169,8 +171,9 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.FetchKvRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.FetchKvResponse], _abc.AsyncIterator[_inference_pb2.FetchKvResponse]]:
-        """The KV cache of a prefilled request, from token `from_token` on: a serialized KvBlock in
-        chunks. NOT_FOUND when it was released: prefill again.
+        """The KV cache of a prefilled request, from token `from_token` on: in slices, or a serialized
+        KvBlock in chunks. NOT_FOUND when it was released: prefill again. FAILED_PRECONDITION when it
+        exceeds 2 GiB and the caller does not take slices.
         """
 
     @_abc_1.abstractmethod
@@ -231,8 +234,10 @@ class WeightServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WeightServiceAsyncStub: ...
     FetchWeights: _grpc.UnaryStreamMultiCallable[_inference_pb2.FetchWeightsRequest, _inference_pb2.FetchWeightsResponse]
-    """The weights of one version: serialized Tensors in chunks, one after the other, in the
-    manifest's order. NOT_FOUND when this instance does not hold that version.
+    """The weights of one version, one tensor after the other in the manifest's order: in slices, or
+    serialized Tensors in chunks. NOT_FOUND when this instance does not hold that version: ask
+    another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not take slices.
+    After any other failure ask again, this instance or another, from the bytes received so far.
     """
 
 @_typing.type_check_only
@@ -241,8 +246,10 @@ class WeightServiceAsyncStub(WeightServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     FetchWeights: _aio.UnaryStreamMultiCallable[_inference_pb2.FetchWeightsRequest, _inference_pb2.FetchWeightsResponse]  # type: ignore[assignment]
-    """The weights of one version: serialized Tensors in chunks, one after the other, in the
-    manifest's order. NOT_FOUND when this instance does not hold that version.
+    """The weights of one version, one tensor after the other in the manifest's order: in slices, or
+    serialized Tensors in chunks. NOT_FOUND when this instance does not hold that version: ask
+    another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not take slices.
+    After any other failure ask again, this instance or another, from the bytes received so far.
     """
 
 class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -254,8 +261,10 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.FetchWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.FetchWeightsResponse], _abc.AsyncIterator[_inference_pb2.FetchWeightsResponse]]:
-        """The weights of one version: serialized Tensors in chunks, one after the other, in the
-        manifest's order. NOT_FOUND when this instance does not hold that version.
+        """The weights of one version, one tensor after the other in the manifest's order: in slices, or
+        serialized Tensors in chunks. NOT_FOUND when this instance does not hold that version: ask
+        another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not take slices.
+        After any other failure ask again, this instance or another, from the bytes received so far.
         """
 
 def add_WeightServiceServicer_to_server(servicer: WeightServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,19 +8,19 @@ from array import array
 from collections.abc import Iterator
 
 from forge.core.errors import InvalidArgument
-from forge.runtime.rpc.chunks import split
+from forge.runtime.rpc import tensors
+from forge.runtime.rpc.chunks import Joiner, split
 from forge.v1.common_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
     FINISH_REASON_UNSPECIFIED,
-    Chunk,
     FinishReason,
     SampledTokens,
     SamplingParams,
     Tensor,
 )
 from forge.v1.common_pb2 import Grammar as GrammarParams
-from forge.v1.inference_pb2 import KvBlock
+from forge.v1.inference_pb2 import FetchKvResponse, KvBlock
 from services.inference.engines.base import (
     TOKEN_BYTES,
     Finish,
@@ -42,6 +42,8 @@ _FINISH = {
     Finish.LENGTH: FINISH_REASON_LENGTH,
     None: FINISH_REASON_UNSPECIFIED,
 }
+_KV = "kv"
+_MAX_SPAN_BYTES = 1 << 40
 MAX_TOP_LOGPROBS = 20
 """As in OpenAI's protocol."""
 _FROM_FINISH = {reason: finish for finish, reason in _FINISH.items()}
@@ -195,15 +197,53 @@ def read_finish(reason: FinishReason.ValueType) -> Finish | None:
     return _FROM_FINISH[reason]
 
 
-def write_span(span: KvSpan) -> Iterator[Chunk]:
-    tensor = Tensor(name="kv", dtype=span.dtype, shape=span.shape, data=span.data)
+def write_span(span: KvSpan, *, slices: bool) -> Iterator[FetchKvResponse]:
+    """Raises FailedPrecondition for a span above 2 GiB that is not to be sent in slices."""
+    array = NamedTensor(name=_KV, dtype=span.dtype, shape=span.shape, data=span.data)
+    if slices:
+        for piece in tensors.slices(array):
+            yield FetchKvResponse(
+                slice=piece,
+                from_token=span.from_token,
+                tokens=span.tokens,
+                weight_version=span.version,
+            )
+        return
+    tensors.require_serializable(array)
+    tensor = Tensor(name=_KV, dtype=span.dtype, shape=span.shape, data=bytes(span.data))
     block = KvBlock(
         from_token=span.from_token, tokens=span.tokens, weight_version=span.version, kv=tensor
     )
-    return split(block.SerializeToString())
+    for chunk in split(block.SerializeToString()):
+        yield FetchKvResponse(block=chunk)
 
 
-def read_span(data: bytes) -> KvSpan:
+class SpanAssembler:
+    """Puts the responses of one FetchKv together."""
+
+    def __init__(self) -> None:
+        self._slices = tensors.SliceAssembler()
+        self._joiner = Joiner()
+
+    def add(self, response: FetchKvResponse) -> KvSpan | None:
+        """The span when this was its last response. Raises `DataLoss` for one out of place."""
+        if not response.HasField("slice"):
+            whole = self._joiner.add(response.block)
+            return None if whole is None else _read_block(whole)
+        array = self._slices.add(response.slice, max_bytes=_MAX_SPAN_BYTES)
+        if array is None:
+            return None
+        return KvSpan(
+            from_token=response.from_token,
+            tokens=response.tokens,
+            version=response.weight_version,
+            dtype=array.dtype,
+            shape=array.shape,
+            data=array.data,
+        )
+
+
+def _read_block(data: bytes) -> KvSpan:
     block = KvBlock.FromString(data)
     return KvSpan(
         from_token=block.from_token,
@@ -213,11 +253,6 @@ def read_span(data: bytes) -> KvSpan:
         shape=tuple(block.kv.shape),
         data=block.kv.data,
     )
-
-
-def write_tensor(tensor: NamedTensor) -> Iterator[Chunk]:
-    message = Tensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, data=tensor.data)
-    return split(message.SerializeToString())
 
 
 def read_tensor(data: bytes) -> NamedTensor:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from forge.core.errors import FailedPrecondition, NotFound, StaleFence
-from forge.runtime.rpc.chunks import split
+from forge.runtime.rpc.tensors import weight_responses
 from forge.runtime.telemetry import gauge, log
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
-from forge.v1.common_pb2 import Tensor as TensorMessage
 
 KEPT = 2
 """Versions held: the latest, and the one that workers may still be fetching."""
@@ -151,13 +150,6 @@ class WeightServicer(rpc.WeightServiceServicer):
     ) -> AsyncIterator[pb.FetchWeightsResponse]:
         if self.publisher is None:
             raise NotFound("no weights have been published yet")
-        for tensor in self.publisher.held(request.weight_version).tensors:
-            message = await asyncio.to_thread(_encode, tensor)
-            for chunk in split(message):
-                yield pb.FetchWeightsResponse(tensor=chunk)
-
-
-def _encode(tensor: NamedTensor) -> bytes:
-    return TensorMessage(
-        name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, data=bytes(tensor.data)
-    ).SerializeToString()
+        snapshot = self.publisher.held(request.weight_version)
+        async for response in weight_responses(request, snapshot.tensors):
+            yield response

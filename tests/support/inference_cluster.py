@@ -19,6 +19,7 @@ from forge.core.errors import NotFound
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
+from forge.runtime.rpc.tensors import weight_responses
 from forge.runtime.security import Keyring, Security
 from forge.v1 import inference_pb2, inference_pb2_grpc
 from forge.v1.common_pb2 import SamplingParams
@@ -88,9 +89,8 @@ class Publisher(inference_pb2_grpc.WeightServiceServicer):
         if request.weight_version != self.version:
             raise NotFound(f"weights {request.weight_version}")
         self.fetches += 1
-        for tensor in self._tensors.values():
-            for chunk in wire.write_tensor(tensor):
-                yield inference_pb2.FetchWeightsResponse(tensor=chunk)
+        async for response in weight_responses(request, tuple(self._tensors.values())):
+            yield response
 
 
 @dataclass(kw_only=True)

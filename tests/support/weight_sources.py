@@ -13,10 +13,10 @@ from typing import Any, cast
 from forge.core.errors import NotFound
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
+from forge.runtime.rpc.tensors import weight_responses
 from forge.runtime.security import Keyring, Security
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference import wire
 from services.inference.engines.base import NamedTensor
 from services.inference.worker.weights import WeightFollower
 
@@ -70,7 +70,8 @@ class Source(rpc.WeightServiceServicer):
         if self._hangs_after != 0 and request.weight_version not in self.held:
             raise NotFound(f"weights {request.weight_version} are not here")
         sent = 0
-        for response in self._responses(request):
+        tensors = tensors_of(self.held.get(request.weight_version, {}))
+        async for response in weight_responses(request, tensors):
             if sent == self._hangs_after:
                 break
             await asyncio.sleep(self._pause_s)
@@ -79,14 +80,6 @@ class Source(rpc.WeightServiceServicer):
         if sent == self._hangs_after:
             self.hung.set()
             await asyncio.Event().wait()
-
-    def _responses(self, request: pb.FetchWeightsRequest) -> list[pb.FetchWeightsResponse]:
-        weights = self.held.get(request.weight_version, {})
-        return [
-            pb.FetchWeightsResponse(tensor=chunk)
-            for tensor in tensors_of(weights)
-            for chunk in wire.write_tensor(tensor)
-        ]
 
 
 @dataclass

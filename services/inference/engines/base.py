@@ -110,7 +110,7 @@ class KvSpan:
     dtype: str
     shape: tuple[int, ...]
     """[layers, 2, kv_heads, tokens, head_size]."""
-    data: bytes
+    data: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class NamedTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: bytes
+    data: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

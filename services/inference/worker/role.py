@@ -15,7 +15,8 @@ from services.inference.engines.embedded.engine import (
 from services.inference.worker.service import DecodeServicer, PrefillServicer, WeightServicer
 from services.inference.worker.weights import WeightFollower
 
-_FETCH_KV_TIMEOUT_S = 120.0
+_FETCH_KV_SILENCE_S = 30.0
+"""Without a piece of the keys and values for so long, the request is prefilled elsewhere."""
 _MIB = 1 << 20
 
 
@@ -78,7 +79,7 @@ async def _start_engine(context: ServiceContext) -> Engine:
     context.metadata["capacity"] = str(decode.capacity)
     context.server.add(
         rpc.add_DecodeServiceServicer_to_server,
-        DecodeServicer(decode, context.channels, fetch_timeout_s=_FETCH_KV_TIMEOUT_S),
+        DecodeServicer(decode, context.channels, silence_s=_FETCH_KV_SILENCE_S),
         full_name="forge.v1.DecodeService",
     )
     return decode

@@ -10,12 +10,10 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-import grpc.aio
-
-from forge.core.errors import InvalidArgument, NotFound, Unavailable
+from forge.core.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
 from forge.runtime.rpc.channel import Channels
-from forge.runtime.rpc.chunks import Joiner
-from forge.runtime.rpc.status import from_rpc_error
+from forge.runtime.rpc.streams import flowing
+from forge.runtime.rpc.tensors import weight_responses
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference import wire
@@ -51,8 +49,8 @@ class PrefillServicer(rpc.PrefillServiceServicer):
         self, request: pb.FetchKvRequest, context: Any
     ) -> AsyncIterator[pb.FetchKvResponse]:
         span = await self._engine.fetch_kv(request.request_id, from_token=request.from_token)
-        for chunk in wire.write_span(span):
-            yield pb.FetchKvResponse(block=chunk)
+        for response in wire.write_span(span, slices=request.slices):
+            yield response
         if request.release:
             self._engine.release(request.request_id)
 
@@ -62,10 +60,10 @@ class PrefillServicer(rpc.PrefillServiceServicer):
 
 
 class DecodeServicer(rpc.DecodeServiceServicer):
-    def __init__(self, engine: DecodeEngine, channels: Channels, *, fetch_timeout_s: float) -> None:
+    def __init__(self, engine: DecodeEngine, channels: Channels, *, silence_s: float) -> None:
         self._engine = engine
         self._channels = channels
-        self._fetch_timeout_s = fetch_timeout_s
+        self._silence_s = silence_s
 
     async def Decode(
         self, request: pb.DecodeRequest, context: Any
@@ -94,18 +92,23 @@ class DecodeServicer(rpc.DecodeServiceServicer):
     def _fetch_from(self, address: str, request_id: str) -> FetchKv:
         async def fetch(from_token: int) -> KvSpan:
             stub = rpc.PrefillServiceStub(self._channels.get(address))
-            joiner = Joiner()
-            call = stub.FetchKv(
-                pb.FetchKvRequest(request_id=request_id, from_token=from_token, release=True),
-                timeout=self._fetch_timeout_s,
+            assembler = wire.SpanAssembler()
+            call: Any = stub.FetchKv(
+                pb.FetchKvRequest(
+                    request_id=request_id, from_token=from_token, release=True, slices=True
+                )
             )
             try:
-                async for response in call:
-                    whole = joiner.add(response.block)
-                    if whole is not None:
-                        return wire.read_span(whole)
-            except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(error) from error
+                async for response in flowing(
+                    call, silence_s=self._silence_s, source=f"prefill instance {address}"
+                ):
+                    span = assembler.add(response)
+                    if span is not None:
+                        return span
+            except DeadlineExceeded as error:
+                raise Unavailable(str(error)) from error
+            finally:
+                call.cancel()
             raise Unavailable(f"{address} ended its stream before the keys and values were whole")
 
         return fetch
@@ -124,6 +127,5 @@ class WeightServicer(rpc.WeightServiceServicer):
         if held is None or held.version != request.weight_version:
             has = "none" if held is None else f"version {held.version}"
             raise NotFound(f"weights {request.weight_version} are not here; held: {has}")
-        for tensor in held.tensors.values():
-            for chunk in wire.write_tensor(tensor):
-                yield pb.FetchWeightsResponse(tensor=chunk)
+        async for response in weight_responses(request, tuple(held.tensors.values())):
+            yield response

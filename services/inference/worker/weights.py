@@ -2,9 +2,9 @@
 
 The manifest under weights/<policy>/latest says what is wanted. The bytes come from a worker that
 serves that version already, else from the trainer. A source that sends nothing for
-`weight_silence_s` is given up for the next one. Whatever goes wrong, the old version stays in
-service, and each new attempt fetches the newest version announced. Owns the bytes as published,
-since only these match the digest for the next one in the relay.
+`weight_silence_s` is given up; the next one continues where it stopped. Whatever goes wrong, the
+old version stays in service, and each new attempt fetches the newest version announced. Owns the
+bytes as published, since only these match the digest for the next one in the relay.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from typing import Any
 import msgspec
 
 from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
-from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.streams import flowing
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import counter, gauge, log
-from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference import wire
 from services.inference.engines.base import Engine, NamedTensor
+from services.inference.worker.assembly import WeightAssembly
 from services.inference.worker.weight_sources import WeightSources
 
 _FIRST_BACKOFF_S = 0.2
@@ -81,6 +79,9 @@ class WeightFollower:
         self._sources = WeightSources(self._peers, own_id=context.config.instance_id)
         self._silence_s: float = context.config.weight_silence_s
         self._wanted: Manifest | None = None
+        self._assembly: WeightAssembly | None = None
+        self._unmixed_version = 0
+        """A version whose bytes were wrong once: each source begins anew."""
         self._news = asyncio.Event()
 
     async def run(self) -> None:
@@ -157,19 +158,26 @@ class WeightFollower:
 
     async def _fetch_from_any(self, manifest: Manifest) -> tuple[dict[str, NamedTensor], str]:
         """The tensors and the address of the source. Raises `Unavailable` when no source has
-        delivered them, or when a source failed and newer weights are announced."""
+        delivered them, or when a source sent nothing and newer weights are announced."""
         failures = []
         for address in self._sources.of(manifest.weight_version, trainer=manifest.source):
+            assembly = self._assembly_of(manifest)
+            before_bytes = assembly.received_bytes
             try:
-                tensors = await self._fetch(manifest, address)
-                await asyncio.to_thread(_verify, manifest, tensors)
+                await self._fetch(assembly, address)
+                await asyncio.to_thread(_verify, manifest, assembly.tensors)
             except ForgeError as error:
                 failures.append(f"{address}: {error}")
                 self._give_up(address, manifest, error)
-                if self._wanted is not manifest:
+                if isinstance(error, DataLoss):
+                    # Which source sent wrong bytes is unknown: the next ones are not mixed.
+                    self._assembly, self._unmixed_version = None, manifest.weight_version
+                progress = self._assembly is assembly and assembly.received_bytes > before_bytes
+                if self._wanted is not manifest and not progress:
                     break
             else:
-                return tensors, address
+                self._assembly = None
+                return assembly.tensors, address
         more = f"; and {len(failures) - _NAMED} more" if len(failures) > _NAMED else ""
         raise Unavailable("; ".join(failures[:_NAMED]) + more)
 
@@ -185,23 +193,27 @@ class WeightFollower:
         if not isinstance(error, NotFound):
             self._sources.avoid(address)
 
-    async def _fetch(self, manifest: Manifest, address: str) -> dict[str, NamedTensor]:
+    async def _fetch(self, assembly: WeightAssembly, address: str) -> None:
+        """Add what is missing to `assembly`, as far as the source gets."""
         stub = rpc.WeightServiceStub(self._context.channels.get(address))
-        tensors: dict[str, NamedTensor] = {}
-        # A message is a tensor: a sender cannot make us keep more than what was announced.
-        joiner = Joiner(max_bytes=manifest.total_bytes + (1 << 20))
-        call: Any = stub.FetchWeights(
-            pb.FetchWeightsRequest(weight_version=manifest.weight_version)
-        )
+        call: Any = stub.FetchWeights(assembly.request())
         try:
             async for response in flowing(call, silence_s=self._silence_s, source="the source"):
-                whole = joiner.add(response.tensor)
-                if whole is not None:
-                    tensor = wire.read_tensor(whole)
-                    tensors[tensor.name] = tensor
+                assembly.add(response)
+                if assembly.complete:
+                    return
         finally:
             call.cancel()
-        return tensors
+
+    def _assembly_of(self, manifest: Manifest) -> WeightAssembly:
+        """What earlier sources delivered of this version, or an empty one."""
+        version = manifest.weight_version
+        kept = self._assembly is not None and self._assembly.version == version
+        if self._assembly is None or not kept or version == self._unmixed_version:
+            self._assembly = WeightAssembly(
+                version, manifest.tensor_names, total_bytes=manifest.total_bytes
+            )
+        return self._assembly
 
 
 def _verify(manifest: Manifest, tensors: dict[str, NamedTensor]) -> None:

@@ -38,8 +38,8 @@ async def test_a_source_that_accepts_and_sends_nothing_is_given_up() -> None:
     assert hung.requests
 
 
-async def test_a_source_that_stops_in_the_middle_is_given_up() -> None:
-    """The next source completes a version whose first source went silent after one message."""
+async def test_the_next_source_continues_where_a_silent_one_stopped() -> None:
+    """Bytes received before the silence are not fetched again."""
     halting, trainer = Source(hangs_after=1), Source()
     halting.held[1] = trainer.held[1] = FIRST
     async with serving(halting, trainer) as (halting_at, trainer_at):
@@ -48,6 +48,21 @@ async def test_a_source_that_stops_in_the_middle_is_given_up() -> None:
         worker.publish(1, FIRST, source=trainer_at)
         assert await worker.until_serving(1) == FIRST
         await worker.stop()
+    assert trainer.requests[0].from_byte == 1 << 20
+
+
+async def test_wrong_bytes_of_a_silent_source_do_not_spoil_the_next() -> None:
+    """After a wrong digest each source begins anew, so one of them alone is enough."""
+    wrong, trainer = Source(hangs_after=1), Source()
+    wrong.held[1] = {"a": bytes(len(FIRST["a"])), "b": FIRST["b"]}
+    trainer.held[1] = FIRST
+    async with serving(wrong, trainer) as (wrong_at, trainer_at):
+        worker = Worker()
+        worker.show([wrong_at], version=1)
+        worker.publish(1, FIRST, source=trainer_at)
+        assert await worker.until_serving(1) == FIRST
+        await worker.stop()
+    assert trainer.requests[-1].from_byte == 0
 
 
 async def test_a_source_that_failed_is_asked_last() -> None:

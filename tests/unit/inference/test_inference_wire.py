@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.errors import ConfigError, InvalidArgument
-from forge.runtime.rpc.chunks import CHUNK_BYTES, Joiner
+from forge.core.errors import ConfigError, FailedPrecondition, InvalidArgument
+from forge.runtime.rpc import tensors
+from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.runtime.rpc.tokens import joined, split
 from forge.v1.common_pb2 import Grammar, SampledTokens, SamplingParams
 from services.inference import wire
-from services.inference.engines.base import KvSpan, ModelLimits, NamedTensor, Tokens
+from services.inference.engines.base import KvSpan, ModelLimits, Tokens
 from services.inference.limits import read_limits
 
 LIMITS = ModelLimits(context_tokens=8, vocabulary=10)
@@ -141,8 +142,9 @@ def test_columns_of_different_length_are_refused() -> None:
         wire.read_tokens(SampledTokens(ids=ids(1, 2), logprobs=b"\0" * 4, weight_versions=ids(1)))
 
 
-def test_spans_and_tensors_survive_chunking() -> None:
-    """More than one chunk's worth comes out whole, at most 1 MiB at a time."""
+@pytest.mark.parametrize("slices", [True, False])
+def test_spans_survive_the_wire(slices: bool) -> None:
+    """A span of several messages comes out whole, in slices as in chunks."""
     data = bytes(range(256)) * (CHUNK_BYTES // 128)
     span = KvSpan(
         from_token=3,
@@ -152,12 +154,22 @@ def test_spans_and_tensors_survive_chunking() -> None:
         shape=(1, 2, 1, 2, len(data) // 4),
         data=data,
     )
-    joiner = Joiner()
-    wholes = [whole for chunk in wire.write_span(span) if (whole := joiner.add(chunk)) is not None]
-    assert [wire.read_span(whole) for whole in wholes] == [span]
-    tensor = NamedTensor(name="w", dtype="uint8", shape=(len(data),), data=data)
-    wholes = [whole for chunk in wire.write_tensor(tensor) if (whole := joiner.add(chunk))]
-    assert [wire.read_tensor(whole) for whole in wholes] == [tensor]
+    assembler = wire.SpanAssembler()
+    responses = list(wire.write_span(span, slices=slices))
+    assert len(responses) > 1
+    assert all(response.HasField("slice") == slices for response in responses)
+    assert [one for one in map(assembler.add, responses) if one is not None] == [span]
+
+
+def test_a_span_that_no_message_can_hold_travels_only_in_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without slices the refusal names the size and the field to set."""
+    monkeypatch.setattr(tensors, "MAX_SERIALIZED_BYTES", 7)
+    span = KvSpan(from_token=0, tokens=1, version=1, dtype="uint8", shape=(8,), data=bytes(8))
+    assert len(list(wire.write_span(span, slices=True))) == 1
+    with pytest.raises(FailedPrecondition, match="kv has 8 bytes, a message holds 7: set `slices`"):
+        list(wire.write_span(span, slices=False))
 
 
 def test_limits_come_from_the_models_config(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes()
 
 
-def from_bytes(data: bytes, *, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+def from_bytes(data: bytes | memoryview, *, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """A read-only view of `data`. Raises UnfitWeights when size and shape disagree."""
     if dtype not in DTYPES:
         raise UnfitWeights(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")

@@ -1,0 +1,148 @@
+"""Arrays of any size on the wire: slices of at most 1 MiB, assembled in place.
+
+A protobuf message ends at 2 GiB, an embedding does not. Slices need no second copy of an array on
+either side. Callers of an earlier release get each tensor as one message, as long as it fits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from forge.core.errors import DataLoss, FailedPrecondition, InvalidArgument
+from forge.runtime.rpc.chunks import CHUNK_BYTES, split
+from forge.v1.common_pb2 import Tensor, TensorSlice
+from forge.v1.inference_pb2 import FetchWeightsRequest, FetchWeightsResponse
+
+MAX_SERIALIZED_BYTES = (1 << 31) - (1 << 20)
+"""Data of an array that fits into one protobuf message, with room for the other fields."""
+
+
+class Array(Protocol):
+    """A dense array in host memory."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def data(self) -> bytes | memoryview:
+        """Little-endian, C order, one byte an item."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedArray:
+    """An array assembled from slices."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+    """Read-only bytes."""
+
+
+def slices(
+    array: Array, *, from_byte: int = 0, slice_bytes: int = CHUNK_BYTES
+) -> Iterator[TensorSlice]:
+    """The data from `from_byte` on, in order; at least one slice."""
+    view = memoryview(array.data)
+    for start in range(from_byte, max(view.nbytes, from_byte + 1), slice_bytes):
+        yield TensorSlice(
+            name=array.name,
+            dtype=array.dtype,
+            shape=array.shape,
+            whole_bytes=view.nbytes,
+            offset_bytes=start,
+            data=bytes(view[start : start + slice_bytes]),
+        )
+
+
+def require_serializable(array: Array) -> None:
+    """Raises `FailedPrecondition` for an array that no single message can hold."""
+    if len(array.data) > MAX_SERIALIZED_BYTES:
+        raise FailedPrecondition(
+            f"{array.name} has {len(array.data)} bytes, a message holds {MAX_SERIALIZED_BYTES}: "
+            "set `slices` in the request"
+        )
+
+
+class SliceAssembler:
+    """Puts the slices of one array after another together."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self.pending_bytes = 0
+        """Received of the array that is not whole yet."""
+
+    def add(self, piece: TensorSlice, *, max_bytes: int) -> ReceivedArray | None:
+        """The array when this was its last slice.
+
+        Raises `DataLoss` for a slice out of place and for an array above `max_bytes`.
+        """
+        if piece.offset_bytes == self.pending_bytes == 0:
+            if piece.whole_bytes > max_bytes:
+                raise DataLoss(
+                    f"{piece.name} has {piece.whole_bytes} bytes; at most {max_bytes} are expected"
+                )
+            self._buffer = bytearray(piece.whole_bytes)
+        end = piece.offset_bytes + len(piece.data)
+        whole_bytes = len(self._buffer)
+        empty = not piece.data and whole_bytes > 0
+        if (
+            piece.offset_bytes != self.pending_bytes
+            or piece.whole_bytes != whole_bytes
+            or end > whole_bytes
+            or empty
+        ):
+            raise DataLoss(
+                f"{piece.name}: {len(piece.data)} bytes at {piece.offset_bytes} of "
+                f"{piece.whole_bytes} do not continue {self.pending_bytes} of {whole_bytes}"
+            )
+        self._buffer[piece.offset_bytes : end] = piece.data
+        self.pending_bytes = end
+        if end < whole_bytes:
+            return None
+        buffer, self._buffer, self.pending_bytes = self._buffer, bytearray(), 0
+        return ReceivedArray(
+            name=piece.name,
+            dtype=piece.dtype,
+            shape=tuple(piece.shape),
+            data=memoryview(buffer).toreadonly(),
+        )
+
+
+async def weight_responses(
+    request: FetchWeightsRequest, tensors: Sequence[Array], *, slice_bytes: int = CHUNK_BYTES
+) -> AsyncIterator[FetchWeightsResponse]:
+    """What FetchWeights answers with for these tensors, in the manifest's order.
+
+    Raises `FailedPrecondition` when the caller takes no slices and a tensor needs them,
+    `InvalidArgument` for a place to begin that is beyond the end.
+    """
+    if request.slices:
+        from_byte = request.from_byte
+        rest = tensors[request.from_tensor :]
+        if from_byte and (not rest or from_byte >= len(rest[0].data)):
+            raise InvalidArgument(
+                f"from_byte = {from_byte}: beyond the end of tensor {request.from_tensor}"
+            )
+        for tensor in rest:
+            for piece in slices(tensor, from_byte=from_byte, slice_bytes=slice_bytes):
+                yield FetchWeightsResponse(slice=piece)
+            from_byte = 0
+        return
+    for tensor in tensors:
+        require_serializable(tensor)
+    for tensor in tensors:
+        for chunk in split(await asyncio.to_thread(_serialized, tensor)):
+            yield FetchWeightsResponse(tensor=chunk)
+
+
+def _serialized(array: Array) -> bytes:
+    return Tensor(
+        name=array.name, dtype=array.dtype, shape=array.shape, data=bytes(array.data)
+    ).SerializeToString()

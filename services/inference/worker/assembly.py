@@ -1,0 +1,91 @@
+"""One version of the weights while it arrives, from any number of sources in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forge.core.errors import DataLoss
+from forge.runtime.rpc.chunks import Joiner
+from forge.runtime.rpc.tensors import SliceAssembler
+from forge.v1 import inference_pb2 as pb
+from services.inference import wire
+from services.inference.engines.base import NamedTensor
+
+
+class WeightAssembly:
+    """The tensors received so far, in the manifest's order."""
+
+    def __init__(self, version: int, names: Sequence[str], *, total_bytes: int) -> None:
+        self.tensors: dict[str, NamedTensor] = {}
+        """Whole ones, by name."""
+        self.version = version
+        self._names = names
+        self._total_bytes = total_bytes
+        self._whole_bytes = 0
+        self._slices = SliceAssembler()
+        self._joiner = Joiner()
+        self._chunked = False
+
+    @property
+    def received_bytes(self) -> int:
+        """Data from the first byte on, without a gap."""
+        return self._whole_bytes + self._slices.pending_bytes
+
+    @property
+    def complete(self) -> bool:
+        return len(self.tensors) == len(self._names)
+
+    def request(self) -> pb.FetchWeightsRequest:
+        """Asks a source for all that is missing."""
+        # A message of an earlier source that was cut short is of no use.
+        self._joiner = Joiner(max_bytes=self._total_bytes + (1 << 20))
+        self._chunked = False
+        return pb.FetchWeightsRequest(
+            weight_version=self.version,
+            slices=True,
+            from_tensor=len(self.tensors),
+            from_byte=self._slices.pending_bytes,
+        )
+
+    def add(self, response: pb.FetchWeightsResponse) -> None:
+        """Raises `DataLoss` for a response that does not continue what has been received."""
+        tensor = (
+            self._of_slice(response) if response.HasField("slice") else self._of_chunk(response)
+        )
+        if tensor is None:
+            return
+        self.tensors[tensor.name] = tensor
+        self._whole_bytes += len(tensor.data)
+
+    def _of_slice(self, response: pb.FetchWeightsResponse) -> NamedTensor | None:
+        piece = response.slice
+        self._expect_name(piece.name)
+        whole = self._slices.add(piece, max_bytes=self._total_bytes - self._whole_bytes)
+        if whole is None:
+            return None
+        return NamedTensor(name=whole.name, dtype=whole.dtype, shape=whole.shape, data=whole.data)
+
+    def _of_chunk(self, response: pb.FetchWeightsResponse) -> NamedTensor | None:
+        """From a source of an earlier release, which always begins with the first tensor."""
+        if not self._chunked:
+            self._chunked = True
+            self._restart()
+        whole = self._joiner.add(response.tensor)
+        if whole is None:
+            return None
+        tensor = wire.read_tensor(whole)
+        self._expect_name(tensor.name)
+        return tensor
+
+    def _restart(self) -> None:
+        self.tensors.clear()
+        self._whole_bytes = 0
+        self._slices = SliceAssembler()
+
+    def _expect_name(self, name: str) -> None:
+        at = len(self.tensors)
+        expected = self._names[at] if at < len(self._names) else None
+        if name != expected:
+            raise DataLoss(
+                f"weights {self.version}: tensor {at} is {name!r}, announced is {expected!r}"
+            )
