@@ -49,6 +49,8 @@ class Evaluation:
     attempts: int
     failed: int
     """Attempts whose rollout was given up; they count as reward 0."""
+    by_task: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Mean outcome of each task, by domain and by the task's id without the evaluation's tag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,15 @@ class CampaignResult:
     after: Evaluation
     weight_version: int
     """Oldest version that sampled the second evaluation."""
+
+    def changes(self, domain: str) -> list[float]:
+        """After less before of every task of the domain; empty unless the same tasks were measured
+        both times."""
+        before = self.before.by_task.get(domain, {})
+        after = self.after.by_task.get(domain, {})
+        if before.keys() != after.keys():
+            return []
+        return [after[task] - outcome for task, outcome in before.items()]
 
 
 class Campaign:
@@ -86,8 +97,11 @@ class Campaign:
 
     async def run(self) -> CampaignResult:
         """Go through every phase. Raises the `ForgeError` that makes going on senseless."""
+        started = self._directory.load()
+        began = started is not None and started.phase != "before"
         self._enter("before")
-        before = await self._evaluate("eval-before")
+        before = await self._ended("eval-before") if began else None
+        before = before or await self._evaluate("eval-before")
         self._enter("train")
         await self._train()
         self._enter("after")
@@ -101,6 +115,12 @@ class Campaign:
         self.progress.phase = phase
         self._directory.enter(phase)
         self._on_progress(self.progress)
+
+    async def _ended(self, tag: str) -> Evaluation | None:
+        """What an earlier start measured, whatever the number of tasks is now. It sampled from the
+        weights of that time, which are gone."""
+        results = await self._operator.results(tag)
+        return evaluation(results, tag) if results else None
 
     async def _evaluate(self, tag: str) -> Evaluation:
         """Sample the held-out tasks under `tag`, or read what an earlier start sampled."""
@@ -116,7 +136,7 @@ class Campaign:
         results = await self._operator.all_ended(
             tag, groups=len(tasks), poll_s=POLL_S, on_look=self._looked
         )
-        return evaluation(results)
+        return evaluation(results, tag)
 
     async def _looked(self, evaluated: int) -> None:
         await self._observe()
@@ -224,8 +244,11 @@ class Campaign:
             seen.append(newest)
 
 
-def evaluation(results: Sequence[DomainResult]) -> Evaluation:
-    """The domains' means and that over all. Raises `Unavailable` when nothing was scored."""
+def evaluation(results: Sequence[DomainResult], tag: str) -> Evaluation:
+    """The domains' means and that over all, of the tasks under `tag`.
+
+    Raises `Unavailable` when nothing was scored.
+    """
     attempts = sum(result.rollouts for result in results)
     failed = sum(result.failed for result in results)
     if attempts == failed:
@@ -235,4 +258,11 @@ def evaluation(results: Sequence[DomainResult]) -> Evaluation:
         overall=sum(result.mean_outcome * result.rollouts for result in results) / attempts,
         attempts=attempts,
         failed=failed,
+        by_task={
+            result.domain: {
+                task.removeprefix(f"{tag}-"): outcome
+                for task, outcome in result.task_outcomes.items()
+            }
+            for result in results
+        },
     )

@@ -2,7 +2,8 @@
 
 Task number i is a pure function of (seed, i), so that a resumed run submits the same ones again
 and the scheduler, which knows them by id, ignores those. No training task has the prompt of a
-held-out one (`forge.agents.environments.split`).
+held-out one (`forge.agents.environments.split`). Ids name the version of the split, so that a run
+which an earlier version began keeps its tasks and goes on with new ones.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import Any
 from forge.agents.environments import get_domain
 from forge.agents.environments.split import held_out_payloads, training_payload
 from forge.v1 import common_pb2 as pb
+
+_SPLIT = "s2"
+"""Raise it with every change of what a seed and a number give."""
 
 
 def interleave(shares: Mapping[str, float]) -> Iterator[str]:
@@ -35,7 +39,7 @@ def training_tasks(shares: Mapping[str, float], *, seed: int, group_size: int) -
         yield _task(
             name,
             training_payload(get_domain(name), Random(f"{seed}/train/{name}/{index}")),
-            task_id=f"train-{index:07d}",
+            task_id=f"train-{_SPLIT}-{index:07d}",
             group_size=group_size,
             purpose=pb.PURPOSE_TRAIN,
             tag="train",
@@ -56,7 +60,7 @@ def held_out_tasks(
         _task(
             name,
             own[index],
-            task_id=f"{tag}-{name}-{index:04d}",
+            task_id=f"{tag}-{name}-{_SPLIT}-{index:04d}",
             group_size=attempts,
             purpose=pb.PURPOSE_EVAL,
             tag=tag,

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from forge.cli.campaign import CampaignResult, Evaluation, Progress
 from forge.cli.rundir import Phase, RunDirectory
+from forge.core.intervals import change_interval
 from forge.runtime.processes import ProcessEvent
 from forge.v1 import trainer_pb2
 
@@ -120,9 +121,12 @@ def evaluation_line(evaluation: trainer_pb2.Evaluation) -> str:
     versions = _versions(evaluation.min_weight_version, evaluation.max_weight_version)
     left_out = f"  {evaluation.skipped} skipped before it" if evaluation.skipped else ""
     given_up = f"  {evaluation.failed} given up" if evaluation.failed else ""
+    low, high = evaluation.mean_reward_low, evaluation.mean_reward_high
+    # One of an earlier version has no interval.
+    interval = f"95 % {low:.2f} to {high:.2f}  " if low < high else ""
     return (
         f"held-out after step {evaluation.step}  reward {evaluation.mean_reward:.2f}  "
-        f"({domains})  solved {evaluation.solved_share:.2f}  by {versions}  "
+        f"({domains})  {interval}solved {evaluation.solved_share:.2f}  by {versions}  "
         f"{evaluation.rollouts} attempts{given_up}{left_out}"
     )
 
@@ -137,7 +141,7 @@ def evaluations_table(evaluations: Sequence[Mapping[str, Any]]) -> Table:
     """What the trainer measured, by step, as its metrics file has it."""
     table = Table(title="Held-out mean reward while training", title_justify="left")
     domains = sorted({name for one in evaluations for name in one["domains"]})
-    for column in ("step", "weights", *domains, "all", "failed"):
+    for column in ("step", "weights", *domains, "all", "95 %", "failed"):
         table.add_column(column, justify="right", no_wrap=True)
     for one in evaluations:
         rewards = (one["domains"].get(name, {}).get("mean_reward", 0.0) for name in domains)
@@ -145,21 +149,32 @@ def evaluations_table(evaluations: Sequence[Mapping[str, Any]]) -> Table:
             str(one["step"]),
             _versions(one["min_weight_version"], one["max_weight_version"]),
             *(f"{reward:.3f}" for reward in (*rewards, one["mean_reward"])),
+            _ends(one),
             str(one["failed"]),
         )
     return table
 
 
+def _ends(one: Mapping[str, Any]) -> str:
+    low, high = one.get("mean_reward_low", 0.0), one.get("mean_reward_high", 0.0)
+    return f"{low:.2f}-{high:.2f}" if low < high else "-"
+
+
 def result_table(result: CampaignResult) -> Table:
-    """Held-out mean outcome per domain, before and after."""
+    """Held-out mean outcome per domain, before and after, and how sure the change is."""
     table = Table(title="Held-out mean reward (outcome)", title_justify="left")
     table.add_column("domain")
-    for column in ("before", "after", "change"):
-        table.add_column(column, justify="right")
-    for name, before in _sorted(result.before.by_domain):
-        _add_row(table, name, before, result.after.by_domain.get(name, 0.0))
+    for column in ("before", "after", "change", "95 % interval", "tasks"):
+        table.add_column(column, justify="right", no_wrap=True)
+    names = [name for name, _ in _sorted(result.before.by_domain)]
+    changes = {name: result.changes(name) for name in names}
+    for name in names:
+        means = result.before.by_domain[name], result.after.by_domain.get(name, 0.0)
+        _add_row(table, name, *means, [changes[name]])
     table.add_section()
-    _add_row(table, "all", result.before.overall, result.after.overall)
+    # A domain whose tasks are not the same both times has no interval, so neither has the whole.
+    strata = list(changes.values()) if all(changes.values()) else []
+    _add_row(table, "all", result.before.overall, result.after.overall, strata)
     return table
 
 
@@ -167,7 +182,8 @@ def result_notes(result: CampaignResult, directory: RunDirectory, elapsed_s: flo
     """Where everything is, and what to know about the figures."""
     notes = [
         f"{result.after.attempts} held-out attempts each time; the second time sampled from "
-        f"weight version {result.weight_version}, streamed to the running workers.",
+        f"weight version {result.weight_version}, streamed to the running workers. Intervals are "
+        "of the change, paired by task (docs/training.md, Confidence intervals).",
         f"Took {elapsed_s:.0f} s.  Data {directory.path}  "
         f"logs {directory.logs}  metrics {directory.metrics_file}",
     ]
@@ -184,10 +200,21 @@ def _failed_line(label: str, measured: Evaluation) -> str:
     )
 
 
-def _add_row(table: Table, name: str, before: float, after: float) -> None:
+def _add_row(
+    table: Table, name: str, before: float, after: float, changes: Sequence[Sequence[float]]
+) -> None:
+    """`changes`: of each task, by domain."""
     change = after - before
     color = "green" if change > 0 else "red"
-    table.add_row(name, f"{before:.3f}", f"{after:.3f}", f"[{color}]{change:+.3f}[/{color}]")
+    interval = change_interval(changes)
+    table.add_row(
+        name,
+        f"{before:.3f}",
+        f"{after:.3f}",
+        f"[{color}]{change:+.3f}[/{color}]",
+        f"{interval.low:+.3f} to {interval.high:+.3f}" if interval else "-",
+        str(sum(map(len, changes))) if interval else "-",
+    )
 
 
 def _bar(progress: Progress, total_steps: int) -> RenderableType:

@@ -52,6 +52,8 @@ class Measured:
     label: str
     spans: Sequence[tuple[int, int, float]]
     """First and last step whose weights sampled, and the value."""
+    intervals: Sequence[tuple[float, float] | None] = ()
+    """Ends of each value's 95 % confidence interval; None where an earlier version had none."""
 
 
 PANELS = (
@@ -173,6 +175,7 @@ def measured(
     if not panel.of_evaluation:
         return []
     found: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
+    intervals: dict[str, list[tuple[float, float] | None]] = defaultdict(list)
     for run, (steps, evaluations) in runs.items():
         for one in evaluations:
             if one["max_weight_version"] < 0:
@@ -184,7 +187,16 @@ def measured(
             parts = {run: one} if len(runs) > 1 else one["domains"]
             for label, part in parts.items():
                 found[label].append((*span, part[panel.of_evaluation]))
-    return [Measured(label=label, spans=found[label]) for label in sorted(found)]
+                intervals[label].append(_interval(part, panel.of_evaluation))
+    return [
+        Measured(label=label, spans=found[label], intervals=intervals[label])
+        for label in sorted(found)
+    ]
+
+
+def _interval(part: Mapping[str, Any], name: str) -> tuple[float, float] | None:
+    low, high = part.get(f"{name}_low", 0.0), part.get(f"{name}_high", 0.0)
+    return (low, high) if low < high else None
 
 
 def _step_of(weight_version: int, steps: Sequence[Step]) -> int:
@@ -248,8 +260,11 @@ def _draw_panel(
         first, last, values = zip(*each.spans, strict=True)
         middle = [(a + b) / 2 for a, b in zip(first, last, strict=True)]
         axes.hlines(values, first, last, color=color)
+        for at, ends in zip(middle, each.intervals, strict=True):
+            if ends is not None:
+                axes.vlines(at, *ends, color=color, linewidth=0.8, alpha=0.6)
         axes.plot(middle, values, "D", color=color, markeredgecolor="k", label=label)
-    axes.set_title(panel.title + " (diamonds: held-out)" * bool(held_out), fontsize=10)
+    axes.set_title(panel.title + " (diamonds: held-out, 95 %)" * bool(held_out), fontsize=10)
     drawn = [value for line in lines for value in line.values]
     drawn += [value for each in held_out for _, _, value in each.spans]
     axes.set_ylim(bottom=min(0.0, *drawn))

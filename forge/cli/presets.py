@@ -43,6 +43,7 @@ class Preset:
     eval_tasks: int
     """Held-out tasks per domain, each attempted `eval_attempts` times."""
     eval_attempts: int
+    """More tasks narrow the confidence interval more than as many more attempts do."""
     settings: Settings = field(default_factory=dict)
 
 
@@ -53,8 +54,8 @@ TINY = Preset(
     groups_per_step=8,
     group_size=8,
     concurrency=32,
-    eval_tasks=24,
-    eval_attempts=2,
+    eval_tasks=48,
+    eval_attempts=1,
     settings={
         "trainer": {
             "learning_rate": "5e-4",

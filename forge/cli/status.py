@@ -25,11 +25,19 @@ async def show_status(at: Connection, console: Console) -> None:
         asked: dict[str, Callable[[], Awaitable[object]]] = {
             "scheduler": operator.scheduler_status,
             "inference": operator.inference_status,
-            "trainer": operator.trainer_status,
+            "trainer": lambda: _trainer_status(operator),
         }
         for name, said in zip(asked, await gather(*map(_said, asked.values())), strict=True):
             console.print(Text(name, style="bold"))
             console.print(said, soft_wrap=True)
+
+
+async def _trainer_status(operator: Operator) -> object:
+    """Without what each task of an evaluation came to: thousands of lines."""
+    status = await operator.trainer_status()
+    for domain in status.latest_evaluation.domains.values():
+        domain.ClearField("task_outcomes")
+    return status
 
 
 async def _said(ask: Callable[[], Awaitable[object]]) -> Text:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -58,6 +58,8 @@ class DomainResult:
     min_weight_version: int
     max_weight_version: int
     """Of the tokens sampled; -1 when none was."""
+    task_outcomes: Mapping[str, float]
+    """Mean outcome of each task's rollouts, by task id."""
 
 
 class Operator:
@@ -218,10 +220,14 @@ def domain_results(groups: Iterable[scheduler_pb2.BatchGroup]) -> list[DomainRes
 def _domain_result(domain: str, groups: Iterable[scheduler_pb2.BatchGroup]) -> DomainResult:
     sealed: list[common_pb2.TrajectorySummary] = []
     failed = 0
+    task_outcomes: dict[str, float] = {}
     for group in groups:
+        task = group.group.task
         ended_well = [each for each in group.trajectories if _sealed(each)]
-        failed += max(0, group.group.task.group_size - len(ended_well))
+        attempts = max(task.group_size, len(ended_well))
+        failed += attempts - len(ended_well)
         sealed += ended_well
+        task_outcomes[task.task_id] = sum(map(_outcome, ended_well)) / attempts
     outcomes = [_outcome(each) for each in sealed]
     rollouts = len(sealed) + failed
     sampled = [each for each in sealed if each.sampled_tokens]
@@ -234,6 +240,7 @@ def _domain_result(domain: str, groups: Iterable[scheduler_pb2.BatchGroup]) -> D
         sampled_tokens=sum(each.sampled_tokens for each in sealed),
         min_weight_version=min((each.min_weight_version for each in sampled), default=-1),
         max_weight_version=max((each.max_weight_version for each in sampled), default=-1),
+        task_outcomes=task_outcomes,
     )
 
 

@@ -343,6 +343,8 @@ class Evaluation(_message.Message):
     DURATION_S_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
     TAG_FIELD_NUMBER: _builtins.int
+    MEAN_REWARD_LOW_FIELD_NUMBER: _builtins.int
+    MEAN_REWARD_HIGH_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Optimizer step whose weights it is about; 0: the starting weights."""
     weight_version: _builtins.int
@@ -369,6 +371,9 @@ class Evaluation(_message.Message):
     """Evaluations that fell due since the one told before, and were left out."""
     tag: _builtins.str
     """Its groups bear it in the pool and the scheduler."""
+    mean_reward_low: _builtins.float
+    """95 % confidence interval of mean_reward, over tasks, by domain as strata."""
+    mean_reward_high: _builtins.float
     @_builtins.property
     def domains(self) -> _containers.MessageMap[_builtins.str, Global___DomainEvaluation]: ...
     def __init__(
@@ -387,10 +392,12 @@ class Evaluation(_message.Message):
         duration_s: _builtins.float = ...,
         skipped: _builtins.int = ...,
         tag: _builtins.str = ...,
+        mean_reward_low: _builtins.float = ...,
+        mean_reward_high: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["domains", b"domains", "duration_s", b"duration_s", "failed", b"failed", "length_tokens", b"length_tokens", "max_weight_version", b"max_weight_version", "mean_reward", b"mean_reward", "min_weight_version", b"min_weight_version", "rollouts", b"rollouts", "skipped", b"skipped", "solved_share", b"solved_share", "step", b"step", "tag", b"tag", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domains", b"domains", "duration_s", b"duration_s", "failed", b"failed", "length_tokens", b"length_tokens", "max_weight_version", b"max_weight_version", "mean_reward", b"mean_reward", "mean_reward_high", b"mean_reward_high", "mean_reward_low", b"mean_reward_low", "min_weight_version", b"min_weight_version", "rollouts", b"rollouts", "skipped", b"skipped", "solved_share", b"solved_share", "step", b"step", "tag", b"tag", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -402,16 +409,46 @@ class DomainEvaluation(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TaskOutcomesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MEAN_REWARD_FIELD_NUMBER: _builtins.int
     SOLVED_SHARE_FIELD_NUMBER: _builtins.int
     LENGTH_TOKENS_FIELD_NUMBER: _builtins.int
     ROLLOUTS_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    MEAN_REWARD_LOW_FIELD_NUMBER: _builtins.int
+    MEAN_REWARD_HIGH_FIELD_NUMBER: _builtins.int
+    TASK_OUTCOMES_FIELD_NUMBER: _builtins.int
     mean_reward: _builtins.float
     solved_share: _builtins.float
     length_tokens: _builtins.float
     rollouts: _builtins.int
     failed: _builtins.int
+    mean_reward_low: _builtins.float
+    """95 % confidence interval of mean_reward, over tasks."""
+    mean_reward_high: _builtins.float
+    @_builtins.property
+    def task_outcomes(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Mean outcome of each task's rollouts, by the task's row in `eval_tasks`, from "0" on."""
+
     def __init__(
         self,
         *,
@@ -420,10 +457,13 @@ class DomainEvaluation(_message.Message):
         length_tokens: _builtins.float = ...,
         rollouts: _builtins.int = ...,
         failed: _builtins.int = ...,
+        mean_reward_low: _builtins.float = ...,
+        mean_reward_high: _builtins.float = ...,
+        task_outcomes: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "length_tokens", b"length_tokens", "mean_reward", b"mean_reward", "rollouts", b"rollouts", "solved_share", b"solved_share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "length_tokens", b"length_tokens", "mean_reward", b"mean_reward", "mean_reward_high", b"mean_reward_high", "mean_reward_low", b"mean_reward_low", "rollouts", b"rollouts", "solved_share", b"solved_share", "task_outcomes", b"task_outcomes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from forge.client.operator import DomainResult, Operator
 from forge.core.errors import ConfigError, ForgeError
+from forge.core.intervals import Interval, mean_interval
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from forge.v1 import trainer_pb2 as pb
@@ -279,6 +280,7 @@ def evaluation_of(
     rollouts = sum(each.rollouts for each in results)
     failed = sum(each.failed for each in results)
     sampled = [each for each in results if each.min_weight_version >= 0]
+    low, high = _interval(results)
     return pb.Evaluation(
         step=step,
         weight_version=weight_version,
@@ -289,20 +291,36 @@ def evaluation_of(
         length_tokens=sum(each.sampled_tokens for each in results) / max(1, rollouts - failed),
         rollouts=rollouts,
         failed=failed,
-        domains={
-            each.domain: pb.DomainEvaluation(
-                mean_reward=each.mean_outcome,
-                solved_share=each.solved / each.rollouts,
-                length_tokens=each.sampled_tokens / max(1, each.rollouts - each.failed),
-                rollouts=each.rollouts,
-                failed=each.failed,
-            )
-            for each in results
-        },
+        domains={each.domain: _domain_evaluation(each, tag) for each in results},
         duration_s=duration_s,
         skipped=skipped,
         tag=tag,
+        mean_reward_low=low,
+        mean_reward_high=high,
     )
+
+
+def _domain_evaluation(result: DomainResult, tag: str) -> pb.DomainEvaluation:
+    low, high = _interval([result])
+    return pb.DomainEvaluation(
+        mean_reward=result.mean_outcome,
+        solved_share=result.solved / result.rollouts,
+        length_tokens=result.sampled_tokens / max(1, result.rollouts - result.failed),
+        rollouts=result.rollouts,
+        failed=result.failed,
+        mean_reward_low=low,
+        mean_reward_high=high,
+        task_outcomes={
+            task.removeprefix(f"{tag}-r"): outcome for task, outcome in result.task_outcomes.items()
+        },
+    )
+
+
+def _interval(results: Sequence[DomainResult]) -> Interval:
+    """Of the mean outcome over all tasks."""
+    interval = mean_interval([list(each.task_outcomes.values()) for each in results])
+    assert interval is not None, "an evaluation has tasks"
+    return interval
 
 
 def run_id_in(directory: Path) -> str:

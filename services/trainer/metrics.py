@@ -98,6 +98,8 @@ _EVALUATION_GAUGES = {
         ("min_weight_version", "Oldest weights that sampled in the newest evaluation."),
         ("max_weight_version", "Newest weights that sampled in the newest evaluation."),
         ("mean_reward", "Mean outcome reward of the newest evaluation."),
+        ("mean_reward_low", "Lower end of its 95 % confidence interval."),
+        ("mean_reward_high", "Upper end of its 95 % confidence interval."),
         ("rollouts", "Rollouts of the newest evaluation."),
         ("failed", "Rollouts of the newest evaluation that were given up."),
     )
@@ -106,6 +108,8 @@ _EVALUATION_DOMAIN_GAUGES = {
     name: gauge(f"forge_trainer_evaluation_domain_{name}", help, ["domain"])
     for name, help in (
         ("mean_reward", "Mean outcome reward in the newest evaluation."),
+        ("mean_reward_low", "Lower end of its 95 % confidence interval."),
+        ("mean_reward_high", "Upper end of its 95 % confidence interval."),
         ("solved_share", "Share of rollouts in the newest evaluation whose outcome was 1."),
         ("length_tokens", "Mean sampled tokens per rollout in the newest evaluation."),
         ("failed", "Rollouts in the newest evaluation that were given up."),

@@ -98,7 +98,8 @@ def scalars(metrics: Message) -> dict[str, float]:
     values: dict[str, float] = {}
     for field in metrics.DESCRIPTOR.fields:
         value = getattr(metrics, field.name)
-        if field.name == "step" or isinstance(value, str):
+        # A curve per task would be thousands.
+        if field.name in ("step", "task_outcomes") or isinstance(value, str):
             continue
         if not field.is_repeated:
             values[field.name] = float(value)

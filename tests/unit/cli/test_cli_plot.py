@@ -53,6 +53,13 @@ def evaluation(number: int, versions: tuple[int, int], **rewards: float) -> dict
     return {"evaluation": {"step": number, "mean_reward": 0.5, "domains": domains} | told}
 
 
+def with_interval(line: dict[str, Any], low: float, high: float) -> dict[str, Any]:
+    """An evaluation whose domains have confidence intervals."""
+    for domain in line["evaluation"]["domains"].values():
+        domain |= {"mean_reward_low": low, "mean_reward_high": high}
+    return line
+
+
 def write(directory: Path, *steps: dict[str, Any]) -> Path:
     directory.mkdir()
     lines = "".join(json.dumps(one) + "\n" for one in steps)
@@ -90,18 +97,18 @@ def test_evaluations_are_drawn_over_the_steps_whose_weights_sampled(tmp_path: Pa
         step(2, qa=0.2),
         step(3, qa=0.2) | {"weight_version": 9},
         evaluation(0, (1, 2), qa=0.25, code=0.75),
-        evaluation(2, (3, 8), qa=0.75),
+        with_interval(evaluation(2, (3, 8), qa=0.75), 0.5, 0.875),
         evaluation(3, (-1, -1), qa=0.0),
     )
     steps, found = read_steps(run), read_evaluations(run)
     assert [one["step"] for one in steps] == [1, 2, 3]
     assert [one["step"] for one in found] == [0, 2, 3]
     assert measured(REWARD, {"a": (steps, found)}) == [
-        Measured(label="code", spans=[(0, 1, 0.75)]),
-        Measured(label="qa", spans=[(0, 1, 0.25), (2, 2, 0.75)]),
+        Measured(label="code", spans=[(0, 1, 0.75)], intervals=[None]),
+        Measured(label="qa", spans=[(0, 1, 0.25), (2, 2, 0.75)], intervals=[None, (0.5, 0.875)]),
     ]
     assert measured(REWARD, {"a": (steps, found), "b": (steps, [])}) == [
-        Measured(label="a", spans=[(0, 1, 0.5), (2, 2, 0.5)])
+        Measured(label="a", spans=[(0, 1, 0.5), (2, 2, 0.5)], intervals=[None, None])
     ]
     assert measured(STALENESS, {"a": (steps, found)}) == []
     assert read_evaluations(write(tmp_path / "other", step(1, qa=0.1))) == []

@@ -150,8 +150,9 @@ async def test_each_evaluation_is_noted_once_and_the_last_one_waited_for(
 
 
 def test_the_table_has_a_row_per_evaluation() -> None:
-    """Domains, the mean over all, and the versions that sampled."""
-    rows = [
+    """Domains, the mean over all with its interval, if it has one, and the versions that
+    sampled."""
+    rows: list[dict[str, Any]] = [
         {
             "step": step,
             "min_weight_version": 7,
@@ -160,12 +161,16 @@ def test_the_table_has_a_row_per_evaluation() -> None:
             "failed": 1,
             "domains": {"qa": {"mean_reward": 0.625}},
         }
-        for step, newest in ((6, 7), (12, 9))
+        | interval
+        for step, newest, interval in (
+            (6, 7, {}),
+            (12, 9, {"mean_reward_low": 0.375, "mean_reward_high": 0.625}),
+        )
     ]
     console = Console(file=StringIO(), width=120)
     console.print(evaluations_table(rows))
     assert isinstance(console.file, StringIO)
     words = [line.split() for line in console.file.getvalue().splitlines()]
     shown = [[word for word in line if word not in "│┃"] for line in words]
-    assert ["6", "v7", "0.625", "0.500", "1"] in shown
-    assert ["12", "v7-9", "0.625", "0.500", "1"] in shown
+    assert ["6", "v7", "0.625", "0.500", "-", "1"] in shown
+    assert ["12", "v7-9", "0.625", "0.500", "0.38-0.62", "1"] in shown

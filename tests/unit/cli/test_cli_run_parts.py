@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from io import StringIO
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,14 +18,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from forge.cli import stack
-from forge.cli.campaign import CampaignResult, Evaluation, evaluation
+from forge.cli.campaign import Campaign, CampaignResult, Evaluation, evaluation
 from forge.cli.connection import of_run
 from forge.cli.dataset import held_out_tasks, interleave, training_tasks
 from forge.cli.display import RunDisplay, result_table, sparkline
 from forge.cli.presets import PRESETS, merged, parse_overrides, preset_for
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
 from forge.cli.training_run import run_settings, running
-from forge.client.operator import domain_results
+from forge.client.operator import DomainResult, domain_results
 from forge.core.admission import Mode
 from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
 from forge.runtime.config import load
@@ -156,27 +160,116 @@ def scored(domain: str, *outcomes: float, group_size: int) -> scheduler_pb2.Batc
 def test_evaluation_counts_given_up_attempts_as_zero() -> None:
     """Only outcomes are averaged, and a rollout that failed is not left out."""
     groups = [scored("a", 1.0, group_size=2), scored("b", 1.0, 0.5, group_size=2)]
-    measured = evaluation(domain_results(groups))
-    assert measured.by_domain == {"a": 0.5, "b": 0.75}
-    assert (measured.overall, measured.attempts, measured.failed) == (0.625, 4, 1)
+    found = evaluation(domain_results(groups), "eval")
+    assert found.by_domain == {"a": 0.5, "b": 0.75}
+    assert (found.overall, found.attempts, found.failed) == (0.625, 4, 1)
 
 
 def test_evaluation_of_nothing_is_an_error() -> None:
     """A run whose agents all failed must not look like a model that scores 0."""
     with pytest.raises(Unavailable, match="runner's log"):
-        evaluation(domain_results([scored("a", group_size=2)]))
+        evaluation(domain_results([scored("a", group_size=2)]), "eval")
+
+
+def measured(**outcomes: Sequence[float]) -> Evaluation:
+    """One attempt at each task."""
+    values = [value for own in outcomes.values() for value in own]
+    return Evaluation(
+        by_domain={name: fmean(own) for name, own in outcomes.items()},
+        overall=fmean(values),
+        attempts=len(values),
+        failed=0,
+        by_task={
+            name: {f"{name}-{number}": value for number, value in enumerate(own)}
+            for name, own in outcomes.items()
+        },
+    )
+
+
+def table_rows(before: Evaluation, after: Evaluation) -> dict[str, list[str]]:
+    """The words of each row, by its first, as an 80 column terminal shows them."""
+    console = Console(width=80, file=StringIO())
+    console.print(result_table(CampaignResult(before=before, after=after, weight_version=4)))
+    assert isinstance(console.file, StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    words = [[word for word in line.split() if word not in "│┃"] for line in lines]
+    return {line[0]: line[1:] for line in words if line}
 
 
 def test_result_table_shows_each_domain_and_the_mean() -> None:
-    """Before, after and change, with the mean over all attempts last."""
-    before = Evaluation(by_domain={"qa": 0.25, "code": 0.5}, overall=0.375, attempts=8, failed=0)
-    after = Evaluation(by_domain={"qa": 0.75, "code": 0.5}, overall=0.625, attempts=8, failed=0)
-    console = Console(width=80, record=True, file=None)
-    with console.capture() as capture:
-        console.print(result_table(CampaignResult(before=before, after=after, weight_version=4)))
-    words = capture.get()
-    assert "+0.500" in words and "+0.250" in words
-    assert words.index("code") < words.index("qa") < words.index("all")
+    """Before, after and change with its 95 % interval and the tasks it rests on; the mean over all
+    attempts last."""
+    before = measured(qa=[0.0, 0.5] * 12, code=[0.5] * 24)
+    after = measured(qa=[0.5, 1.0] * 12, code=[0.5] * 24)
+    rows = table_rows(before, after)
+    order = [name for name in rows if name in ("code", "qa", "all")]
+    assert order == ["code", "qa", "all"]
+    assert rows["qa"][:3] == ["0.250", "0.750", "+0.500"] and rows["qa"][-1] == "24"
+    assert rows["all"][:3] == ["0.375", "0.625", "+0.250"] and rows["all"][-1] == "48"
+    for name, change in (("qa", 0.5), ("code", 0.0), ("all", 0.25)):
+        low, to, high = rows[name][3:6]
+        assert to == "to" and float(low) < change < float(high), name
+
+
+def test_a_change_between_different_tasks_has_no_interval() -> None:
+    """A run that an earlier version began measured other tasks: what it has is told without one."""
+    before, after = measured(qa=[0.0] * 4, code=[0.5] * 4), measured(qa=[1.0] * 4, code=[0.5] * 5)
+    rows = table_rows(before, after)
+    assert rows["code"] == ["0.500", "0.500", "+0.000", "-", "-"]
+    assert rows["all"][-2:] == ["-", "-"] and rows["qa"][-1] == "4"
+
+
+def test_an_interval_pairs_a_task_with_itself() -> None:
+    """Tasks that all rise by as much leave little doubt, however different they are."""
+    outcomes = [number / 24 for number in range(12)]
+    before = measured(qa=outcomes)
+    steady = measured(qa=[value + 0.5 for value in outcomes])
+    mixed = measured(qa=[value + 0.5 for value in reversed(outcomes)])
+    widths = []
+    for after in (steady, mixed):
+        low, _, high = table_rows(before, after)["qa"][3:6]
+        widths.append(float(high) - float(low))
+    assert widths[0] < 0.8 * widths[1]
+
+
+async def test_a_resumed_run_samples_no_task_before_training(tmp_path: Path) -> None:
+    """The starting weights are gone by then. What was measured counts, be it of other tasks than
+    this version would choose."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    directory.save(replace(STATE, phase="train"))
+    groups = [scored("qa", 1.0, group_size=1)]
+    groups[0].group.task.task_id = "eval-before-qa-0000"
+
+    class Stop(Exception):
+        pass
+
+    class Recorded:
+        async def results(self, tag: str) -> list[DomainResult]:
+            assert tag == "eval-before"
+            return domain_results(groups)
+
+        async def submit(self, tasks: object) -> int:
+            raise AssertionError("a task was submitted")
+
+    class Looking(Campaign):
+        async def _train(self) -> None:
+            raise Stop
+
+    recorded: Any = Recorded()
+    campaign = Looking(
+        operator=recorded,
+        observer=recorded,
+        directory=directory,
+        preset=preset_for("tiny"),
+        seed=0,
+        on_progress=lambda progress: None,
+    )
+    with pytest.raises(Stop):
+        await campaign.run()
+    found = await campaign._ended("eval-before")
+    assert found is not None and found.by_task == {"qa": {"qa-0000": 1.0}}
 
 
 def test_sparkline_spans_zero_to_one() -> None:

@@ -176,6 +176,7 @@ async def test_results_are_mean_outcomes_per_domain(operator: Operator, system: 
     code, sums = await operator.results("test")
     assert (code.domain, code.rollouts, code.failed, code.mean_outcome) == ("code", 2, 0, 0.25)
     assert (sums.domain, sums.rollouts, sums.failed, sums.mean_outcome) == ("sums", 4, 1, 0.5)
+    assert sums.task_outcomes == {"a": 0.5, "b": 0.5} and code.task_outcomes == {"c": 0.25}
     assert (code.solved, code.sampled_tokens) == (0, 20)
     assert (sums.solved, sums.sampled_tokens) == (2, 30)
     assert (code.min_weight_version, code.max_weight_version) == (7, 8)

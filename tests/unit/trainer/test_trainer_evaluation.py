@@ -11,6 +11,7 @@ from forge.core.errors import ConfigError, InvalidArgument, Unavailable
 from forge.v1 import common_pb2
 from services.trainer.evaluation import Evaluator, Timetable, run_id_in
 from services.trainer.record import TrainingRecord
+from services.trainer.sinks import scalars
 from tests.support.evaluations import Run, System, held_out
 
 
@@ -34,8 +35,16 @@ async def test_every_so_many_steps_held_out_tasks_are_scored(run: Run, system: S
     assert (told.solved_share, told.length_tokens) == (0.25, 10.0)
     own = told.domains["code"]
     assert (own.mean_reward, own.solved_share, own.rollouts, own.failed) == (0.75, 0.5, 2, 0)
+    assert dict(own.task_outcomes) == {"0": 0.75}
+    assert own.mean_reward_low < 0.75 < own.mean_reward_high
     own = told.domains["qa"]
     assert (own.mean_reward, own.length_tokens, own.rollouts, own.failed) == (0.125, 10.0, 2, 1)
+    assert dict(own.task_outcomes) == {"1": 0.125}
+    # Two tasks leave more doubt than the scale is wide; more cannot be.
+    assert 0 <= told.mean_reward_low < told.mean_reward < told.mean_reward_high <= 1
+    scalar_names = scalars(told).keys()
+    assert "domains/qa/mean_reward_low" in scalar_names
+    assert not any("task_outcomes" in name for name in scalar_names)
 
 
 async def test_nothing_is_submitted_before_every_worker_serves_the_weights(
