@@ -26,8 +26,8 @@ pool_app = typer.Typer(
     help="Look into the data pool, and take care of its files.\n\n"
     "[bold]query[/bold], [bold]tail[/bold], [bold]stats[/bold] and [bold]export[/bold] ask a "
     "running pool, the newest run under .forge unless told otherwise. [bold]check[/bold], "
-    "[bold]backup[/bold], [bold]restore[/bold] and [bold]compact[/bold] work on the directory of "
-    "one shard (data_dir, in a run pool/0), on the host that has it.",
+    "[bold]backup[/bold], [bold]restore[/bold], [bold]adopt[/bold] and [bold]compact[/bold] work "
+    "on the directory of one shard (data_dir, in a run pool/0), on the host that has it.",
 )
 
 SERVED = 3
@@ -69,9 +69,21 @@ def restore(
     """Make a data directory out of a backup, and verify every record of it.
 
     Overwrites nothing, and leaves nothing behind when the backup is damaged. Then start the pool
-    with that data_dir; it registers under the shard's old name.
+    with that data_dir: it takes over the shard's name from the store it was copied from, unless a
+    live process serves that, and that store is refused from then on.
     """
     _tool("restore", backup, directory)
+
+
+@pool_app.command()
+def adopt(directory: Directory) -> None:
+    """Let the store in a directory take over its shard's name when it next starts.
+
+    A name belongs to one store, and another one is refused. This is for a store that is to take
+    the place of one that is gone for good, such as a copy made by hand or a new and empty one. A
+    store that a live process serves is not replaced.
+    """
+    _tool("adopt", directory)
 
 
 @pool_app.command()

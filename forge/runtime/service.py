@@ -240,7 +240,12 @@ class _Process:
         context.server.set_serving(True)
         entered = dict(context.metadata)
         context.registration = await context.coordinator.register(
-            kind, config.instance_id, address, metadata=entered, ttl_s=config.lease_ttl_s
+            kind,
+            config.instance_id,
+            address,
+            metadata=entered,
+            ttl_s=config.lease_ttl_s,
+            on_conflict=lambda error: self._fail("registration", error),
         )
         if context.metadata != entered:
             # Others find and call this process before it knows that it is registered.

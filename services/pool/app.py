@@ -7,12 +7,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from forge.core.errors import ConfigError, Unavailable
+from forge.runtime.coordination import Registration
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2_grpc, replica_pb2_grpc, trainer_pb2_grpc
 from services.pool.actors import Writer, WriterRef
 from services.pool.config import PoolConfig
 from services.pool.environment import OnPanic
+from services.pool.identity import hold_shard
 from services.pool.readers import ReaderRef, Readers
 from services.pool.replica import (
     LeadersReaders,
@@ -40,6 +42,8 @@ class PoolApp:
         self._servicer: PoolServicer | None = None
         self._retention: asyncio.Task[None] | None = None
         self._replica: Replica | None = None
+        self._held: Registration | None = None
+        """The name of a shard that is served without replicas."""
 
     async def start(self) -> None:
         config: PoolConfig = self._context.config
@@ -62,6 +66,12 @@ class PoolApp:
             await self._start_replica(store, writer, readers)
         else:
             await serve_alone(self._context.coordinator, store)
+            self._held = await hold_shard(
+                self._context.coordinator,
+                store,
+                config,
+                on_conflict=lambda error: self._context.fail("shard", error),
+            )
             self._serve(store, writer, readers)
             self._retain(store, writer, readers)
         log.info("shard_opened", shard=store.shard, data_dir=config.data_dir)
@@ -125,6 +135,9 @@ class PoolApp:
         if self._replica is not None:
             await self._replica.stop()
         await self._opened.aclose()
+        # Once the store is closed another one may be served under the name.
+        if self._held is not None:
+            await self._held.close()
 
 
 def _open_store(config: PoolConfig, on_panic: OnPanic) -> PoolStore:

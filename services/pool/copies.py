@@ -35,6 +35,7 @@ from services.pool.files import (
     exchange_data,
     file_bytes,
     lock_directory,
+    set_hand_over_mark,
     sync_directory,
     unfinished,
 )
@@ -163,7 +164,16 @@ def restore(backup_: Path, target: Path, progress: Progress) -> list[Damage]:
         damage.extend(check(copy, checked))
         # What reading has left there belongs to this copy's old name.
         (copy / LOCK).unlink(missing_ok=True)
+        set_hand_over_mark(copy)
     return damage
+
+
+def adopt(directory: Path) -> str:
+    """Lets the store in `directory` take over the name of its shard when it next starts; the name.
+    Raises as `check` does."""
+    name = shard_name(directory)
+    set_hand_over_mark(directory)
+    return name
 
 
 def compact(directory: Path, progress: Progress) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from forge.core.errors import ConfigError, FailedPrecondition
 
 DATA, LOCK = "data.mdb", "lock.mdb"
 _COMPACTED = "compacted"
+_HAND_OVER = "takes_over"
 
 
 class InUse(ConfigError):
@@ -106,6 +107,21 @@ def exchange_data(directory: Path, copy: Path) -> None:
     (directory / LOCK).unlink(missing_ok=True)
     (copy / DATA).replace(directory / DATA)
     sync_directory(directory)
+
+
+def set_hand_over_mark(directory: Path) -> None:
+    """From now on the store in `directory` may take over the name of its shard from another."""
+    (directory / _HAND_OVER).touch()
+    sync_directory(directory)
+
+
+def has_hand_over_mark(directory: Path) -> bool:
+    return (directory / _HAND_OVER).exists()
+
+
+def remove_hand_over_mark(directory: Path) -> None:
+    """It is spent once the store has the name."""
+    (directory / _HAND_OVER).unlink(missing_ok=True)
 
 
 def compacted(directory: Path) -> Path:

@@ -24,6 +24,8 @@ from forge.v1 import common_pb2
 MAX_EVENT_ID_BYTES = 256
 SHARD_KEY = b"shard"
 """In `meta`: the shard's name."""
+LINEAGE_KEY = b"lineage"
+"""In `meta`: drawn with the shard, and the same in every replica and copy of it."""
 
 _QUEUE = struct.Struct(">BQ")
 _NUMBERS = struct.Struct(">II")

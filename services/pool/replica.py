@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -30,6 +29,7 @@ from services.pool.actors import WriterRef
 from services.pool.commands import FollowLeader
 from services.pool.config import PoolConfig
 from services.pool.following import Following
+from services.pool.identity import bind_leader, check_follower, may_serve, read_binding
 from services.pool.journal import Changes, adopt, is_empty, leave_replication, state_of
 from services.pool.leader import Leader
 from services.pool.leading import RETRY_S
@@ -80,6 +80,7 @@ class Replica:
         def told(position: int, changes: Changes) -> None:
             loop.call_soon_threadsafe(self._committed, position, changes)
 
+        await check_follower(self._context.coordinator, self._store)
         await asyncio.to_thread(self._store.count_commits, told)
         self._context.ready = False
         self._task = asyncio.create_task(self._live(), name="replica")
@@ -202,15 +203,18 @@ class Replica:
         own = await self._read(state_of)
         return ReplicaSet(
             shard=self._store.shard,
-            lineage=uuid.uuid4().hex,
+            lineage=self._store.lineage(),
             in_sync=frozenset({own.replica_id}),
             fence=0,
         )
 
     async def _standing(self) -> tuple[bool, ReplicaSet | None]:
         """Whether this replica may lead, and by which record. Raises Unavailable."""
-        members = await ReplicaSet.read(self._context.coordinator, self._store.shard)
-        return may_lead(members, await self._read(state_of)), members
+        coordinator, shard = self._context.coordinator, self._store.shard
+        binding, _ = await read_binding(coordinator, shard)
+        named = await asyncio.to_thread(may_serve, binding, self._store, replicated=True)
+        members = await ReplicaSet.read(coordinator, shard)
+        return named and may_lead(members, await self._read(state_of)), members
 
     async def _is_first_and_empty(self) -> bool:
         with suppress(Unavailable):
@@ -223,6 +227,7 @@ class Replica:
         await self._writer.ask(FollowLeader(steps=()), timeout_s=_COMMIT_S)
         if (await self._read(state_of)).copying:
             raise Unavailable("its leader began to copy to it while it was elected")
+        await bind_leader(self._context.coordinator, self._store, self._config)
         change = partial(adopt, lineage=members.lineage, term=leadership.fence)
         state = await asyncio.to_thread(self._store.change, change)
         leader = Leader(

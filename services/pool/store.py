@@ -29,8 +29,9 @@ from services.pool.journal import (
     ReplicaState,
     begin_replication,
     log_commit,
+    state_of,
 )
-from services.pool.keys import SHARD_KEY
+from services.pool.keys import LINEAGE_KEY, SHARD_KEY
 from services.pool.orphans import OrphanPage, orphans_after
 from services.pool.recent import RecentChanges, Since
 from services.pool.records import Records, Table
@@ -79,11 +80,22 @@ class PoolStore:
         self.confirmed_position = 0
         """Newest commit that a follower is known to have; kept with the next one."""
         try:
-            self.shard = self._environment.write(lambda records: _settle_name(records, shard))
+            self.shard = self._environment.write(lambda records: _settle_names(records, shard))
             """Name of this shard, drawn once and kept with the data."""
+            self.directory_id = self._environment.identity()
+            """Drawn once for the data directory; a copy of the data alone has another."""
         except BaseException:
             self.close()
             raise
+
+    @property
+    def directory(self) -> Path:
+        return self._environment.directory
+
+    def lineage(self) -> str:
+        """The same in all replicas and copies of this shard, other in any other store; a follower
+        gets its leader's. Empty while a copy of all records has just begun."""
+        return self._environment.read(_lineage)
 
     def commit(self, commands: Sequence[Command]) -> list[Any]:
         """Carries out `commands` in order and returns once they are on disk, in one fsync.
@@ -128,8 +140,7 @@ class PoolStore:
 
     def identify(self) -> ReplicaState:
         """Where this replica stands, under the identity of its directory."""
-        own_id = self._environment.identity()
-        return self.change(partial(begin_replication, replica_id=own_id))
+        return self.change(partial(begin_replication, replica_id=self.directory_id))
 
     def change(self, change: Callable[[Records], T]) -> T:
         """Changes records in one transaction; on the thread that commits, or while nothing does."""
@@ -254,7 +265,12 @@ class PoolStore:
         self._environment.close()
 
 
-def _settle_name(records: Records, wanted: str) -> str:
+def _settle_names(records: Records, wanted: str) -> str:
+    """The shard's name; it has one, and a lineage, from now on."""
+    if not _lineage(records):
+        # Replicas of before had one in their own account alone.
+        drawn = state_of(records).lineage or uuid.uuid4().hex
+        records.put(Table.META, LINEAGE_KEY, drawn.encode())
     stored = records.get(Table.META, SHARD_KEY)
     if stored is None:
         name = wanted or f"shard-{uuid.uuid4().hex[:8]}"
@@ -267,3 +283,7 @@ def _settle_name(records: Records, wanted: str) -> str:
             "leave shard empty, or give another data_dir"
         )
     return name
+
+
+def _lineage(records: Records) -> str:
+    return bytes(records.get(Table.META, LINEAGE_KEY) or b"").decode()

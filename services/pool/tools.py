@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
         ("check", _check, ["directory"]),
         ("backup", _backup, ["directory", "target"]),
         ("restore", _restore, ["backup", "directory"]),
+        ("adopt", _adopt, ["directory"]),
         ("compact", _compact, ["directory"]),
     ):
         command = commands.add_parser(name)
@@ -67,6 +68,15 @@ def _restore(options: argparse.Namespace) -> int:
     if code:
         sys.stderr.write(f"forge: {options.backup} is damaged: nothing was restored\n")
     return code
+
+
+def _adopt(options: argparse.Namespace) -> int:
+    name = copies.adopt(options.directory)
+    _say(
+        f"{options.directory} takes over shard {name} when it next starts, unless a live process "
+        "serves that; the store it belonged to is refused from then on"
+    )
+    return 0
 
 
 def _compact(options: argparse.Namespace) -> int:

@@ -48,17 +48,19 @@ async def test_registration_outlives_a_pause_in_its_making(
 ) -> None:
     """A lease that runs out before it holds anything is replaced like any other."""
     etcd = coordinator._etcd
-    put = etcd.put
+    swap = etcd.swap
     leases: list[int] = []
 
-    async def paused_once(key: str, value: bytes, *, lease_id: int) -> int:
+    async def paused_once(
+        key: str, value: bytes, *, expected_revision: int, lease_id: int = 0
+    ) -> int | None:
         leases.append(lease_id)
         if len(leases) == 1:
             await etcd.revoke(lease_id, timeout_s=60)
             await asyncio.sleep(1.0)
-        return await put(key, value, lease_id=lease_id)
+        return await swap(key, value, expected_revision=expected_revision, lease_id=lease_id)
 
-    monkeypatch.setattr(etcd, "put", paused_once)
+    monkeypatch.setattr(etcd, "swap", paused_once)
     registration = await coordinator.register("pool", "pool-0", "127.0.0.1:7001", ttl_s=1.0)
     assert len(leases) > 1
     await coordinator.discover("pool").wait(timeout_s=60)
@@ -178,13 +180,13 @@ async def test_of_many_candidates_each_is_elected_in_its_turn(coordinator: Coord
     assert len(fences) == 6
 
 
-@pytest.mark.parametrize("write", ["put", "swap"])
+@pytest.mark.parametrize("entered", ["discovery", "office"])
 async def test_who_leaves_while_etcd_writes_leaves_nothing_behind(
-    write: str, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+    entered: str, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told to stop before etcd's answer is here, an instance is neither found nor waited for."""
     etcd = coordinator._etcd
-    original = getattr(etcd, write)
+    original = etcd.swap
     written = asyncio.Event()
 
     async def unanswered(*args: Any, **options: Any) -> None:
@@ -193,10 +195,10 @@ async def test_who_leaves_while_etcd_writes_leaves_nothing_behind(
         await asyncio.Event().wait()
 
     with monkeypatch.context() as patch:
-        patch.setattr(etcd, write, unanswered)
+        patch.setattr(etcd, "swap", unanswered)
         entering = asyncio.create_task(
             coordinator.register("pool", "pool-0", "h:1", ttl_s=600.0)
-            if write == "put"
+            if entered == "discovery"
             else coordinator.campaign("scheduler", "a", ttl_s=600.0)
         )
         await asyncio.wait_for(written.wait(), 60)

@@ -200,16 +200,16 @@ async def test_what_changes_while_it_is_registered_is_announced(
         etcd=etcd.endpoint, cluster=cluster, key_file=str(tmp_path / "key"), instance_id="echo-1"
     )
     process = _Process("echo", config, EchoApp)
-    put, puts = Etcd.put, count()
+    swap, swaps = Etcd.swap, count()
 
-    async def painted_before_the_answer(*arguments: Any, **options: Any) -> int:
-        revision = await put(*arguments, **options)
-        if next(puts) == 0:
+    async def painted_before_the_answer(*arguments: Any, **options: Any) -> int | None:
+        revision = await swap(*arguments, **options)
+        if next(swaps) == 0:
             process._context.metadata["color"] = "blue"
             await process._context.announce()
         return revision
 
-    monkeypatch.setattr(Etcd, "put", painted_before_the_answer)
+    monkeypatch.setattr(Etcd, "swap", painted_before_the_answer)
     async with AsyncExitStack() as undo:
         await process._start(undo)
         assert process._context.registration is not None

@@ -6,17 +6,18 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from types import MappingProxyType
 
 import grpc
 
 from forge.core.errors import StaleFence, Unavailable
-from forge.runtime.coordination.directory import Contact, Instance
+from forge.runtime.coordination.claims import Claim, Fields, Owner, this_process
+from forge.runtime.coordination.directory import Contact
 from forge.runtime.coordination.discovery import Discovery
-from forge.runtime.coordination.etcd import TIMEOUT_S, Etcd, Versioned, open_channel
-from forge.runtime.coordination.leases import Leadership, Lease, Registration
+from forge.runtime.coordination.etcd import Etcd, Versioned, open_channel
+from forge.runtime.coordination.leases import Leadership, Lease, OnConflict, Registration
 
 _PULSE_S = 0.5
 _NO_METADATA: Mapping[str, str] = MappingProxyType({})
@@ -71,33 +72,73 @@ class Coordinator:
         *,
         metadata: Mapping[str, str] = _NO_METADATA,
         ttl_s: float = 5.0,
+        owner: Owner | None = None,
+        on_conflict: OnConflict = lambda _: None,
     ) -> Registration:
-        """Enter discovery until closed; a lost lease is replaced. Raises Unavailable."""
+        """Enter discovery until closed; a lost lease is replaced. Raises Unavailable, and Conflict
+        when another live process has the instance id.
 
-        async def write(lease: Lease, metadata: Mapping[str, str]) -> None:
-            entry = Instance(
-                kind=kind, instance_id=instance_id, address=address, metadata=metadata, revision=0
-            )
-            key = f"services/{kind}/{instance_id}"
-            await self._etcd.put(key, entry.encode(), lease_id=lease.lease_id)
+        `owner` is this process by default. `on_conflict` is called when another process took the
+        id while the lease was lost.
+        """
+        return await self._hold(
+            f"services/{kind}/{instance_id}",
+            lambda metadata: {"address": address, "metadata": dict(metadata)},
+            metadata=metadata,
+            ttl_s=ttl_s,
+            owner=owner,
+            on_conflict=on_conflict,
+            taken=lambda other: (
+                f"instance_id {instance_id!r} is taken: a live {kind} at {other.get('address')} "
+                "has it; give each instance an id of its own"
+            ),
+        )
+
+    async def hold(
+        self,
+        key: str,
+        fields: Fields,
+        *,
+        ttl_s: float,
+        taken: Callable[[Fields], str],
+        owner: Owner | None = None,
+        on_conflict: OnConflict = lambda _: None,
+    ) -> Registration:
+        """Hold a leased key until closed, as `register` does; `taken` makes the message of
+        Conflict from the fields of the other holder."""
+        return await self._hold(
+            key,
+            lambda _: fields,
+            metadata={},
+            ttl_s=ttl_s,
+            owner=owner,
+            on_conflict=on_conflict,
+            taken=taken,
+        )
+
+    async def _hold(
+        self,
+        key: str,
+        fields_of: Callable[[Mapping[str, str]], Fields],
+        *,
+        metadata: Mapping[str, str],
+        ttl_s: float,
+        owner: Owner | None,
+        on_conflict: OnConflict,
+        taken: Callable[[Fields], str],
+    ) -> Registration:
+        claim = Claim(self._etcd, key, ttl_s=ttl_s, owner=owner or this_process(), taken=taken)
 
         async def enter(metadata: Mapping[str, str]) -> Lease:
-            while True:
-                lease = await Lease.grant(self._etcd, ttl_s=ttl_s, timeout_s=TIMEOUT_S)
-                try:
-                    await write(lease, metadata)
-                    return lease
-                except Unavailable:
-                    # One that ran out on the way, in a pause of ours or of etcd's, is replaced.
-                    if lease.alive:
-                        raise
-                except asyncio.CancelledError:
-                    # Entered or not, nobody knows: the lease takes the entry with it.
-                    await lease.revoke()
-                    raise
+            return await claim.enter(fields_of(metadata))
+
+        async def write(lease: Lease, metadata: Mapping[str, str]) -> None:
+            await claim.write(lease, fields_of(metadata))
 
         lease = await enter(metadata)
-        registration = Registration(lease, enter=enter, write=write, metadata=metadata)
+        registration = Registration(
+            lease, enter=enter, write=write, metadata=metadata, on_conflict=on_conflict
+        )
         self._held.add(registration)
         return registration
 

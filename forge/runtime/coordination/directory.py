@@ -29,9 +29,6 @@ class Instance:
     revision: int
     """etcd's mod-revision of this entry: a later one supersedes it."""
 
-    def encode(self) -> bytes:
-        return json.dumps({"address": self.address, "metadata": dict(self.metadata)}).encode()
-
     @classmethod
     def decode(cls, kind: str, instance_id: str, value: bytes, revision: int) -> Instance:
         fields = json.loads(value)

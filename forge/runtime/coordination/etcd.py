@@ -72,13 +72,6 @@ class Etcd:
             return Versioned(value=entry.value, mod_revision=entry.mod_revision)
         return None
 
-    async def put(self, key: str, value: bytes, *, lease_id: int) -> int:
-        with self._reachable():
-            response = await self._kv.put(
-                self._prefix + key, value, lease=lease_id, timeout=TIMEOUT_S
-            )
-        return int(response.header.revision)
-
     async def swap(
         self, key: str, value: bytes, *, expected_revision: int, lease_id: int = 0
     ) -> int | None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
-from forge.core.errors import Unavailable
+from forge.core.errors import Conflict, Unavailable
 from forge.runtime.telemetry import log
 
 _MARGIN = 0.2
@@ -85,6 +85,8 @@ class Lease:
 
 
 Clock = Callable[[], float]
+OnConflict = Callable[[Conflict], None]
+"""Called when another process has taken what this one held."""
 
 
 class Registration:
@@ -97,8 +99,10 @@ class Registration:
         enter: Callable[[Mapping[str, str]], Awaitable[Lease]],
         write: Callable[[Lease, Mapping[str, str]], Awaitable[None]],
         metadata: Mapping[str, str],
+        on_conflict: OnConflict = lambda _: None,
     ) -> None:
         self._lease = lease
+        self._on_conflict = on_conflict
         self._enter = enter
         self._write = write
         self._metadata = dict(metadata)
@@ -115,7 +119,8 @@ class Registration:
         """Replace the metadata; during an outage of etcd, as soon as it has ended."""
         self._metadata = dict(metadata)
         self._unwritten = True
-        with contextlib.suppress(Unavailable):
+        # What fails now is done, or found out, with the next renewal.
+        with contextlib.suppress(Unavailable, Conflict):
             await self._write_metadata()
 
     async def close(self) -> None:
@@ -129,7 +134,7 @@ class Registration:
         await asyncio.wait({self._task})
 
     async def _keep(self) -> None:
-        outage = False
+        outage = conflict = False
         while True:
             await asyncio.sleep(_RETRY_S if outage else self._lease.period_s)
             try:
@@ -142,8 +147,14 @@ class Registration:
                 if not outage:
                     log.warning("lease_not_renewed", error=str(error))
                 outage = True
-            else:
+            except Conflict as error:
                 outage = False
+                if not conflict:
+                    log.error("registration_taken", error=str(error))
+                    self._on_conflict(error)
+                conflict = True
+            else:
+                outage = conflict = False
 
     async def _write_metadata(self) -> None:
         async with self._writing:

@@ -48,7 +48,8 @@ def everything(store: PoolStore) -> dict[Table, list[tuple[bytes, bytes]]]:
 
 
 def left_over(directory: Path) -> list[str]:
-    return sorted(p.name for p in directory.iterdir() if p.name not in ("data.mdb", "lock.mdb"))
+    kept = ("data.mdb", "lock.mdb", "replica")
+    return sorted(path.name for path in directory.iterdir() if path.name not in kept)
 
 
 @pytest.fixture

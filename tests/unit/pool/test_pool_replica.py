@@ -32,6 +32,8 @@ class Etcd:
     resigned: bool = False
 
     async def get(self, key: str) -> Any:
+        if key.startswith("pool/shards/"):
+            return None  # Nobody has served the shard yet.
         record = {"lineage": LINEAGE, "in_sync": [self.in_sync], "fence": 1}
         return SimpleNamespace(value=json.dumps(record).encode(), mod_revision=1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -226,9 +226,3 @@ def test_contact_is_in_doubt_while_silent_and_for_the_grace_after() -> None:
     for passed_s in range(int(GRACE_S) + 1):
         contact.heard(SILENCE_S + 10 + passed_s)
     assert not contact.in_doubt(SILENCE_S + 10 + GRACE_S)
-
-
-def test_instance_survives_its_encoding() -> None:
-    """What is written to etcd reads back as it was."""
-    original = replace(instance("a", revision=4), metadata={"shard": "s", "http": "h:2"})
-    assert Instance.decode("pool", "a", original.encode(), 4) == original

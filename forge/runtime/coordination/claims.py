@@ -1,0 +1,180 @@
+"""Leased keys that one process holds at a time, taken by compare-and-swap.
+
+    absent                                       take it
+    own entry, or of a process that has ended    replace it
+    of another live process on this host         Conflict, at once
+    of a process on another host                 wait for its lease to end; Conflict if it stays
+
+Every entry names the process that wrote it. So a fixed instance id is free again as soon as its
+process has ended, also after kill -9, and a second process cannot take it from a live one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.core.errors import Conflict, Unavailable
+from forge.runtime.coordination.etcd import TIMEOUT_S, Etcd, Versioned
+from forge.runtime.coordination.leases import Lease
+from forge.runtime.telemetry import log
+
+_LOOK_S = 0.2
+"""Pause between two looks at the entry of another host."""
+_UNKNOWN_TTL_S = 5.0
+"""Of entries written by versions that do not tell."""
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """One process, as other processes can know it again."""
+
+    host: str
+    """Boot of the kernel and namespace of process ids; "" where they cannot be read."""
+    pid: int
+    started: str
+    """Clock tick of its start, since a pid comes again."""
+
+    @classmethod
+    def of(cls, pid: int) -> Owner:
+        """The process `pid` of this host."""
+        return cls(host=_host(), pid=pid, started=_started(pid))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process can see that one."""
+        return bool(self.host) and self.host == _host()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it surely runs no more."""
+        return self.is_here and _started(self.pid) not in (self.started, _HIDDEN)
+
+
+_HIDDEN = "hidden"
+"""In place of a start: the process is there, but this user may not look at it."""
+
+
+def _host() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """Clock tick; empty when it does not run."""
+    try:
+        # The name of the program, in parentheses, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    except OSError:
+        pass
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return ""
+    except PermissionError:
+        pass
+    return _HIDDEN
+
+
+class Claim:
+    """One leased key, for one owner."""
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        key: str,
+        *,
+        ttl_s: float,
+        owner: Owner,
+        taken: Callable[[Fields], str],
+    ) -> None:
+        """`taken` makes the message of `Conflict` from the fields of the other's entry."""
+        self._etcd = etcd
+        self._key = key
+        self._ttl_s = ttl_s
+        self._owner = owner
+        self._taken = taken
+
+    async def enter(self, fields: Fields) -> Lease:
+        """Writes the entry under a lease of its own. Raises `Conflict` when another live process
+        has the key, `Unavailable` when etcd does not answer."""
+        while True:
+            revision = await self._free()
+            lease = await Lease.grant(self._etcd, ttl_s=self._ttl_s, timeout_s=TIMEOUT_S)
+            try:
+                if await self._swap(lease, fields, revision):
+                    return lease
+            except Unavailable:
+                # One that ran out on the way, in a pause of ours or of etcd's, is replaced.
+                if lease.alive:
+                    raise
+            except asyncio.CancelledError:
+                # Entered or not, nobody knows: the lease takes the entry with it.
+                await lease.revoke()
+                raise
+            else:
+                await lease.revoke()
+
+    async def write(self, lease: Lease, fields: Fields) -> None:
+        """Replaces the entry. Raises as `enter` does, and does not wait."""
+        found = await self._etcd.get(self._key)
+        if found is not None and not self._replaceable(found):
+            raise Conflict(self._taken(json.loads(found.value)))
+        if not await self._swap(lease, fields, 0 if found is None else found.mod_revision):
+            raise Unavailable(f"{self._key} has changed meanwhile: try again")
+
+    async def _swap(self, lease: Lease, fields: Fields, revision: int) -> bool:
+        entry = {**fields, "owner": asdict(self._owner), "ttl_s": self._ttl_s}
+        swapped = await self._etcd.swap(
+            self._key,
+            json.dumps(entry).encode(),
+            expected_revision=revision,
+            lease_id=lease.lease_id,
+        )
+        return swapped is not None
+
+    async def _free(self) -> int:
+        """Revision to replace, once it may be."""
+        give_up_s: float | None = None
+        while True:
+            found = await self._etcd.get(self._key)
+            if found is None:
+                return 0
+            if self._replaceable(found):
+                return found.mod_revision
+            fields = json.loads(found.value)
+            now_s = time.monotonic()
+            if give_up_s is None:
+                # Twice, as etcd extends leases when another member leads it.
+                give_up_s = now_s + 2 * fields.get("ttl_s", _UNKNOWN_TTL_S) + 1
+                log.info("waits_for_holder", key=self._key)
+            owner = _owner(fields)
+            if now_s >= give_up_s or (owner is not None and owner.is_here):
+                raise Conflict(self._taken(fields))
+            await asyncio.sleep(_LOOK_S)
+
+    def _replaceable(self, found: Versioned) -> bool:
+        owner = _owner(json.loads(found.value))
+        return owner is not None and (owner == self._owner or owner.has_ended)
+
+
+def this_process() -> Owner:
+    return Owner.of(os.getpid())
+
+
+def _owner(fields: Fields) -> Owner | None:
+    """None for an entry of a version that did not tell."""
+    told = fields.get("owner")
+    return None if told is None else Owner(**told)
