@@ -15,6 +15,7 @@ from typing import Any
 
 from forge.agents.environments.base import Domain, Episode, Transcript
 from forge.agents.gateways import Gateways
+from forge.agents.own_time import OutOfTime, within
 from forge.agents.rewards import RewardTask
 from forge.agents.rollout import Gateway, Rollout, Scaffold
 from forge.agents.scaffolds import Scaffolds
@@ -22,15 +23,17 @@ from forge.agents.scoring import Scorer
 from forge.client.session import AgentSession
 from forge.core.errors import (
     ConfigError,
-    FailedPrecondition,
     ForgeError,
     InvalidArgument,
     NotFound,
     Unavailable,
 )
+from forge.core.failures import FailureKind, abandon_reason, kind_of_error
 from forge.runtime.telemetry import log
 from forge.v1 import scheduler_pb2 as pb
 
+DESCRIBE_S = 10.0
+"""Longest that a gateway may take to say how the calls of a session went."""
 ABANDON_S = 3.0
 """Longest that giving a trajectory up may take; the scheduler copes when it fails."""
 SEAL_S = 60.0
@@ -43,7 +46,8 @@ class Limits:
     """Defaults and bounds of every rollout."""
 
     rollout_s: float
-    """Of the agent alone: who waits to be scored has not failed."""
+    """Of the agent's own time, see `forge.agents.own_time`: a rollout that waits for the model, for
+    its score, or on an overloaded host has not failed."""
     max_tokens: int
 
 
@@ -54,8 +58,18 @@ class _Plan:
     payload: Mapping[str, Any]
 
 
+_KINDS = {
+    FailureKind.TASK: pb.FAILURE_KIND_TASK,
+    FailureKind.INFRASTRUCTURE: pb.FAILURE_KIND_INFRASTRUCTURE,
+}
+
+
 class _Permanent(Exception):
     """A failure that another attempt could not change."""
+
+
+class _NoTurn(Exception):
+    """The agent ended without a model call that was answered."""
 
 
 class Attempts:
@@ -91,16 +105,21 @@ class Attempts:
             await self._attempt(lease, plan, gateway)
         except asyncio.CancelledError:
             if gateway:
-                await self._abandon(lease, gateway, "the rollout was stopped")
+                reason = abandon_reason(FailureKind.INFRASTRUCTURE, "the rollout was stopped")
+                await self._abandon(lease, gateway, reason)
             raise
         # Agents, tools and reward functions are anybody's code: whatever they raise ends this
         # rollout and no other.
         except Exception as error:
             _failed(outcome, error)
+            kind = kind_of_error(error)
             if gateway:
                 if isinstance(error, Unavailable):
                     self._gateways.avoid(gateway)
-                await self._abandon(lease, gateway, outcome.error)
+                if kind is FailureKind.TASK and not isinstance(error, _Permanent | OutOfTime):
+                    kind = await self._kind_by_gateway(lease, gateway, outcome)
+                await self._abandon(lease, gateway, abandon_reason(kind, outcome.error))
+            outcome.kind = _KINDS[kind]
         finally:
             if gateway:
                 self._gateways.release(gateway)
@@ -137,18 +156,40 @@ class Attempts:
             await episode.close()
 
     async def _run_scaffold(self, plan: _Plan, rollout: Rollout, episode: Episode) -> Transcript:
+        session = _described(rollout.gateway, rollout.session_token)
+
+        async def waited_s() -> float:
+            return (await session.open()).model_s
+
         try:
-            async with asyncio.timeout(self._limits.rollout_s) as limit:
-                transcript = await plan.scaffold.run(rollout, episode)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise TimeoutError(f"no end within {self._limits.rollout_s:g} s") from None
+            transcript = await within(
+                self._limits.rollout_s, plan.scaffold.run(rollout, episode), waited_s=waited_s
+            )
+        except OutOfTime:
+            raise OutOfTime(
+                f"no end within {self._limits.rollout_s:g} s of the agent's own time"
+            ) from None
         except InvalidArgument as error:
             raise _Permanent(str(error)) from error
         if transcript.turns == 0:
-            raise FailedPrecondition("the agent ended without a model call that was answered")
+            raise _NoTurn("the agent ended without a model call that was answered")
         return transcript
+
+    async def _kind_by_gateway(
+        self, lease: pb.RolloutLease, gateway: Gateway, outcome: pb.FinishRolloutsRequest.Outcome
+    ) -> FailureKind:
+        """Whose failure it was that an agent failed: not its own where its last model call got no
+        answer, or its gateway is away."""
+        try:
+            info = await _described(gateway, lease.session_token).open()
+        except ForgeError as error:
+            why = f"its gateway is away: {error}"
+        else:
+            if not info.unanswered:
+                return FailureKind.TASK
+            why = f"its last model call got no answer: {info.unanswered}"
+        outcome.error = f"{outcome.error}; {why}"[:ERROR_CHARS]
+        return FailureKind.INFRASTRUCTURE
 
     def _rollout(self, lease: pb.RolloutLease, plan: _Plan, gateway: Gateway) -> Rollout:
         payload = plan.payload
@@ -175,6 +216,11 @@ class Attempts:
             log.info("abandon_failed", trajectory_id=lease.trajectory_id, error=str(error))
 
 
+def _described(gateway: Gateway, token: str) -> AgentSession:
+    """To ask once how the calls of a session went."""
+    return AgentSession(gateway.channel, token, timeout_s=DESCRIBE_S, retry_for_s=0.0)
+
+
 def _payload(text: str) -> dict[str, Any]:
     try:
         payload = json.loads(text or "{}")
@@ -195,7 +241,7 @@ def _number(payload: Mapping[str, Any], key: str, default: int) -> int:
 def _failed(outcome: pb.FinishRolloutsRequest.Outcome, error: Exception) -> None:
     """Write the failure into the outcome; what is not an error of ours is told with its type."""
     text = str(error)
-    if not isinstance(error, ForgeError | _Permanent | TimeoutError):
+    if not isinstance(error, ForgeError | _Permanent | _NoTurn | OutOfTime):
         text = f"{type(error).__name__}: {text}"
     outcome.error = text[:ERROR_CHARS] or type(error).__name__
     outcome.permanent = isinstance(error, _Permanent)

@@ -29,7 +29,11 @@ class RunnerConfig(ServiceConfig):
 
     concurrency: int = setting(256, help="rollouts that run at once", minimum=1, maximum=65536)
     rollout_timeout_s: float = setting(
-        1800.0, help="longest that one rollout may take", minimum=1, maximum=86400
+        1800.0,
+        help="longest that the agent of one rollout may take by itself: waiting for the model does "
+        "not count, and on a host with more to run than cores time counts less",
+        minimum=1,
+        maximum=86400,
     )
     call_timeout_s: float = setting(
         600.0, help="longest that one model call may take", minimum=1, maximum=86400

@@ -25,6 +25,7 @@ import msgspec
 
 from forge.agents.child import Tail, how_it_ended, kill_group, last_lines
 from forge.agents.environments.base import Reward, Transcript
+from forge.agents.own_time import OutOfTime, within
 from forge.agents.reward_worker import LENGTH_BYTES, framed
 from forge.agents.rewards import RewardTask
 from forge.core.errors import ConfigError, ForgeError
@@ -171,9 +172,8 @@ class RewardPool:
         if reference in worker.loaded:
             return _Answer(call=0)
         try:
-            async with asyncio.timeout(LOAD_S):
-                answer = await worker.ask({"function": reference})
-        except TimeoutError:
+            answer = await within(LOAD_S, worker.ask({"function": reference}))
+        except OutOfTime:
             raise _Late(f"was not loaded within {LOAD_S:g} s") from None
         if not answer.error:
             worker.loaded.add(reference)
@@ -181,9 +181,10 @@ class RewardPool:
 
     async def _call(self, worker: _Worker, reference: str, arguments: Mapping[str, Any]) -> _Answer:
         try:
-            async with asyncio.timeout(self._limits.call_s):
-                return await worker.ask({"function": reference, **arguments})
-        except TimeoutError:
+            return await within(
+                self._limits.call_s, worker.ask({"function": reference, **arguments})
+            )
+        except OutOfTime:
             raise _Late(f"took over {self._limits.call_s:g} s") from None
 
     def _failed(self, reference: str, cause: str, text: str, worker: _Worker) -> RewardError:

@@ -164,6 +164,7 @@ class Runner:
                 lease_id=lease.lease_id,
                 trajectory_id=lease.trajectory_id,
                 error="the runner was stopped",
+                kind=pb.FAILURE_KIND_INFRASTRUCTURE,
             )
         elif task.exception() is not None:
             # A bug of ours: the task group is ending the runner with it.
@@ -177,6 +178,7 @@ class Runner:
                 trajectory_id=lease.trajectory_id,
                 error=outcome.error,
                 permanent=outcome.permanent,
+                kind=pb.FailureKind.Name(outcome.kind).removeprefix("FAILURE_KIND_").lower(),
             )
         # A lost claim is no longer held: there is nobody to report to.
         if lease.lease_id in self._held:

@@ -42,6 +42,11 @@ class SessionInfo:
     """Longest context the model takes, prompt and answer together."""
     turns: int
     """Turns of this session that ended so far."""
+    model_s: float = 0.0
+    """For how long model calls have been in flight at this gateway; those that overlap count
+    once."""
+    unanswered: str = ""
+    """Why the last model call that ended got no answer, if that was no fault of the agent."""
 
     @classmethod
     def decode(cls, response: gateway_pb2.OpenSessionResponse) -> SessionInfo:
@@ -52,6 +57,8 @@ class SessionInfo:
             model=response.model,
             context_tokens=response.context_tokens,
             turns=response.turns,
+            model_s=response.model_s,
+            unanswered=response.unanswered,
         )
 
 

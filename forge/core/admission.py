@@ -40,8 +40,8 @@ class Mode(enum.Enum):
 
 
 class PartialGroups(enum.Enum):
-    """What becomes of a group one of whose rollouts failed. It is never trained on with one
-    missing, and a failure that no other attempt could change always ends it."""
+    """What becomes of a group one of whose rollouts failed by the task's own doing. It is never
+    trained on with one missing, and a failure that no other attempt could change always ends it."""
 
     FILL = "fill"
     """The rollout is attempted again, up to `max_attempts`; then the group is dropped."""
@@ -74,12 +74,17 @@ class QueueSettings:
     domain_limits: Mapping[str, int] = field(default_factory=dict)
     """Most groups of a domain that run at once; a domain at its limit is passed over."""
     rollout_lease_s: float = 30.0
+    """Of a claim whose runner renews in time; a slow one gets more, see `forge.core.renewals`."""
     rollout_timeout_s: float = 7200.0
     """Longest life of one attempt, renewed or not."""
     recheck_s: float = 2.0
     """How soon an expired claim whose fate is not settled is reported again."""
     partial_groups: PartialGroups = PartialGroups.FILL
     max_attempts: int = 3
+    """Failures of the task itself."""
+    max_losses: int = 32
+    """Faults of the infrastructure that end attempts at one rollout while others are sealed: from
+    so many on, the task is to blame, as one that uses up the memory of its runner's host."""
     retry_backoff_s: float = 1.0
     """Before the second attempt; doubles with each failure."""
     max_backoff_s: float = 60.0
@@ -89,7 +94,7 @@ class QueueSettings:
     out as a batch smaller than asked."""
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "max_attempts"):
+        for name in ("concurrency", "max_attempts", "max_losses"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} = {getattr(self, name)} must be at least 1")
 

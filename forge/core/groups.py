@@ -66,6 +66,10 @@ class Lease:
     expires_s: float
     deadline_s: float
     """No renewal reaches beyond this: a rollout that never ends must not hold the head."""
+    renewed_s: float
+    """When it was renewed last, or granted."""
+    sealed_before: int
+    """How many rollouts the queue had sealed when it was granted."""
 
 
 @dataclass(slots=True)
@@ -77,7 +81,14 @@ class Rollout:
     """Sealed: the attempt that counts. Else the lowest attempt that is not known to have failed;
     an attempt below it reports too late."""
     failures: int = 0
+    """Of the task itself."""
+    faults: int = 0
+    """Attempts that the infrastructure ended one after the other, by the runners' own word."""
+    losses: int = 0
+    """Attempts that the infrastructure ended while other rollouts were sealed."""
     lease: Lease | None = None
+    lapsed: Lease | None = None
+    """The last claim, if it ended without word of its runner: that may still renew it."""
     listed: bool = False
     """Whether the dispatch order holds an entry for it."""
 
@@ -107,6 +118,8 @@ class AttemptState(enum.IntEnum):
     OPEN = 1
     SEALED = 2
     ABANDONED = 3
+    LOST = 4
+    """Abandoned for a fault of the infrastructure."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -172,8 +185,8 @@ class Group:
             if known.state is AttemptState.SEALED:
                 rollout.phase, rollout.attempt = RolloutPhase.SEALED, known.attempt
                 self.sealed += 1
-            elif known.state is AttemptState.ABANDONED:
-                rollout.failures += 1
+            elif known.state in (AttemptState.ABANDONED, AttemptState.LOST):
+                rollout.failures += known.state is AttemptState.ABANDONED
                 rollout.attempt = max(rollout.attempt, known.attempt + 1)
             else:
                 rollout.attempt = max(rollout.attempt, known.attempt)

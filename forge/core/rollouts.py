@@ -2,7 +2,8 @@
 
 Owns claims, attempts and retries. A rollout that fails is tried again after a back-off, under a
 new attempt number, as often as `partial_groups` says; then it takes its whole group with it,
-tombstoned with the reason, so a partial group is never trained on.
+tombstoned with the reason, so a partial group is never trained on. Only the task's own failures
+count for that; faults of the infrastructure cost time alone (`forge.core.failures`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from forge.core.admission import PartialGroups, QueueSettings
 from forge.core.books import Books
 from forge.core.dispatch import Claims, Slot
 from forge.core.errors import NotFound
+from forge.core.failures import FailureKind
 from forge.core.groups import Group, Lease, Phase, Rollout, RolloutPhase
+from forge.core.renewals import Renewals
 from forge.core.trajectory import TaskId, TrajectoryId, parse_trajectory_id
 
 TERM_ATTEMPTS = 1_000
@@ -42,6 +45,9 @@ class Rollouts:
         """No rollout is handed out before, so that the runners of an earlier term can renew what
         they hold."""
         self._claims = Claims()
+        self._renewals = Renewals(settings.rollout_lease_s)
+        self._sealed = 0
+        """Rollouts sealed under this leader."""
         self.adopted = 0
         """Claims of earlier terms that were taken over."""
         self.retries = 0
@@ -73,12 +79,15 @@ class Rollouts:
     def renew(self, trajectory_id: str, *, now_s: float) -> bool:
         """Extend a claim; False when it is lost and the rollout should stop.
 
-        A claim of an earlier term is taken over as long as nobody else got the rollout.
+        A claim that ended without a word, or of an earlier term, is taken over as long as nobody
+        else got the rollout.
         """
-        lease = self._claims.get(TrajectoryId(trajectory_id))
+        lease = self._claims.get(TrajectoryId(trajectory_id)) or self._take_back(trajectory_id)
         if lease is None:
             return self._adopt(trajectory_id, now_s)
-        lease.expires_s = min(now_s + self._settings.rollout_lease_s, lease.deadline_s)
+        pause_s, lease.renewed_s = now_s - lease.renewed_s, now_s
+        self._renewals.renewed(lease.runner_id, pause_s=pause_s, now_s=now_s)
+        lease.expires_s = min(now_s + self._renewals.lease_s(lease.runner_id), lease.deadline_s)
         return lease.expires_s > now_s
 
     def complete(self, trajectory_id: str, *, now_s: float = 0.0) -> bool:
@@ -94,11 +103,21 @@ class Rollouts:
             return False
         self._claims.drop(slot.rollout)
         slot.rollout.phase, slot.rollout.attempt = RolloutPhase.SEALED, attempt
+        slot.rollout.lapsed = None
         group.sealed += 1
+        self._sealed += 1
         self._books.close_if_sealed(group, now_s)
         return True
 
-    def fail(self, trajectory_id: str, *, reason: str, permanent: bool, now_s: float) -> bool:
+    def fail(
+        self,
+        trajectory_id: str,
+        *,
+        reason: str,
+        permanent: bool,
+        now_s: float,
+        kind: FailureKind = FailureKind.TASK,
+    ) -> bool:
         """An attempt failed: another after a back-off, or the group is tombstoned.
 
         False when the report changes nothing: repeated, late, or of an attempt since replaced.
@@ -108,21 +127,50 @@ class Rollouts:
         if not slot.group.phase.open or not self._is_current(slot.rollout, attempt):
             return False
         rollout = slot.rollout
-        self._claims.drop(rollout)
-        rollout.phase = RolloutPhase.READY
-        rollout.failures += 1
-        rollout.attempt = attempt + 1
-        if permanent or not self._may_try_again(rollout):
-            self._give_up(slot.group, f"rollout {slot.rollout_index}: {reason}")
+        lease = self._end_attempt(rollout, attempt)
+        if permanent or kind is FailureKind.TASK:
+            rollout.failures, rollout.faults = rollout.failures + 1, 0
+            pause_s = self._settings.backoff_s(rollout.failures)
         else:
-            self.retries += 1
-            self._claims.retry_at(now_s + self._settings.backoff_s(rollout.failures), slot)
+            rollout.faults += 1
+            self._count_loss(rollout, lease)
+            pause_s = self._settings.backoff_s(rollout.faults)
+        why = reason if permanent else self._why_no_further(rollout, kind, reason)
+        if why:
+            self._give_up(slot.group, f"rollout {slot.rollout_index}: {why}")
+        else:
+            self._try_again(slot, now_s + pause_s)
+        return True
+
+    def lapse(self, trajectory_id: str, *, now_s: float) -> bool:
+        """A claim has ended, and the pool has no sealed trajectory of it: its runner is silent,
+        which is no failure of the task, or the attempt has lasted for too long, which is one.
+
+        False when that changes nothing: it was renewed meanwhile, or is settled.
+        """
+        lease = self._claims.get(TrajectoryId(trajectory_id))
+        if lease is None or lease.expires_s > now_s:
+            return False
+        if lease.deadline_s <= now_s:
+            limit_s = self._settings.rollout_timeout_s
+            reason = f"no end within rollout_timeout_s = {limit_s:g}"
+            return self.fail(trajectory_id, reason=reason, permanent=False, now_s=now_s)
+        slot, attempt = self._locate(trajectory_id)
+        self._end_attempt(slot.rollout, attempt)
+        slot.rollout.lapsed = lease
+        self._count_loss(slot.rollout, lease)
+        why = self._why_no_further(slot.rollout, FailureKind.INFRASTRUCTURE, "its runner is silent")
+        if why:
+            self._give_up(slot.group, f"rollout {slot.rollout_index}: {why}")
+        else:
+            # The end of the claim was waited for: that is pause enough.
+            self._try_again(slot, now_s + self._settings.backoff_s(1))
         return True
 
     def expire(self, now_s: float) -> tuple[TrajectoryId, ...]:
         """The attempts whose claims have ended.
 
-        Whether such an attempt was sealed, only the pool knows: follow with `complete` or `fail`.
+        Whether such an attempt was sealed, only the pool knows: follow with `complete` or `lapse`.
         Until then it keeps its place and is named again, every `recheck_s`.
         """
         return tuple(self._claims.expired(now_s, recheck_s=self._settings.recheck_s))
@@ -210,9 +258,28 @@ class Rollouts:
         lease = Lease(
             trajectory_id=slot.group.trajectory_id(slot.rollout_index, attempt),
             runner_id=runner_id,
-            expires_s=now_s + min(settings.rollout_lease_s, settings.rollout_timeout_s),
+            expires_s=now_s + min(self._renewals.lease_s(runner_id), settings.rollout_timeout_s),
             deadline_s=now_s + settings.rollout_timeout_s,
+            renewed_s=now_s,
+            sealed_before=self._sealed,
         )
+        slot.rollout.lapsed = None
+        self._claims.hold(lease, slot)
+        return lease
+
+    def _take_back(self, trajectory_id: str) -> Lease | None:
+        """The claim that ended without a word of its runner, held again, if nobody else holds
+        one."""
+        try:
+            slot, attempt = self._locate(trajectory_id)
+        except NotFound:
+            return None
+        # A group that is closed has no rollouts: to look at one would make them anew.
+        lease = slot.rollout.lapsed if slot.group.phase is Phase.RUNNING else None
+        if lease is None or lease.trajectory_id != trajectory_id:
+            return None
+        rollout, slot.rollout.lapsed = slot.rollout, None
+        rollout.attempt = attempt
         self._claims.hold(lease, slot)
         return lease
 
@@ -249,15 +316,40 @@ class Rollouts:
             self._claims.drop(rollout)
         self._books.tombstone(group, reason)
 
-    def _may_try_again(self, rollout: Rollout) -> bool:
-        match self._settings.partial_groups:
-            case PartialGroups.FILL:
-                return rollout.failures < self._settings.max_attempts
-            case PartialGroups.WAIT:
-                # Beyond these, its numbers would be those of the next leader's.
-                return rollout.attempt < self._first_attempt + TERM_ATTEMPTS
-            case PartialGroups.DROP:
-                return False
+    def _end_attempt(self, rollout: Rollout, attempt: int) -> Lease | None:
+        """The claim that the rollout had; its next attempt has another number."""
+        lease = rollout.lease
+        self._claims.drop(rollout)
+        rollout.phase, rollout.lapsed = RolloutPhase.READY, None
+        rollout.attempt = attempt + 1
+        return lease
+
+    def _count_loss(self, rollout: Rollout, lease: Lease | None) -> None:
+        rollout.losses += lease is not None and self._sealed_during(lease)
+
+    def _sealed_during(self, lease: Lease) -> bool:
+        """Whether other rollouts were sealed since it was granted: the cluster works."""
+        return self._sealed > lease.sealed_before
+
+    def _try_again(self, slot: Slot, ready_s: float) -> None:
+        self.retries += 1
+        self._claims.retry_at(ready_s, slot)
+
+    def _why_no_further(self, rollout: Rollout, kind: FailureKind, reason: str) -> str:
+        """Why there is no further attempt; "" when there is one."""
+        settings, partial = self._settings, self._settings.partial_groups
+        # Beyond these, its numbers would be those of the next leader's.
+        if rollout.attempt >= self._first_attempt + TERM_ATTEMPTS:
+            return reason
+        if kind is FailureKind.TASK:
+            spent = partial is PartialGroups.FILL and rollout.failures >= settings.max_attempts
+            return reason if spent or partial is PartialGroups.DROP else ""
+        if partial is PartialGroups.WAIT or rollout.losses < settings.max_losses:
+            return ""
+        return (
+            f"its attempts were lost {rollout.losses} times while other rollouts were sealed "
+            f"(max_losses = {settings.max_losses}): does it use up its host? The last one: {reason}"
+        )
 
     def _locate(self, trajectory_id: str) -> tuple[Slot, int]:
         name = parse_trajectory_id(trajectory_id)

@@ -47,6 +47,8 @@ class OpenSessionResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     TURNS_FIELD_NUMBER: _builtins.int
+    MODEL_S_FIELD_NUMBER: _builtins.int
+    UNANSWERED_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     task_id: _builtins.str
     domain: _builtins.str
@@ -55,6 +57,14 @@ class OpenSessionResponse(_message.Message):
     """Longest context the model takes, prompt and answer together."""
     turns: _builtins.int
     """Turns of this session that ended so far."""
+    model_s: _builtins.float
+    """For how long model calls of this session have been in flight at this gateway, in seconds;
+    calls that overlap count once.
+    """
+    unanswered: _builtins.str
+    """Why the last model call that ended got no answer, if that was no fault of the agent; "" if it
+    was answered.
+    """
     def __init__(
         self,
         *,
@@ -64,10 +74,12 @@ class OpenSessionResponse(_message.Message):
         model: _builtins.str = ...,
         context_tokens: _builtins.int = ...,
         turns: _builtins.int = ...,
+        model_s: _builtins.float = ...,
+        unanswered: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "domain", b"domain", "model", b"model", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "domain", b"domain", "model", b"model", "model_s", b"model_s", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "turns", b"turns", "unanswered", b"unanswered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,6 +23,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _FailureKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FailureKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FailureKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FAILURE_KIND_UNSPECIFIED: _FailureKind.ValueType  # 0
+    """Of a runner that does not tell; counts as the task's."""
+    FAILURE_KIND_TASK: _FailureKind.ValueType  # 1
+    """The agent program, its tools or its reward function failed, or took too long."""
+    FAILURE_KIND_INFRASTRUCTURE: _FailureKind.ValueType  # 2
+    """A service was away, a disk was full, or the runner was stopped."""
+
+class FailureKind(_FailureKind, metaclass=_FailureKindEnumTypeWrapper):
+    """Whose failure it was that an attempt was not sealed."""
+
+FAILURE_KIND_UNSPECIFIED: FailureKind.ValueType  # 0
+"""Of a runner that does not tell; counts as the task's."""
+FAILURE_KIND_TASK: FailureKind.ValueType  # 1
+"""The agent program, its tools or its reward function failed, or took too long."""
+FAILURE_KIND_INFRASTRUCTURE: FailureKind.ValueType  # 2
+"""A service was away, a disk was full, or the runner was stopped."""
+Global___FailureKind: _TypeAlias = FailureKind  # noqa: Y015
+
 class _Activity:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -241,12 +265,15 @@ class FinishRolloutsRequest(_message.Message):
         TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
         ERROR_FIELD_NUMBER: _builtins.int
         PERMANENT_FIELD_NUMBER: _builtins.int
+        KIND_FIELD_NUMBER: _builtins.int
         lease_id: _builtins.str
         trajectory_id: _builtins.str
         error: _builtins.str
         """"" when the session was closed and sealed; else why the rollout failed."""
         permanent: _builtins.bool
         """A failure that another attempt could not change, e.g. an unknown scaffold."""
+        kind: Global___FailureKind.ValueType
+        """Of the failure, unless it is permanent."""
         def __init__(
             self,
             *,
@@ -254,10 +281,11 @@ class FinishRolloutsRequest(_message.Message):
             trajectory_id: _builtins.str = ...,
             error: _builtins.str = ...,
             permanent: _builtins.bool = ...,
+            kind: Global___FailureKind.ValueType = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "lease_id", b"lease_id", "permanent", b"permanent", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "kind", b"kind", "lease_id", b"lease_id", "permanent", b"permanent", "trajectory_id", b"trajectory_id"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -616,6 +644,32 @@ class GetSchedulerStatusRequest(_message.Message):
 Global___GetSchedulerStatusRequest: _TypeAlias = GetSchedulerStatusRequest  # noqa: Y015
 
 @_typing.final
+class Stall(_message.Message):
+    """Why nothing has been trained on for long."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    cause: _builtins.str
+    """For programs, e.g. "no_runner". docs/scheduler.md lists them."""
+    text: _builtins.str
+    """For people: what is wrong, and what to do."""
+    def __init__(
+        self,
+        *,
+        cause: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stall: _TypeAlias = Stall  # noqa: Y015
+
+@_typing.final
 class DomainStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -672,6 +726,10 @@ class GetSchedulerStatusResponse(_message.Message):
     SKIPPED_FIELD_NUMBER: _builtins.int
     SURPLUS_FIELD_NUMBER: _builtins.int
     TAKING_OVER_FIELD_NUMBER: _builtins.int
+    STALL_FIELD_NUMBER: _builtins.int
+    UNTRAINED_S_FIELD_NUMBER: _builtins.int
+    SHARDS_AWAY_FIELD_NUMBER: _builtins.int
+    FAULTS_FIELD_NUMBER: _builtins.int
     head: _builtins.int
     """H, W and N of the training queue, in groups."""
     window: _builtins.int
@@ -711,8 +769,20 @@ class GetSchedulerStatusResponse(_message.Message):
     """Trajectories sealed after another attempt, or after their group was closed."""
     taking_over: _builtins.bool
     """A new leader still listens for what runners hold: more may run than it knows."""
+    untrained_s: _builtins.float
+    """Since a batch was committed or, before the first, since this leader's term began."""
+    faults: _builtins.int
+    """Attempts that the infrastructure ended: no word of the runner, or its report."""
     @_builtins.property
     def domains(self) -> _containers.RepeatedCompositeFieldContainer[Global___DomainStatus]: ...
+    @_builtins.property
+    def stall(self) -> Global___Stall:
+        """Unset while batches are committed, and while there is nothing to train on."""
+
+    @_builtins.property
+    def shards_away(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Pool shards that may hold groups and do not answer. Their groups wait."""
+
     def __init__(
         self,
         *,
@@ -740,10 +810,14 @@ class GetSchedulerStatusResponse(_message.Message):
         skipped: _builtins.int = ...,
         surplus: _builtins.int = ...,
         taking_over: _builtins.bool = ...,
+        stall: Global___Stall | None = ...,
+        untrained_s: _builtins.float = ...,
+        shards_away: _abc.Iterable[_builtins.str] | None = ...,
+        faults: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stall", b"stall"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "activity", b"activity", "admission", b"admission", "complete_in_window", b"complete_in_window", "complete_outside_window", b"complete_outside_window", "concurrency", b"concurrency", "domains", b"domains", "eval_pending", b"eval_pending", "head", b"head", "mode", b"mode", "pending", b"pending", "queued", b"queued", "retries", b"retries", "running_groups", b"running_groups", "running_limit", b"running_limit", "running_rollouts", b"running_rollouts", "shift_kl", b"shift_kl", "skipped", b"skipped", "staleness_p99", b"staleness_p99", "surplus", b"surplus", "taking_over", b"taking_over", "tombstoned", b"tombstoned", "trained", b"trained", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "activity", b"activity", "admission", b"admission", "complete_in_window", b"complete_in_window", "complete_outside_window", b"complete_outside_window", "concurrency", b"concurrency", "domains", b"domains", "eval_pending", b"eval_pending", "faults", b"faults", "head", b"head", "mode", b"mode", "pending", b"pending", "queued", b"queued", "retries", b"retries", "running_groups", b"running_groups", "running_limit", b"running_limit", "running_rollouts", b"running_rollouts", "shards_away", b"shards_away", "shift_kl", b"shift_kl", "skipped", b"skipped", "staleness_p99", b"staleness_p99", "stall", b"stall", "surplus", b"surplus", "taking_over", b"taking_over", "tombstoned", b"tombstoned", "trained", b"trained", "untrained_s", b"untrained_s", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

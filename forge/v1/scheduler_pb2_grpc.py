@@ -124,7 +124,8 @@ class SchedulerServiceServicer(object):
 
     def FinishRollouts(self, request, context):
         """Reports rollouts that ended. One whose trajectory is sealed counts as complete; any other
-        is retried with back-off, then its group is tombstoned with the reason. Idempotent.
+        is retried with back-off. Failures of the task itself tombstone its group after
+        `max_attempts`, with the reason; faults of the infrastructure do not count. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,7 +45,8 @@ class SchedulerServiceStub:
     """Extends claims. Ids that are no longer held come back in `lost`: stop those rollouts."""
     FinishRollouts: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FinishRolloutsRequest, _scheduler_pb2.FinishRolloutsResponse]
     """Reports rollouts that ended. One whose trajectory is sealed counts as complete; any other
-    is retried with back-off, then its group is tombstoned with the reason. Idempotent.
+    is retried with back-off. Failures of the task itself tombstone its group after
+    `max_attempts`, with the reason; faults of the infrastructure do not count. Idempotent.
     """
     LeaseBatch: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseBatchRequest, _scheduler_pb2.LeaseBatchResponse]
     """Claims a batch of complete groups from the window, waiting up to `wait_s`. An empty
@@ -88,7 +89,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """Extends claims. Ids that are no longer held come back in `lost`: stop those rollouts."""
     FinishRollouts: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FinishRolloutsRequest, _scheduler_pb2.FinishRolloutsResponse]  # type: ignore[assignment]
     """Reports rollouts that ended. One whose trajectory is sealed counts as complete; any other
-    is retried with back-off, then its group is tombstoned with the reason. Idempotent.
+    is retried with back-off. Failures of the task itself tombstone its group after
+    `max_attempts`, with the reason; faults of the infrastructure do not count. Idempotent.
     """
     LeaseBatch: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseBatchRequest, _scheduler_pb2.LeaseBatchResponse]  # type: ignore[assignment]
     """Claims a batch of complete groups from the window, waiting up to `wait_s`. An empty
@@ -152,7 +154,8 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.FinishRolloutsResponse, _abc.Awaitable[_scheduler_pb2.FinishRolloutsResponse]]:
         """Reports rollouts that ended. One whose trajectory is sealed counts as complete; any other
-        is retried with back-off, then its group is tombstoned with the reason. Idempotent.
+        is retried with back-off. Failures of the task itself tombstone its group after
+        `max_attempts`, with the reason; faults of the infrastructure do not count. Idempotent.
         """
 
     @_abc_1.abstractmethod

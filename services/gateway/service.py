@@ -45,6 +45,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         claims = current_claims()
         async with self._sessions.use(claims) as session:
             facts = await facts_of(session)
+            model_s = self._sessions.model_s(session)
         return gateway_pb2.OpenSessionResponse(
             trajectory_id=claims.trajectory_id,
             task_id=claims.task_id,
@@ -52,6 +53,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             model=self._turns.model.name,
             context_tokens=claims.context_limit(self._turns.model.context_tokens),
             turns=facts.turns,
+            model_s=model_s,
+            unanswered=session.unanswered,
         )
 
     async def Chat(

@@ -36,6 +36,8 @@ FLUSH_TIMEOUT_S = 60.0
 REREAD_TIMEOUT_S = 60.0
 REREAD_RETRY_S = 1.0
 BUSY_TIMEOUT_S = 1.0
+LONG_CALL_S = 30.0
+"""An agent that leaves a call after so long has not had its answer in time."""
 RELIEF_PAUSE_S = 1.0
 RELIEF = 0.95
 """Share of a limit that is left once it was reached, so that it is not reached at every call."""
@@ -54,6 +56,14 @@ class Session:
     """When it was last in use."""
     size_bytes: int = 0
     """About what it takes in memory."""
+    calls: int = 0
+    """Model calls in flight."""
+    called_s: float = 0.0
+    """Since when there is any."""
+    model_s: float = 0.0
+    """For how long there were any before."""
+    unanswered: str = ""
+    """Why the last call that ended got no answer, if that was no fault of the agent."""
 
     @property
     def idle(self) -> bool:
@@ -129,8 +139,37 @@ class Sessions:
 
     @contextmanager
     def call(self, session: Session) -> Iterator[None]:
-        """One sampling call. Raises `ResourceExhausted` when there are too many, or when too many
-        turns wait for the disk; `Unavailable` while draining."""
+        """One sampling call, answered unless an exception leaves the block. Raises
+        `ResourceExhausted` when there are too many, or when too many turns wait for the disk;
+        `Unavailable` while draining."""
+        began_s = self._clock()
+        if not session.calls:
+            session.called_s = began_s
+        session.calls += 1
+        try:
+            with self._admitted(session):
+                yield
+            session.unanswered = ""
+        except ForgeError as error:
+            session.unanswered = str(error) if error.retryable else ""
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            waited_s = self._clock() - began_s
+            if waited_s >= LONG_CALL_S:
+                session.unanswered = f"the agent left a call that took over {waited_s:.0f} s"
+            raise
+        finally:
+            session.calls -= 1
+            if not session.calls:
+                session.model_s += self._clock() - session.called_s
+
+    def model_s(self, session: Session) -> float:
+        """For how long calls of a session have been in flight; those that overlap count once."""
+        running_s = self._clock() - session.called_s if session.calls else 0.0
+        return session.model_s + running_s
+
+    @contextmanager
+    def _admitted(self, session: Session) -> Iterator[None]:
         if self._draining:
             raise Unavailable("this gateway is draining", retry_after_s=0.0)
         if self._calls >= self._limits.calls:

@@ -78,7 +78,10 @@ class SchedulerConfig(ServiceConfig):
         "gradient",
     )
     rollout_lease_s: float = setting(
-        20.0, help="a runner's claim ends this long after its last renewal", minimum=1
+        20.0,
+        help="a runner's claim ends this long after its last renewal, and later where renewals of "
+        "that runner come late",
+        minimum=1,
     )
     rollout_timeout_s: float = setting(
         7200.0, help="longest life of one attempt, renewed or not", minimum=1
@@ -91,16 +94,24 @@ class SchedulerConfig(ServiceConfig):
     )
     partial_groups: str = setting(
         PartialGroups.FILL.value,
-        help="what becomes of a group one of whose rollouts failed: fill (attempted again, up to "
-        "max_attempts, then dropped), wait (attempted again until it is there), drop (tombstoned "
-        "at once)",
+        help="what becomes of a group one of whose rollouts failed by the task's own doing: fill "
+        "(attempted again, up to max_attempts, then dropped), wait (attempted again until it is "
+        "there), drop (tombstoned at once)",
         choices=tuple(policy.value for policy in PartialGroups),
     )
     max_attempts: int = setting(
         3,
-        help="partial_groups = fill: attempts at one rollout before its group is given up",
+        help="partial_groups = fill: failures of the task itself, in one rollout, before its group "
+        "is given up; faults of the infrastructure do not count",
         minimum=1,
         maximum=100,
+    )
+    max_losses: int = setting(
+        32,
+        help="attempts at one rollout that the infrastructure ended while other rollouts were "
+        "sealed, before its group is given up: the bound on a task that kills its runners",
+        minimum=1,
+        maximum=1000,
     )
     retry_backoff_s: float = setting(
         1.0, help="wait before the second attempt; doubles with each failure", minimum=0
@@ -163,6 +174,7 @@ class SchedulerConfig(ServiceConfig):
             rollout_timeout_s=self.rollout_timeout_s,
             partial_groups=PartialGroups(self.partial_groups),
             max_attempts=self.max_attempts,
+            max_losses=self.max_losses,
             retry_backoff_s=self.retry_backoff_s,
             max_backoff_s=self.max_backoff_s,
             batch_lease_s=self.batch_lease_s,
@@ -176,6 +188,8 @@ class SchedulerConfig(ServiceConfig):
             ignored.setdefault("ahead", f"admission = {self.admission}")
         if self.partial_groups != PartialGroups.FILL.value:
             ignored["max_attempts"] = f"partial_groups = {self.partial_groups}"
+        if self.partial_groups == PartialGroups.WAIT.value:
+            ignored["max_losses"] = f"partial_groups = {self.partial_groups}"
         for key in dataclasses.fields(self):
             value, without = getattr(self, key.name), ignored.get(key.name)
             if without and value not in (key.default, {}):

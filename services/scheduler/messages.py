@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forge.core.activity import Activity
+from forge.core.failures import FailureKind
 from forge.runtime.actor import ActorRef
 from forge.v1 import common_pb2
 from services.scheduler.stored import StoredGroup
@@ -69,6 +70,9 @@ class Report:
     trajectory_id: str
     error: str = ""
     permanent: bool = False
+    kind: FailureKind = FailureKind.TASK
+    silent: bool = False
+    """The claim has ended without a word of its runner; nothing of the above is known."""
     summary: common_pb2.TrajectorySummary | None = None
     """What the pool holds of it."""
 

@@ -42,7 +42,11 @@ _COMPLETED = gauge(
 _REWARD = gauge(
     "forge_scheduler_recent_reward_ratio", "Mean outcome of the last rollouts.", ["domain"]
 )
-FAILURES = counter("forge_scheduler_failures_total", "Attempts that failed.")
+FAILURES = counter(
+    "forge_scheduler_failures_total",
+    "Attempts that failed, by whose failure it was: task or infrastructure.",
+    ["kind"],
+)
 TOMBSTONES = counter("forge_scheduler_tombstones_total", "Groups given up.")
 TERMS = counter("forge_scheduler_terms_total", "Times this instance became the leader.")
 

@@ -97,6 +97,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 trajectory_id=outcome.trajectory_id,
                 error=outcome.error,
                 permanent=outcome.permanent,
+                kind=validation.failure_kind(outcome.kind),
                 summary=summaries.get(outcome.trajectory_id),
             )
             for outcome in request.outcomes

@@ -13,6 +13,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from forge.core.errors import InvalidArgument, ResourceExhausted
+from forge.core.failures import FailureKind
 from forge.core.generation import GenerationQueue
 from forge.core.groups import Group, Phase
 from forge.core.tasks import MAX_PAYLOAD_BYTES
@@ -192,13 +193,27 @@ class TermState:
                 if not group.phase.open:
                     self.catalog.drop_payload(group.spec.task_id)
             return
+        if report.silent:
+            if self.queue.rollouts.lapse(report.trajectory_id, now_s=now_s):
+                self._failed(report, reason="its claim ended")
+            return
         reason = report.error or "it ended without a sealed trajectory"
         failed = self.queue.rollouts.fail(
-            report.trajectory_id, reason=reason, permanent=report.permanent, now_s=now_s
+            report.trajectory_id,
+            reason=reason,
+            permanent=report.permanent,
+            kind=report.kind,
+            now_s=now_s,
         )
         if failed:
-            metrics.FAILURES.inc()
-            log.info("rollout_failed", trajectory_id=report.trajectory_id, reason=reason)
+            self._failed(report, reason=reason)
+
+    def _failed(self, report: Report, *, reason: str) -> None:
+        kind = FailureKind.INFRASTRUCTURE if report.silent else report.kind
+        metrics.FAILURES.labels(kind.value).inc()
+        log.info(
+            "rollout_failed", trajectory_id=report.trajectory_id, kind=kind.value, reason=reason
+        )
 
     def expire(self, now_s: float) -> dict[str, list[str]]:
         """Take back late batches; the attempts to look up, by pool shard.

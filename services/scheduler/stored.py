@@ -12,6 +12,7 @@ from itertools import chain
 from sys import intern
 from typing import NamedTuple
 
+from forge.core.failures import FailureKind, kind_of_abandoned
 from forge.core.groups import Attempt, AttemptState, Group, GroupSpec, Phase
 from forge.core.trajectory import TaskId, parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
@@ -88,7 +89,13 @@ def _spec(record: common_pb2.GroupRecord) -> GroupSpec:
 def _attempt(summary: common_pb2.TrajectorySummary) -> Attempt:
     name = parse_trajectory_id(summary.trajectory_id)
     state = _ATTEMPTS.get(summary.state, AttemptState.OPEN)
+    if state is AttemptState.ABANDONED and _is_fault(summary.reason):
+        state = AttemptState.LOST
     return Attempt(name.rollout_index, name.attempt, state)
+
+
+def _is_fault(reason: str) -> bool:
+    return kind_of_abandoned(reason) is FailureKind.INFRASTRUCTURE
 
 
 def _outcomes(group: Group, summaries: Iterable[common_pb2.TrajectorySummary]) -> Sequence[float]:

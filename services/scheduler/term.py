@@ -25,6 +25,7 @@ from services.scheduler.actors.inspector import Inspector
 from services.scheduler.actors.ledger import Ledger
 from services.scheduler.actors.queue import QueueActor
 from services.scheduler.actors.registrar import Registrar
+from services.scheduler.clock import ListeningClock
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.messages import Connect, GetStatus, RestoreGroups, SetAway
 from services.scheduler.record import OwnRecord, TermRecord
@@ -74,6 +75,7 @@ class Term:
         self._keeper: asyncio.Task[None] | None = None
         self._office: Office | None = None
         self._number = -1
+        self._clock = ListeningClock(time.monotonic)
         self._enlisted: frozenset[str] = frozenset()
         """Pool shards that have been fenced and scanned."""
 
@@ -146,7 +148,7 @@ class Term:
         gc.disable()
         try:
             found = await enlist(self._shards, enlisted, self._copies)
-            now_s = time.monotonic()
+            now_s = self._clock()
             for part in _parts(found):
                 state.restore(part, now_s=now_s)
                 # The lease that leadership rests on has to be renewed meanwhile.
@@ -155,7 +157,7 @@ class Term:
         finally:
             gc.enable()
         if last.claims:
-            queue.rollouts.hold_until_s = time.monotonic() + self._config.takeover_hold_s
+            queue.rollouts.hold_until_s = self._clock() + self._config.takeover_hold_s
         return state
 
     async def _start_actors(self, state: TermState) -> Office:
@@ -166,7 +168,7 @@ class Term:
         }
         spawn = self._actors.spawn
         queue = await spawn(
-            lambda: QueueActor(state, clock=time.monotonic), name="queue", restart=no_restart
+            lambda: QueueActor(state, clock=self._clock), name="queue", restart=no_restart
         )
         registrar = await spawn(
             lambda: Registrar(

@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 from forge.core.activity import Activity
 from forge.core.errors import InvalidArgument
+from forge.core.failures import FailureKind
 from forge.core.tasks import check_task_fields
 from forge.core.trajectory import check_task_id, parse_trajectory_id
 from forge.v1 import common_pb2, scheduler_pb2
@@ -133,6 +134,13 @@ def check_outcome(outcome: scheduler_pb2.FinishRolloutsRequest.Outcome, number: 
             f"trajectory_id {outcome.trajectory_id!r}"
         )
     return outcome.trajectory_id
+
+
+def failure_kind(kind: scheduler_pb2.FailureKind.ValueType) -> FailureKind:
+    """Of an outcome; a runner that does not tell, or tells what is not known here, means the
+    task's."""
+    infrastructure = kind == scheduler_pb2.FAILURE_KIND_INFRASTRUCTURE
+    return FailureKind.INFRASTRUCTURE if infrastructure else FailureKind.TASK
 
 
 def check_activity(activity: scheduler_pb2.Activity.ValueType) -> Activity:

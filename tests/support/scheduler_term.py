@@ -18,6 +18,7 @@ from services.scheduler.actors.inspector import Inspector
 from services.scheduler.actors.ledger import Ledger
 from services.scheduler.actors.queue import QueueActor
 from services.scheduler.actors.registrar import Registrar
+from services.scheduler.clock import ListeningClock
 from services.scheduler.messages import Connect
 from services.scheduler.shards import Change
 from services.scheduler.state import TermState
@@ -136,11 +137,12 @@ class TermActors:
             GenerationQueue(settings), max_pending=100, skip_equal_rewards=skip_equal_rewards
         )
         self.record = FakeRecord()
+        self.loop_time_s = 0.0
         self.system = ActorSystem("term")
 
     async def start(self) -> None:
         spawn = partial(self.system.spawn, restart=Restart(max_restarts=0))
-        self.queue = await spawn(lambda: QueueActor(self.state, clock=self.clock), name="queue")
+        self.queue = await spawn(self.actor, name="queue")
         self.registrar = await spawn(
             lambda: Registrar(
                 self.queue,
@@ -157,6 +159,12 @@ class TermActors:
         archivist = await spawn(lambda: Archivist(self.shards), name="archivist")
         connect = Connect(own=self.queue, archivist=archivist, inspector=self.inspector)
         await self.queue.ask(connect, timeout_s=ASK_S)
+
+    def actor(self) -> QueueActor:
+        """A queue actor whose ticks are as late as a test says."""
+        return QueueActor(
+            self.state, clock=ListeningClock(self.clock), loop_time=lambda: self.loop_time_s
+        )
 
     def office(self) -> Office:
         """What calls need of this term, whose leadership holds."""

@@ -99,6 +99,10 @@ class ScriptedGateway:
         self.sessions: dict[str, Session] = {}
         self.failures: list[tuple[grpc.StatusCode, str]] = []
         """Given out one by one, before anything else, by the next gRPC calls."""
+        self.model_s: float | Callable[[], float] = 0.0
+        """What OpenSession tells of the time in model calls, or what says it."""
+        self.unanswered = ""
+        """What OpenSession tells of the last model call."""
         self.hold_after_first_word = False
         """gRPC chats stop there, until the caller goes away."""
         self.aborted = asyncio.Event()
@@ -198,7 +202,12 @@ class _Servicer(GatewayServiceServicer):
     async def OpenSession(self, request: Any, context: Any) -> Any:
         session = await self._session(context)
         return gateway_pb2.OpenSessionResponse(
-            trajectory_id="t0:0:0", model=MODEL, context_tokens=512, turns=len(session.requests)
+            trajectory_id="t0:0:0",
+            model=MODEL,
+            context_tokens=512,
+            turns=len(session.requests),
+            model_s=told() if callable(told := self._gateway.model_s) else told,
+            unanswered=self._gateway.unanswered,
         )
 
     async def Chat(self, request: Any, context: Any) -> AsyncIterator[Any]:

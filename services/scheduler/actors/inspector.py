@@ -52,7 +52,7 @@ class Inspector(Actor):
             reports = [
                 Report(
                     trajectory_id=trajectory_id,
-                    error="its runner went silent, or it took too long",
+                    silent=True,
                     summary=summaries.get(trajectory_id),
                 )
                 for trajectory_id in trajectory_ids

@@ -7,6 +7,8 @@ another shard; what must be stored goes to the archivist, what must be looked up
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -15,6 +17,7 @@ from forge.core.errors import ActorStopped, MailboxFull, Unavailable
 from forge.runtime.actor import Actor
 from services.scheduler import messages as m
 from services.scheduler import metrics
+from services.scheduler.clock import ListeningClock
 from services.scheduler.state import TermState
 from services.scheduler.stored import new_group
 from services.scheduler.waiting import WaitingRoom
@@ -28,9 +31,17 @@ class QueueActor(Actor):
 
     mailbox_size: ClassVar[int] = 8192
 
-    def __init__(self, state: TermState, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        state: TermState,
+        *,
+        clock: ListeningClock,
+        loop_time: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`loop_time`: by which it is seen how late a tick comes."""
         self._state = state
         self._clock = clock
+        self._loop_time = loop_time
         self._runners = WaitingRoom[m.LeaseRollouts, tuple[m.Grant, ...]](self._grant, alike=True)
         self._trainers = WaitingRoom[m.TakeBatch, m.BatchView](self._take, alike=False)
         self._others: m.Connect | None = None
@@ -38,8 +49,12 @@ class QueueActor(Actor):
         """With the shard of each, until the archivist has taken them."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
+        self._tick_due_s = math.inf
+        """By `loop_time`."""
 
     async def receive(self, message: Any) -> Any:
+        if isinstance(message, m.Tick):
+            self._clock.missed(self._loop_time() - self._tick_due_s)
         try:
             return self._handle(message)
         finally:
@@ -133,7 +148,7 @@ class QueueActor(Actor):
         )
 
     def _tick(self, now_s: float) -> None:
-        self._timer = None
+        self._timer, self._tick_due_s = None, math.inf
         metrics.show(self._state.status(now_s=now_s))
         expired = self._state.expire(now_s)
         if expired and self._others is not None:
@@ -173,4 +188,5 @@ class QueueActor(Actor):
             self._timer.cancel()
         # Kept beside it: uvloop has timers that cannot tell when they are due.
         self._timer_due_s = due_s
+        self._tick_due_s = self._loop_time() + pause_s
         self._timer = loop.call_at(due_s, self._tell, self._others.own, m.Tick())

@@ -23,6 +23,7 @@ from forge.core.errors import ResourceExhausted
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.security import Keyring, Security
 from forge.v1 import common_pb2
+from forge.v1 import scheduler_pb2 as pb
 from tests.support.agent_tasks import SumDomain, SumEpisode, lease
 from tests.support.scripted_gateway import (
     Instances,
@@ -149,7 +150,8 @@ async def test_an_agent_that_hangs_is_abandoned(bench: Bench) -> None:
 
     bench.gateway.script = hang
     outcome = await bench.run(lease(), rollout_s=0.2)
-    assert (outcome.error, outcome.permanent) == ("no end within 0.2 s", False)
+    assert outcome.error == "no end within 0.2 s of the agent's own time"
+    assert (outcome.kind, outcome.permanent) == (pb.FAILURE_KIND_TASK, False)
     assert (bench.session().state, bench.session().reason) == ("abandoned", outcome.error)
 
 

@@ -247,6 +247,7 @@ async def test_what_outlasts_the_drain_is_stopped_and_reported() -> None:
         await work.began.get()
     assert work.cancelled == {"lease-0"}
     assert scheduler.outcomes["lease-0"].error == "the runner was stopped"
+    assert scheduler.outcomes["lease-0"].kind == pb.FAILURE_KIND_INFRASTRUCTURE
     assert not scheduler.outcomes["lease-0"].permanent
 
 

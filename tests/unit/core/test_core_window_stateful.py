@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from forge.core.activity import Activity
 from forge.core.admission import Admission, Mode, PartialGroups, QueueSettings
 from forge.core.errors import InvalidArgument
+from forge.core.failures import FailureKind
 from forge.core.generation import GenerationQueue
 from forge.core.groups import AttemptState, Group, GroupSpec, Phase
 from forge.core.trajectory import TaskId, parse_trajectory_id
@@ -69,6 +70,7 @@ class GenerationQueueMachine(QueueTrainers):
             rollout_timeout_s=60.0,
             partial_groups=partial,
             max_attempts=2,
+            max_losses=3,
             retry_backoff_s=1.0,
             batch_lease_s=30.0,
             short_batch_after_s=2.0,
@@ -82,6 +84,7 @@ class GenerationQueueMachine(QueueTrainers):
         self.trained = {}
         self.step = 0
         self.failed = set()
+        self.own_failures: set[str] = set()
         self.revoked = set()
         self.void_before = (0, 0)
         self.late_writes = []
@@ -169,15 +172,23 @@ class GenerationQueueMachine(QueueTrainers):
             self._report(trajectory_id, permanent=False)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), sealed=st.booleans(), told=st.booleans(), permanent=st.booleans())
-    def end_rollout(self, data: st.DataObject, sealed: bool, told: bool, permanent: bool) -> None:
+    @rule(
+        data=st.data(),
+        sealed=st.booleans(),
+        told=st.booleans(),
+        permanent=st.booleans(),
+        kind=st.sampled_from(FailureKind),
+    )
+    def end_rollout(
+        self, data: st.DataObject, sealed: bool, told: bool, permanent: bool, kind: FailureKind
+    ) -> None:
         """A rollout ends: sealed or not, and its runner says so or dies."""
         trajectory_id = data.draw(st.sampled_from(sorted(self.held)))
         del self.held[trajectory_id]
         if sealed:
             self._seal(trajectory_id)
         if told:
-            self._report(trajectory_id, permanent=permanent and not sealed)
+            self._report(trajectory_id, permanent=permanent and not sealed, kind=kind)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -192,24 +203,44 @@ class GenerationQueueMachine(QueueTrainers):
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
         for trajectory_id in self.queue.expire(self.now_s):
-            if self._spec(trajectory_id).shard not in self.queue.books.away:
+            if self._spec(trajectory_id).shard in self.queue.books.away:
+                continue
+            if self._is_sealed(trajectory_id):
                 self._report(trajectory_id, permanent=False)
+            else:
+                # The runner may still be at it, and renew.
+                self.queue.rollouts.lapse(trajectory_id, now_s=self.now_s)
+
+    @invariant()
+    def faults_tombstone_nothing(self) -> None:
+        """What was given up was so for a failure of its own, or was lost too often."""
+        failed = {parse_trajectory_id(each).task_id for each in self.own_failures}
+        for group in self._groups():
+            if group.reason.startswith("rollout ") and group.spec.task_id not in failed:
+                assert "max_losses" in group.reason or "no end within" in group.reason
 
     def _seal(self, trajectory_id: str) -> None:
         name = parse_trajectory_id(trajectory_id)
         attempts = self.pool[name.task_id].attempts
         attempts[name.rollout_index, name.attempt] = AttemptState.SEALED
 
-    def _report(self, trajectory_id: str, *, permanent: bool) -> None:
-        """What the service does with a report: the pool has the last word."""
+    def _is_sealed(self, trajectory_id: str) -> bool:
         name = parse_trajectory_id(trajectory_id)
         attempts = self.pool[name.task_id].attempts
-        if attempts.get((name.rollout_index, name.attempt)) is AttemptState.SEALED:
+        return attempts.get((name.rollout_index, name.attempt)) is AttemptState.SEALED
+
+    def _report(
+        self, trajectory_id: str, *, permanent: bool, kind: FailureKind = FailureKind.TASK
+    ) -> None:
+        """What the service does with a report: the pool has the last word."""
+        if self._is_sealed(trajectory_id):
             self.queue.rollouts.complete(trajectory_id, now_s=self.now_s)
         elif self.queue.rollouts.fail(
-            trajectory_id, reason="died", permanent=permanent, now_s=self.now_s
+            trajectory_id, reason="died", permanent=permanent, kind=kind, now_s=self.now_s
         ):
             self.failed.add(trajectory_id)
+            if permanent or kind is FailureKind.TASK:
+                self.own_failures.add(trajectory_id)
 
     # Pool
 

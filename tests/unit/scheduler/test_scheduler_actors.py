@@ -262,7 +262,8 @@ async def test_shard_that_hangs_with_a_fate_holds_up_no_commit(
 async def test_expired_claim_is_settled_by_what_the_pool_holds(
     term: TermActors, shards: FakeShards, clock: Clock
 ) -> None:
-    """Sealed counts as complete; anything else is a failed attempt."""
+    """Sealed counts as complete; anything else is attempted again, and then the runner that was
+    silent has lost it."""
     await submit(term, make_task("a", size=2))
     sealed, lost = await lease(term)
     shards.seal(sealed)
@@ -272,6 +273,8 @@ async def test_expired_claim_is_settled_by_what_the_pool_holds(
         await asyncio.sleep(0)
     found = await status(term)
     assert (found.retries, found.domains[0].completed_rollouts) == (1, 1)
+    clock.now_s = 13.0
+    assert await lease(term) == ["a:1:1"]
     assert await term.queue.ask(m.RenewRollouts(lease_ids=[lost]), timeout_s=ASK_S) == (lost,)
 
 

@@ -48,3 +48,19 @@ async def test_set_clock_ends_no_claim_but_dates_the_sessions_that_follow(
         keyring.verify(lease.session_token, now_s=ends_s - 1)
         with pytest.raises(Unauthenticated, match="expired"):
             keyring.verify(lease.session_token, now_s=ends_s + 1)
+
+
+async def test_pause_of_the_scheduler_ends_no_claim(term: TermActors, clock: Clock) -> None:
+    """While it was stopped nobody could renew: claims last for as much longer, and no more."""
+    await term.registrar.ask(m.Submit(tasks={"a": make_task("a")}), timeout_s=ASK_S)
+    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
+    (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
+    clock.now_s = term.loop_time_s = 60.0
+    await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+    status = await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+    assert (status.running_rollouts, status.retries) == (1, 0)
+    clock.now_s = 71.0
+    await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+    while not status.retries:
+        status = await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+    assert grant.trajectory_id == "a:0:0"

@@ -1,0 +1,195 @@
+"""Whose failure it was that an attempt was not sealed, as its runner reports it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from forge.agents import own_time
+from forge.agents.own_time import OutOfTime, within
+from forge.core.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from forge.core.failures import FailureKind, kind_of_abandoned
+from forge.v1 import scheduler_pb2 as pb
+from tests.support.agent_tasks import SumDomain, lease
+from tests.support.scripted_gateway import Message, ScriptedGateway, replay, text
+from tests.unit.agents.test_runner_attempts import Bench
+
+TASK, INFRASTRUCTURE = pb.FAILURE_KIND_TASK, pb.FAILURE_KIND_INFRASTRUCTURE
+
+
+@pytest_asyncio.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with ScriptedGateway(replay(text("4"))) as gateway:
+        made = Bench(gateway)
+        yield made
+        await made.scaffolds.close()
+        await made.channels.close()
+
+
+class Crashing(SumDomain):
+    """A domain whose own code fails."""
+
+    def episode(self, payload: Any) -> Any:
+        raise ZeroDivisionError("division by zero")
+
+
+async def test_agent_that_crashes_is_its_own_failure(bench: Bench) -> None:
+    """Its calls were answered: another attempt counts."""
+    outcome = await bench.run(lease(), domain=Crashing())
+    assert outcome.kind == TASK
+    assert kind_of_abandoned(bench.session().reason) is FailureKind.TASK
+
+
+async def test_agent_that_crashes_without_an_answer_is_the_clusters_failure(bench: Bench) -> None:
+    """A program that ends as its model call failed has done nothing wrong."""
+    bench.gateway.unanswered = "no router is there"
+    outcome = await bench.run(lease(), domain=Crashing())
+    assert outcome.kind == INFRASTRUCTURE
+    assert "its last model call got no answer: no router is there" in outcome.error
+    assert kind_of_abandoned(bench.session().reason) is FailureKind.INFRASTRUCTURE
+
+
+async def test_agent_that_crashes_as_its_gateway_is_gone_is_the_clusters_failure(
+    bench: Bench,
+) -> None:
+    """Nobody can say that its calls were answered."""
+    bench.gateway.failures = [(grpc.StatusCode.UNAVAILABLE, "gone")]
+    outcome = await bench.run(lease(), domain=Crashing())
+    assert outcome.kind == INFRASTRUCTURE
+
+
+@pytest.mark.parametrize("error", [Unavailable("no router"), ResourceExhausted("the disk is full")])
+async def test_model_call_that_fails_is_the_clusters_failure(
+    bench: Bench, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the agent makes of it."""
+    monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.0)
+
+    async def refuse(token: str, messages: list[Message]) -> Message:
+        bench.gateway.unanswered = str(error)
+        raise error
+
+    bench.gateway.script = refuse
+    assert (await bench.run(lease())).kind == INFRASTRUCTURE
+
+
+async def test_turns_lost_with_a_gateway_are_the_clusters_failure(bench: Bench) -> None:
+    """The agent had them all answered."""
+
+    async def forgetful(token: str, messages: list[Message]) -> Message:
+        bench.session().requests.clear()
+        return text("4")
+
+    bench.gateway.script = forgetful
+    assert (await bench.run(lease())).kind == INFRASTRUCTURE
+
+
+async def test_stopped_rollout_is_abandoned_as_the_clusters_failure(bench: Bench) -> None:
+    """The next leader does not count it either."""
+    began = asyncio.Event()
+
+    async def hang(token: str, messages: list[Message]) -> Message:
+        began.set()
+        await asyncio.Event().wait()
+        return text("never")
+
+    bench.gateway.script = hang
+    running = asyncio.create_task(bench.run(lease()))
+    await began.wait()
+    running.cancel()
+    await asyncio.wait([running])
+    assert kind_of_abandoned(bench.session().reason) is FailureKind.INFRASTRUCTURE
+
+
+async def test_reward_function_that_fails_is_the_tasks_failure(bench: Bench) -> None:
+    """What it cannot score, it cannot score the next time either."""
+    outcome = await bench.run(lease(), reward="hangs", reward_s=0.1)
+    assert outcome.kind == TASK
+
+
+class Time:
+    """A clock that goes on by what a wait was to last, and work that ends at some time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self._wait = asyncio.wait
+        monkeypatch.setattr(own_time.asyncio, "wait", self._pass)
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    async def _pass(self, tasks: Any, *, timeout: float | None = None) -> Any:
+        self.now_s += timeout or 0.0
+        return await self._wait(tasks, timeout=None if timeout is None else 0.0)
+
+    async def limit(self, *, crowding: float = 1.0, waited_s: Callable[[], float]) -> float:
+        """When work that never ends is given up, of a limit of 100 s."""
+
+        async def waited() -> float:
+            return waited_s()
+
+        with pytest.raises(OutOfTime):
+            await within(
+                100.0,
+                asyncio.Event().wait(),
+                waited_s=waited,
+                crowding=lambda: crowding,
+                clock=self,
+            )
+        return self.now_s
+
+
+async def test_time_waiting_for_the_model_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rollout that has waited for 300 s, the limit is that much later."""
+    time = Time(monkeypatch)
+    ended_s = await time.limit(waited_s=lambda: min(300.0, time.now_s * 0.9))
+    assert 400.0 <= ended_s <= 406.0
+
+
+async def test_time_on_a_crowded_host_counts_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With eight programs for each core, an agent gets eight times as long."""
+    ended_s = await Time(monkeypatch).limit(crowding=8.0, waited_s=lambda: 0.0)
+    assert 800.0 <= ended_s <= 806.0
+
+
+async def test_time_alone_on_a_host_counts_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit is a limit."""
+    assert await Time(monkeypatch).limit(waited_s=lambda: 0.0) == 100.0
+
+
+async def test_result_and_error_come_through() -> None:
+    """Whatever the work gives, `within` gives."""
+
+    async def good() -> int:
+        return 4
+
+    async def bad() -> int:
+        raise FailedPrecondition("no")
+
+    assert await within(60.0, good()) == 4
+    with pytest.raises(FailedPrecondition):
+        await within(60.0, bad())
+
+
+async def test_what_is_limited_is_cancelled_with_its_caller() -> None:
+    """And has ended when the caller goes on."""
+    ended = asyncio.Event()
+    began = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            began.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    caller = asyncio.create_task(within(60.0, work()))
+    await began.wait()
+    caller.cancel()
+    await asyncio.wait([caller])
+    assert caller.cancelled() and ended.is_set()

@@ -1,0 +1,109 @@
+"""What a gateway knows of the calls of a session: how long they took, and whether they got answers.
+
+A runner asks for both before it says whose failure an attempt was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted, Unavailable
+from forge.runtime.actor import ActorSystem
+from forge.runtime.security import Claims
+from services.gateway.actors.shard_writer import Backlog
+from services.gateway.sessions import LONG_CALL_S, Limits, Session, Sessions
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def sessions(clock: Clock) -> Sessions:
+    limits = Limits(sessions=9, session_bytes=1 << 20, calls=2, idle_s=1.0, backlog_bytes=1 << 20)
+    unused: Any = None
+    return Sessions(
+        ActorSystem("test"), limits=limits, settings=unused, open_stream=unused, clock=clock
+    )
+
+
+@pytest.fixture
+def session() -> Session:
+    unused: Any = None
+    claims = Claims(subject="t", scopes=frozenset({"session"}), trajectory_id="t:0:0")
+    return Session(
+        claims=claims,
+        actor=unused,
+        backlog=Backlog(pool_shard="s0", max_bytes=1 << 20),
+        writer=unused,
+    )
+
+
+def end_with(sessions: Sessions, session: Session, error: BaseException) -> None:
+    with pytest.raises(type(error)), sessions.call(session):
+        raise error
+
+
+def test_calls_that_overlap_count_once(sessions: Sessions, session: Session, clock: Clock) -> None:
+    """Sub-agents that wait together have waited no longer than one; pauses do not count."""
+    with sessions.call(session):
+        clock.now_s = 2.0
+        with sessions.call(session):
+            clock.now_s = 5.0
+            assert sessions.model_s(session) == 5.0
+    clock.now_s = 9.0
+    with sessions.call(session):
+        clock.now_s = 10.0
+    assert sessions.model_s(session) == 6.0
+
+
+@pytest.mark.parametrize("error", [Unavailable("no router"), ResourceExhausted("a full disk")])
+def test_call_that_the_cluster_failed_is_remembered(
+    sessions: Sessions, session: Session, error: ForgeError
+) -> None:
+    """Until another one is answered."""
+    end_with(sessions, session, error)
+    assert session.unanswered == str(error)
+    with sessions.call(session):
+        pass
+    assert session.unanswered == ""
+
+
+def test_call_that_is_not_admitted_is_remembered(sessions: Sessions, session: Session) -> None:
+    """A gateway with too much to do has not answered either."""
+    with sessions.call(session), sessions.call(session):
+        end_with(sessions, session, ResourceExhausted("2 calls are in flight"))
+        assert "2 calls are in flight" in session.unanswered
+
+
+def test_refused_request_counts_as_answered(sessions: Sessions, session: Session) -> None:
+    """What is wrong with a request is its agent's own."""
+    end_with(sessions, session, InvalidArgument("the context is too long"))
+    assert session.unanswered == ""
+
+
+@pytest.mark.parametrize("left", [GeneratorExit(), asyncio.CancelledError()])
+def test_agent_that_leaves_early_is_not_unanswered(
+    sessions: Sessions, session: Session, clock: Clock, left: BaseException
+) -> None:
+    """But one that has waited for long and gives up is."""
+    end_with(sessions, session, left)
+    assert session.unanswered == ""
+    with pytest.raises(type(left)), sessions.call(session):
+        clock.now_s = LONG_CALL_S
+        raise left
+    assert session.unanswered == "the agent left a call that took over 30 s"
