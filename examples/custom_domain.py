@@ -33,7 +33,6 @@ class Dice:
     name = "dice"
     scaffold = "blackbox"
     max_turns = 8
-    par_turns = 4.0
 
     def generate(self, rng: Random) -> dict[str, Any]:
         return {"goal": rng.randint(6, 12), "seed": rng.getrandbits(32)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -139,11 +140,13 @@ class Attempts:
     async def _attempt(self, lease: pb.RolloutLease, plan: _Plan, gateway: Gateway) -> None:
         rollout = self._rollout(lease, plan, gateway)
         session = AgentSession(gateway.channel, lease.session_token, timeout_s=SEAL_S)
-        transcript, events = await self._sample(plan, rollout)
-        await session.close(*events, min_turns=transcript.turns)
+        transcript, events, ended_s = await self._sample(plan, rollout)
+        await session.close(
+            *events, min_turns=transcript.turns, after_agent_s=time.monotonic() - ended_s
+        )
 
-    async def _sample(self, plan: _Plan, rollout: Rollout) -> tuple[Transcript, list[Any]]:
-        """Run the agent and score it."""
+    async def _sample(self, plan: _Plan, rollout: Rollout) -> tuple[Transcript, list[Any], float]:
+        """Run the agent and score it; also when the agent had ended, on the monotonic clock."""
         task = RewardTask(task_id=rollout.task_id, domain=rollout.domain, payload=plan.payload)
         try:
             episode = plan.domain.episode(plan.payload)
@@ -151,7 +154,9 @@ class Attempts:
             raise _Permanent(str(error)) from error
         try:
             transcript = await self._run_scaffold(plan, rollout, episode)
-            return transcript, await self._scorer.score(plan.domain, episode, transcript, task)
+            ended_s = time.monotonic()
+            events = await self._scorer.score(plan.domain, episode, transcript, task)
+            return transcript, events, ended_s
         finally:
             await episode.close()
 

@@ -51,7 +51,6 @@ class PromptDomain:
 
     scaffold = "blackbox"
     max_turns = 64
-    par_turns = 8.0
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,8 +1,9 @@
 """From what happened to reward events.
 
-Owns the composition: the domain's score, the speed reward, and what a reward function of the
-user's own says. What a task is worth, its domain says; how components add up, the trainer; where
-reward functions run, `forge.agents.reward_pool`.
+Owns the composition: the domain's score, and what a reward function of the user's own says. What a
+task is worth, its domain says; how components add up, the trainer. Speed is not scored here: the
+gateway records the times, the trainer compares them. Where reward functions run:
+`forge.agents.reward_pool`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,7 @@ from forge.agents.reward_pool import RewardPool
 from forge.agents.rewards import RewardTask
 from forge.client.turns import reward_event
 from forge.core.errors import ForgeError
-from forge.core.rewards import speed_reward
 from forge.v1 import common_pb2 as pb
-
-NOMINAL_TURN_S = 1.0
-"""What a turn counts for in the speed reward: its real time would measure the cluster."""
 
 
 class ScoringError(ForgeError):
@@ -40,19 +37,13 @@ class Scorer:
         What a reward function returns is added to the domain's score; an outcome among it takes
         the place of the domain's.
         """
-        rewards = [*episode.score(transcript), _speed(domain, transcript)]
+        rewards = list(episode.score(transcript))
         if domain.name in self._functions.domains:
             own = await self._functions.score(transcript, task)
             if any(reward.kind == "outcome" for reward in own):
                 rewards = [reward for reward in rewards if reward.kind != "outcome"]
             rewards += own
         return _events(rewards, transcript.turns, domain.name)
-
-
-def _speed(domain: Domain, transcript: Transcript) -> Reward:
-    completion_s = transcript.turns * NOMINAL_TURN_S + transcript.tool_s
-    value = speed_reward(completion_s, domain.par_turns * NOMINAL_TURN_S)
-    return Reward(name="completion_time", kind="speed", value=value)
 
 
 def _events(rewards: Sequence[Reward], turns: int, domain: str) -> list[pb.RewardEvent]:

@@ -123,14 +123,19 @@ class AgentSession(SessionClient):
         *rewards: common_pb2.RewardEvent,
         abandon_reason: str = "",
         min_turns: int = 0,
+        after_agent_s: float = 0.0,
     ) -> int:
         """Seal the trajectory with its rewards, or abandon it; its number of turns.
 
-        Everything is on disk when this returns. Raises `FailedPrecondition` when the record
-        holds fewer than `min_turns` turns.
+        `after_agent_s` is how long ago the agent ended, e.g. because it was scored since: that is
+        no part of its completion time. Everything is on disk when this returns. Raises
+        `FailedPrecondition` when the record holds fewer than `min_turns` turns.
         """
         request = gateway_pb2.CloseSessionRequest(
-            rewards=rewards, abandon_reason=abandon_reason, min_turns=min_turns
+            rewards=rewards,
+            abandon_reason=abandon_reason,
+            min_turns=min_turns,
+            after_agent_s=after_agent_s,
         )
         response = await self._unary(self._stub.CloseSession, request)
         self._closed = True

@@ -115,10 +115,14 @@ class SyncAgentSession(SessionClient):
         *rewards: common_pb2.RewardEvent,
         abandon_reason: str = "",
         min_turns: int = 0,
+        after_agent_s: float = 0.0,
     ) -> int:
         """As `AgentSession.close`: seal the trajectory, or abandon it; its number of turns."""
         request = gateway_pb2.CloseSessionRequest(
-            rewards=rewards, abandon_reason=abandon_reason, min_turns=min_turns
+            rewards=rewards,
+            abandon_reason=abandon_reason,
+            min_turns=min_turns,
+            after_agent_s=after_agent_s,
         )
         response = self._unary(self._stub.CloseSession, request)
         self._closed = True

@@ -19,6 +19,9 @@ from forge.core.errors import InvalidArgument
 
 RewardKind = Literal["outcome", "process", "speed"]
 
+_ROUNDING = 1e-9
+"""Of a quotient that counts as whole."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardComponent:
@@ -103,7 +106,10 @@ def speed_credits(speeds: Sequence[float | None], weights: RewardWeights) -> lis
     if len(known) < 2:
         return [0.0] * len(speeds)
     mean, step = fmean(known), weights.speed_step
-    return [
-        0.0 if speed is None else weights.beta * step * math.trunc((speed - mean) / step)
-        for speed in speeds
-    ]
+
+    def steps(speed: float) -> int:
+        """Rounding must not part what lies as far above the mean from what lies below it."""
+        away = (speed - mean) / step
+        return math.trunc(away + math.copysign(_ROUNDING, away))
+
+    return [0.0 if speed is None else weights.beta * step * steps(speed) for speed in speeds]

@@ -73,7 +73,9 @@ class _RewardKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RewardKind
     REWARD_KIND_PROCESS: _RewardKind.ValueType  # 2
     """How: well-formed tool calls, no language mixing, structured reasoning."""
     REWARD_KIND_SPEED: _RewardKind.ValueType  # 3
-    """Relative completion time, net of queueing and engine time."""
+    """How fast, in [0, 1], by the task's own measure. Without one the trainer takes the measured
+    completion time, net of queueing and engine time (docs/training.md).
+    """
 
 class RewardKind(_RewardKind, metaclass=_RewardKindEnumTypeWrapper): ...
 
@@ -83,7 +85,9 @@ REWARD_KIND_OUTCOME: RewardKind.ValueType  # 1
 REWARD_KIND_PROCESS: RewardKind.ValueType  # 2
 """How: well-formed tool calls, no language mixing, structured reasoning."""
 REWARD_KIND_SPEED: RewardKind.ValueType  # 3
-"""Relative completion time, net of queueing and engine time."""
+"""How fast, in [0, 1], by the task's own measure. Without one the trainer takes the measured
+completion time, net of queueing and engine time (docs/training.md).
+"""
 Global___RewardKind: _TypeAlias = RewardKind  # noqa: Y015
 
 class _Purpose:
@@ -440,7 +444,10 @@ class TurnTimings(_message.Message):
     prefill_s: _builtins.float
     decode_s: _builtins.float
     agent_s: _builtins.float
-    """From the previous answer of this session to this request: the agent and its tools."""
+    """The agent and its tools: from the latest end of a call of this session that had ended when this
+    request arrived, to its arrival. Of a call that came before any had ended: from the arrival of
+    the session's first request. Time after a call that failed without a turn is not part of it.
+    """
     def __init__(
         self,
         *,
@@ -638,6 +645,8 @@ class Turn(_message.Message):
     PARSE_ERROR_FIELD_NUMBER: _builtins.int
     CONTEXT_ACTION_FIELD_NUMBER: _builtins.int
     STARTED_UNIX_S_FIELD_NUMBER: _builtins.int
+    ENDED_UNIX_S_FIELD_NUMBER: _builtins.int
+    TURNS_BEFORE_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     turn_index: _builtins.int
     """Counts from 0 in the order the calls ended, so that there are no gaps."""
@@ -661,6 +670,13 @@ class Turn(_message.Message):
     """Context-management action this call was part of, e.g. "fold"; "" for none."""
     started_unix_s: _builtins.float
     """Unix time when the request arrived, seconds."""
+    ended_unix_s: _builtins.float
+    """Unix time when the answer ended, seconds; 0 in records from before this field."""
+    turns_before: _builtins.int
+    """How many turns of the session had ended when the request arrived, so that this turn may have
+    depended on them: those with an index below. Unset when it is not known; the rollout has no
+    completion time then.
+    """
     @_builtins.property
     def sampled(self) -> Global___SampledTokens: ...
     @_builtins.property
@@ -682,12 +698,16 @@ class Turn(_message.Message):
         parse_error: _builtins.str = ...,
         context_action: _builtins.str = ...,
         started_unix_s: _builtins.float = ...,
+        ended_unix_s: _builtins.float = ...,
+        turns_before: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampled", b"sampled", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_turns_before", b"_turns_before", "sampled", b"sampled", "timings", b"timings", "turns_before", b"turns_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "context_action", b"context_action", "finish_reason", b"finish_reason", "messages_json", b"messages_json", "parent_turn", b"parent_turn", "parse_error", b"parse_error", "prefix_tokens", b"prefix_tokens", "prompt_ids", b"prompt_ids", "sampled", b"sampled", "started_unix_s", b"started_unix_s", "temperature", b"temperature", "timings", b"timings", "trajectory_id", b"trajectory_id", "turn_index", b"turn_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_turns_before", b"_turns_before", "cached_tokens", b"cached_tokens", "context_action", b"context_action", "ended_unix_s", b"ended_unix_s", "finish_reason", b"finish_reason", "messages_json", b"messages_json", "parent_turn", b"parent_turn", "parse_error", b"parse_error", "prefix_tokens", b"prefix_tokens", "prompt_ids", b"prompt_ids", "sampled", b"sampled", "started_unix_s", b"started_unix_s", "temperature", b"temperature", "timings", b"timings", "trajectory_id", b"trajectory_id", "turn_index", b"turn_index", "turns_before", b"turns_before"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__turns_before: _TypeAlias = _typing.Literal["turns_before"]  # noqa: Y015
+    _WhichOneofArgType__turns_before: _TypeAlias = _typing.Literal["_turns_before", b"_turns_before"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__turns_before) -> _WhichOneofReturnType__turns_before | None: ...
 
 Global___Turn: _TypeAlias = Turn  # noqa: Y015
 
@@ -705,6 +725,7 @@ class Trajectory(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     SEALED_UNIX_S_FIELD_NUMBER: _builtins.int
+    CLOSING_AGENT_S_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     task_id: _builtins.str
     domain: _builtins.str
@@ -712,6 +733,8 @@ class Trajectory(_message.Message):
     reason: _builtins.str
     """Why it was abandoned."""
     sealed_unix_s: _builtins.float
+    closing_agent_s: _builtins.float
+    """Seconds from the end of its last turn to the end of the agent; unset when not known."""
     @_builtins.property
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Turn]: ...
     @_builtins.property
@@ -727,12 +750,15 @@ class Trajectory(_message.Message):
         rewards: _abc.Iterable[Global___RewardEvent] | None = ...,
         reason: _builtins.str = ...,
         sealed_unix_s: _builtins.float = ...,
+        closing_agent_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_closing_agent_s", b"_closing_agent_s", "closing_agent_s", b"closing_agent_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "reason", b"reason", "rewards", b"rewards", "sealed_unix_s", b"sealed_unix_s", "state", b"state", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closing_agent_s", b"_closing_agent_s", "closing_agent_s", b"closing_agent_s", "domain", b"domain", "reason", b"reason", "rewards", b"rewards", "sealed_unix_s", b"sealed_unix_s", "state", b"state", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__closing_agent_s: _TypeAlias = _typing.Literal["closing_agent_s"]  # noqa: Y015
+    _WhichOneofArgType__closing_agent_s: _TypeAlias = _typing.Literal["_closing_agent_s", b"_closing_agent_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__closing_agent_s) -> _WhichOneofReturnType__closing_agent_s | None: ...
 
 Global___Trajectory: _TypeAlias = Trajectory  # noqa: Y015
 

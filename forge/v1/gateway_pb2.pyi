@@ -338,11 +338,16 @@ class CloseSessionRequest(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     ABANDON_REASON_FIELD_NUMBER: _builtins.int
     MIN_TURNS_FIELD_NUMBER: _builtins.int
+    AFTER_AGENT_S_FIELD_NUMBER: _builtins.int
     abandon_reason: _builtins.str
     """Set to give the trajectory up instead of sealing it: it is kept, never trained on."""
     min_turns: _builtins.int
     """Turns the caller saw answered. FAILED_PRECONDITION when the record has fewer, which means
     that a gateway died with turns that were not yet on disk: abandon the trajectory.
+    """
+    after_agent_s: _builtins.float
+    """Seconds from the end of the agent to this call, e.g. for scoring: they are no part of the
+    rollout's completion time. Finite, at least 0.
     """
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RewardEvent]: ...
@@ -352,10 +357,11 @@ class CloseSessionRequest(_message.Message):
         rewards: _abc.Iterable[_common_pb2.RewardEvent] | None = ...,
         abandon_reason: _builtins.str = ...,
         min_turns: _builtins.int = ...,
+        after_agent_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon_reason", b"abandon_reason", "min_turns", b"min_turns", "rewards", b"rewards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon_reason", b"abandon_reason", "after_agent_s", b"after_agent_s", "min_turns", b"min_turns", "rewards", b"rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -381,6 +381,7 @@ class SealTrajectoryRequest(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    CLOSING_AGENT_S_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     task_id: _builtins.str
     domain: _builtins.str
@@ -389,6 +390,8 @@ class SealTrajectoryRequest(_message.Message):
     state: _common_pb2.TrajectoryState.ValueType
     """SEALED or ABANDONED."""
     reason: _builtins.str
+    closing_agent_s: _builtins.float
+    """Finite, at least 0; as in Trajectory. The first seal's stays."""
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RewardEvent]: ...
     def __init__(
@@ -401,12 +404,15 @@ class SealTrajectoryRequest(_message.Message):
         rewards: _abc.Iterable[_common_pb2.RewardEvent] | None = ...,
         state: _common_pb2.TrajectoryState.ValueType = ...,
         reason: _builtins.str = ...,
+        closing_agent_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_closing_agent_s", b"_closing_agent_s", "closing_agent_s", b"closing_agent_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "reason", b"reason", "rewards", b"rewards", "state", b"state", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closing_agent_s", b"_closing_agent_s", "closing_agent_s", b"closing_agent_s", "domain", b"domain", "reason", b"reason", "rewards", b"rewards", "state", b"state", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__closing_agent_s: _TypeAlias = _typing.Literal["closing_agent_s"]  # noqa: Y015
+    _WhichOneofArgType__closing_agent_s: _TypeAlias = _typing.Literal["_closing_agent_s", b"_closing_agent_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__closing_agent_s) -> _WhichOneofReturnType__closing_agent_s | None: ...
 
 Global___SealTrajectoryRequest: _TypeAlias = SealTrajectoryRequest  # noqa: Y015
 

@@ -268,6 +268,9 @@ class DomainMetrics(_message.Message):
     STALENESS_MEAN_FIELD_NUMBER: _builtins.int
     GRADIENT_SHARE_FIELD_NUMBER: _builtins.int
     YIELD_J_FIELD_NUMBER: _builtins.int
+    COMPLETION_S_FIELD_NUMBER: _builtins.int
+    TIMED_TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    SPEED_BASELINE_S_FIELD_NUMBER: _builtins.int
     mean_reward: _builtins.float
     """Mean outcome reward."""
     trajectories: _builtins.int
@@ -282,6 +285,11 @@ class DomainMetrics(_message.Message):
     """The domain's share of the sum over tokens of |d loss / d log pi|."""
     yield_j: _builtins.float
     """The yield so far, of this domain's tokens, rewards and trajectories."""
+    completion_s: _builtins.float
+    """Median completion time of the batch's rollouts that have one, and how many have; 0 without any."""
+    timed_trajectories: _builtins.int
+    speed_baseline_s: _builtins.float
+    """Completion time with speed 1/2 in this batch, from earlier steps; 0 while it is not known."""
     def __init__(
         self,
         *,
@@ -294,10 +302,13 @@ class DomainMetrics(_message.Message):
         staleness_mean: _builtins.float = ...,
         gradient_share: _builtins.float = ...,
         yield_j: _builtins.float = ...,
+        completion_s: _builtins.float = ...,
+        timed_trajectories: _builtins.int = ...,
+        speed_baseline_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip_fraction", b"clip_fraction", "entropy", b"entropy", "gradient_share", b"gradient_share", "length_tokens", b"length_tokens", "mean_reward", b"mean_reward", "staleness_mean", b"staleness_mean", "trained_tokens", b"trained_tokens", "trajectories", b"trajectories", "yield_j", b"yield_j"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip_fraction", b"clip_fraction", "completion_s", b"completion_s", "entropy", b"entropy", "gradient_share", b"gradient_share", "length_tokens", b"length_tokens", "mean_reward", b"mean_reward", "speed_baseline_s", b"speed_baseline_s", "staleness_mean", b"staleness_mean", "timed_trajectories", b"timed_trajectories", "trained_tokens", b"trained_tokens", "trajectories", b"trajectories", "yield_j", b"yield_j"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ simply called again.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -16,6 +17,7 @@ from forge.runtime.security import Claims
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.gateway.actors.session import Closed, Describe, Reread, SessionFacts, StartClose
+from services.gateway.agent_time import Moment
 from services.gateway.pool import Pool
 from services.gateway.sessions import Session, Sessions
 
@@ -39,14 +41,16 @@ async def close_session(
     rewards: Sequence[common_pb2.RewardEvent],
     abandon_reason: str,
     min_turns: int,
+    after_agent_s: float,
 ) -> common_pb2.TrajectorySummary:
     """Seals or abandons the trajectory of a session; what is sealed already stays as it is.
 
-    Calls in flight are aborted. Raises `FailedPrecondition` when fewer than `min_turns` turns are
-    on record, or when the pool refused one of them.
+    The agent ended `after_agent_s` seconds ago. Calls in flight are aborted. Raises
+    `FailedPrecondition` when fewer than `min_turns` turns are on record, or when the pool refused
+    one of them.
     """
     check_rewards(rewards)
-    await _end_calls(session)
+    await _end_calls(session, _agent_end(after_agent_s))
     facts = await _make_durable(sessions, session, abandon_reason=abandon_reason)
     if not abandon_reason:
         facts = await _catch_up(session, facts, min_turns)
@@ -110,6 +114,7 @@ async def _seal(
         turns=facts.turns,
         rewards=[*rewards, *(_malformed(turn) for turn in facts.malformed)],
         abandon_reason=abandon_reason,
+        closing_agent_s=facts.closing_agent_s,
     )
 
 
@@ -124,8 +129,15 @@ def check_rewards(rewards: Sequence[common_pb2.RewardEvent]) -> None:
         seen.add(reward.event_id)
 
 
-async def _end_calls(session: Session) -> None:
-    drained: asyncio.Future[None] = await session.actor.ask(StartClose(), timeout_s=ASK_TIMEOUT_S)
+def _agent_end(after_agent_s: float) -> Moment:
+    if not (math.isfinite(after_agent_s) and after_agent_s >= 0):
+        raise InvalidArgument(f"after_agent_s is {after_agent_s}; must be finite and >= 0")
+    return Moment(at_s=time.monotonic() - after_agent_s, unix_s=time.time() - after_agent_s)
+
+
+async def _end_calls(session: Session, agent_ended: Moment) -> None:
+    close = StartClose(agent_ended=agent_ended)
+    drained: asyncio.Future[None] = await session.actor.ask(close, timeout_s=ASK_TIMEOUT_S)
     try:
         await asyncio.wait_for(asyncio.shield(drained), ASK_TIMEOUT_S)
     except TimeoutError:

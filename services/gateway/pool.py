@@ -86,6 +86,7 @@ class Pool:
         turns: int,
         rewards: Iterable[common_pb2.RewardEvent],
         abandon_reason: str,
+        closing_agent_s: float | None,
     ) -> common_pb2.TrajectorySummary:
         state = (
             common_pb2.TRAJECTORY_STATE_ABANDONED
@@ -102,6 +103,7 @@ class Pool:
                 rewards=rewards,
                 state=state,
                 reason=abandon_reason,
+                closing_agent_s=closing_agent_s,
             ),
             timeout_s=self._timeout_s,
             retry_for_s=self._timeout_s,

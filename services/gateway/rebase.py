@@ -83,6 +83,8 @@ def _recorded(turn: common_pb2.Turn, source: Conversation, target: Conversation)
     result.turn_index, result.parent_turn = anew.turn_index, anew.parent_turn
     result.prefix_tokens, result.prompt_ids = anew.prefix_tokens, anew.prompt_ids
     result.messages_json = anew.messages_json
+    # Counted turns of this gateway alone: not what had ended in the session.
+    result.ClearField("turns_before")
     return result
 
 

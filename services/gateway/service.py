@@ -130,6 +130,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 rewards=request.rewards,
                 abandon_reason=request.abandon_reason,
                 min_turns=request.min_turns,
+                after_agent_s=request.after_agent_s,
             )
         return gateway_pb2.CloseSessionResponse(
             turns=summary.turns, sampled_tokens=summary.sampled_tokens

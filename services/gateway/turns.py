@@ -15,6 +15,7 @@ from contextlib import aclosing
 
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.session import BeginChat, BeginGenerate, CountChat, EndCall
+from services.gateway.agent_time import Moment
 from services.gateway.attempts import Attempt, Samples
 from services.gateway.constraints import check, turn_grammar
 from services.gateway.conversation import Prompt, Sampled
@@ -107,7 +108,12 @@ class Turns:
     ) -> Prompt:
         started = time.perf_counter()
         begin = (
-            BeginGenerate(call_id=call.call_id, abort=call.abort, prompt_ids=request.prompt_ids)
+            BeginGenerate(
+                call_id=call.call_id,
+                abort=call.abort,
+                prompt_ids=request.prompt_ids,
+                arrived=_arrived(request),
+            )
             if request.prompt_ids
             else BeginChat(
                 call_id=call.call_id,
@@ -115,6 +121,7 @@ class Turns:
                 messages=request.messages,
                 tools=request.tools,
                 opening=opening,
+                arrived=_arrived(request),
             )
         )
         prompt: Prompt = await session.actor.ask(begin, timeout_s=ASK_TIMEOUT_S)
@@ -181,7 +188,10 @@ class Turns:
             sampled=sampled,
             temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
             context_action=request.context_action,
-            started_s=request.arrived_s,
-            started_unix_s=request.arrived_unix_s,
+            arrived=_arrived(request),
             handle=request.handle if ended_well else None,
         )
+
+
+def _arrived(request: TurnRequest) -> Moment:
+    return Moment(at_s=request.arrived_s, unix_s=request.arrived_unix_s)

@@ -58,6 +58,7 @@ class SealTrajectory:
     """SEALED or ABANDONED."""
     reason: str
     sealed_unix_s: float
+    closing_agent_s: float | None = None
 
     @property
     def cost_bytes(self) -> int:

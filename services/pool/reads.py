@@ -70,6 +70,7 @@ def _trajectory(records: Records, name: TrajectoryName) -> bytes:
         state=common_pb2.TrajectoryState.ValueType(header.state),
         reason=header.reason,
         sealed_unix_s=header.sealed_unix_s,
+        closing_agent_s=header.closing_agent_s,
     )
     pieces: list[Payload] = [message.SerializeToString()]
     for _, payload in records.scan(Table.TURNS, prefix=key):

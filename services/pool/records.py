@@ -86,6 +86,8 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=Tru
     """Turns and rewards are gone, or going; nothing may be added."""
     outcome: float | None = None
     """Sum of its outcome rewards, once freed; None when it had none."""
+    closing_agent_s: float | None = None
+    """From the end of its last turn to the end of the agent, by its seal; None when not known."""
 
     @property
     def is_open(self) -> bool:

@@ -123,6 +123,10 @@ def seal_trajectory(
         raise InvalidArgument(f"task_id {request.task_id!r} is not the task of trajectory {name}")
     if request.state not in _SEALS:
         raise InvalidArgument(f"state {request.state} must be SEALED or ABANDONED")
+    if not (math.isfinite(request.closing_agent_s) and request.closing_agent_s >= 0):
+        raise InvalidArgument(
+            f"closing_agent_s is {request.closing_agent_s}; must be finite and at least 0"
+        )
     return SealTrajectory(
         trajectory=name,
         domain=request.domain,
@@ -131,6 +135,7 @@ def seal_trajectory(
         state=request.state,
         reason=request.reason,
         sealed_unix_s=now_unix_s,
+        closing_agent_s=request.closing_agent_s if request.HasField("closing_agent_s") else None,
     )
 
 

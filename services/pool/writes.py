@@ -184,6 +184,7 @@ def _seal(records: Records, command: SealTrajectory) -> common_pb2.TrajectorySum
             sealed_unix_s=command.sealed_unix_s,
             reason=command.reason,
             turn_bytes=sum(size for _, size in turns),
+            closing_agent_s=command.closing_agent_s,
         )
         sealed = log_closed(records, trajectory, count_turns(sealed, heads))
         records.put(Table.TRAJECTORIES, trajectory, encode_header(sealed))

@@ -35,6 +35,7 @@ from services.trainer.evaluation import DEFAULTS, Evaluator, Timetable, run_id_i
 from services.trainer.record import TrainingRecord
 from services.trainer.service import FULL_NAME, SCOPES, WEIGHTS_FULL_NAME, TrainerServicer
 from services.trainer.sinks import make_sinks
+from services.trainer.speed import speed_baselines
 from services.trainer.weights import Publisher, Superseded, WeightServicer
 
 _RETRY_S = 1.0
@@ -178,6 +179,7 @@ class TrainerApp:
                 relay=config.ranks == 1,
             ),
             rules=config.credit_rules(),
+            baselines_s=lambda: speed_baselines(self._record.steps),
             settings=SourceSettings(
                 trainer_id=config.instance_id,
                 max_groups=config.batch_groups,

@@ -82,12 +82,15 @@ class BatchSource:
         *,
         plan: Planner,
         rules: CreditRules,
+        baselines_s: Callable[[], Mapping[str, float]],
         settings: SourceSettings,
     ) -> None:
+        """`baselines_s` gives the usual completion time of each domain, so far."""
         self._scheduler = scheduler
         self._pool = pool
         self._plan = plan
         self._rules = rules
+        self._baselines_s = baselines_s
         self._settings = settings
         self._names = itertools.cycle(f"{settings.trainer_id}#{slot}" for slot in range(2))
         self._renewals: set[asyncio.Task[None]] = set()
@@ -117,7 +120,9 @@ class BatchSource:
     def prepare(self) -> asyncio.Task[PreparedBatch]:
         """Begin with the batch that `take` is to give next, unless that has begun."""
         if self._next is None:
-            self._next = asyncio.create_task(self._prepare(next(self._names)))
+            # Read now, so that they do not depend on how long preparing takes.
+            preparing = self._prepare(next(self._names), self._baselines_s())
+            self._next = asyncio.create_task(preparing)
         return self._next
 
     async def commit(self, claim: Claim, *, step: int) -> None:
@@ -166,7 +171,7 @@ class BatchSource:
         if pending:
             await asyncio.wait(pending)
 
-    async def _prepare(self, name: str) -> PreparedBatch:
+    async def _prepare(self, name: str, baselines_s: Mapping[str, float]) -> PreparedBatch:
         while True:
             lease = await self._lease(name)
             claim = Claim(
@@ -175,7 +180,7 @@ class BatchSource:
                 renewal=self._renewing(lease),
             )
             try:
-                return await self._prepared(claim, lease.groups)
+                return await self._prepared(claim, lease.groups, baselines_s)
             except _Unreadable as error:
                 # Nobody can ever read them again: going on without them is the only way on.
                 groups = _groups_with(error.lost, lease.groups)
@@ -188,10 +193,15 @@ class BatchSource:
                 raise
 
     async def _prepared(
-        self, claim: Claim, groups: Sequence[scheduler_pb2.BatchGroup]
+        self,
+        claim: Claim,
+        groups: Sequence[scheduler_pb2.BatchGroup],
+        baselines_s: Mapping[str, float],
     ) -> PreparedBatch:
         trajectories = await self._fetch(groups)
-        samples = await asyncio.to_thread(build_samples, trajectories, self._rules)
+        samples = await asyncio.to_thread(
+            build_samples, trajectories, self._rules, baselines_s=baselines_s
+        )
         plan = await asyncio.to_thread(self._plan, samples.samples)
         return PreparedBatch(claim=claim, samples=samples, plan=plan)
 

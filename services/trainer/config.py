@@ -218,6 +218,10 @@ class TrainerConfig(ServiceConfig):
         0.05, help="speeds count in whole steps of this from their group's mean", minimum=1e-3,
         maximum=1,
     )  # fmt: skip
+    nominal_tokens_per_s: float = setting(
+        50.0, help="what sampling counts for in completion times, whatever the engine took",
+        minimum=1e-3,
+    )  # fmt: skip
     gamma: float = setting(1.0, help="discount per turn of later rewards", minimum=0, maximum=1)
     baseline: str = setting(
         "auto", help="what a return is compared with; auto: the algorithm's own",
@@ -352,6 +356,7 @@ class TrainerConfig(ServiceConfig):
             weights=RewardWeights(
                 alpha=self.alpha, beta=self.beta, gamma=self.gamma, speed_step=self.speed_step
             ),
+            tokens_per_s=self.nominal_tokens_per_s,
             advantages=AdvantageRules(
                 baseline=baseline,
                 spread=spread,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Literal
 
 from forge.rl.step import StepResult
@@ -25,6 +25,9 @@ _FLAT = counter(
     "forge_trainer_flat_groups_total", "Groups whose rollouts all earned the same but for speed."
 )
 _EXCLUDED = counter("forge_trainer_excluded_trajectories_total", "Trajectories that do not add up.")
+_UNTIMED = counter(
+    "forge_trainer_untimed_trajectories_total", "Trajectories without a speed, for want of times."
+)
 _MEMORY = counter(
     "forge_trainer_memory_retries_total", "Batches begun anew in smaller trees, for want of memory."
 )
@@ -82,6 +85,9 @@ _DOMAIN_GAUGES = {
         ("trajectories", "Trajectories of the newest batch."),
         ("trained_tokens", "Tokens trained on in the newest step."),
         ("length_tokens", "Mean sampled tokens per trajectory."),
+        ("completion_s", "Median completion time in the newest batch, seconds."),
+        ("timed_trajectories", "Trajectories of the newest batch that have a completion time."),
+        ("speed_baseline_s", "Completion time with speed 1/2 in the newest batch, seconds."),
         ("entropy", "Mean entropy over trained tokens, nats."),
         ("clip_fraction", "Share of tokens whose ratio met a bound of the loss."),
         ("staleness_mean", "Mean weight versions between sampling and training."),
@@ -190,6 +196,9 @@ def _domains(batch: BatchSamples, result: StepResult) -> dict[str, pb.DomainMetr
             mean_reward=fmean(outcomes),
             trajectories=len(outcomes),
             length_tokens=fmean(batch.lengths.get(domain, [0])),
+            completion_s=median(batch.completions_s.get(domain, [0.0])),
+            timed_trajectories=len(batch.completions_s.get(domain, [])),
+            speed_baseline_s=batch.baselines_s.get(domain, 0.0),
         )
         stats = result.domains.get(domain)
         if stats is not None:
@@ -247,6 +256,7 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
     _TOKENS.inc(metrics.trained_tokens)
     _FLAT.inc(batch.flat_groups)
     _EXCLUDED.inc(batch.excluded)
+    _UNTIMED.inc(batch.untimed)
     _MEMORY.inc(metrics.memory_retries)
     _STEP_S.observe(metrics.step_s)
     _THROUGHPUT.set(metrics.trained_tokens_per_s)

@@ -25,6 +25,7 @@ from forge.core.trajectory import TokenTree, TurnTokens, float32_bytes
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2 as pb
 from services.trainer.masked import logprobs_without_mask, weighted_advantages
+from services.trainer.speed import completion_of, speeds_of, told_speed
 
 _KINDS: Mapping[int, RewardKind] = {
     pb.REWARD_KIND_OUTCOME: "outcome",
@@ -38,6 +39,8 @@ class CreditRules:
     """How rewards become advantages."""
 
     weights: RewardWeights
+    tokens_per_s: float = 50.0
+    """Nominal rate of sampling, of which completion times are made."""
     advantages: AdvantageRules = field(default_factory=AdvantageRules)
     critic: bool = False
     """Samples carry returns, which a critic turns into advantages."""
@@ -55,6 +58,10 @@ class BatchSamples:
     """Outcome reward of each trajectory, by domain."""
     lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Sampled tokens of each trajectory, by domain."""
+    completions_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Completion time of each trajectory that has one, by domain."""
+    baselines_s: Mapping[str, float] = field(default_factory=dict)
+    """Completion time with speed 1/2, by domain, where it is known."""
     sampled_tokens: int
     groups: int
     trajectories: int
@@ -62,6 +69,8 @@ class BatchSamples:
     """Groups whose rollouts all earned the same: no advantage but that of speed."""
     excluded: int
     """Trajectories that were left out because they do not add up."""
+    untimed: int = 0
+    """Trajectories of which no speed is known for want of recorded times."""
 
     @property
     def mean_outcome(self) -> float:
@@ -76,22 +85,34 @@ class _Rollout:
     tree: TokenTree
     returns: list[float]
     """Return-to-go of each turn, of outcome and process."""
-    speed: float | None
+    completion_s: float | None
     """None when it is not known."""
+    told_speed: float | None
+    """By its task's own measure; None when it has none."""
 
     @property
     def sampled_tokens(self) -> int:
         return sum(turn.sampled_tokens for turn in self.tree.turns)
 
 
-def build_samples(groups: Sequence[Sequence[pb.Trajectory]], rules: CreditRules) -> BatchSamples:
-    """Samples of all sealed trajectories of a batch, group by group."""
-    kept = [[one for each in group if (one := _rollout(each, rules.weights))] for group in groups]
-    returns = [_returns(rollouts, rules.weights) for rollouts in kept]
+def build_samples(
+    groups: Sequence[Sequence[pb.Trajectory]],
+    rules: CreditRules,
+    *,
+    baselines_s: Mapping[str, float] | None = None,
+) -> BatchSamples:
+    """Samples of all sealed trajectories of a batch, group by group.
+
+    `baselines_s` are the usual completion times of the domains; one without has no measured speed.
+    """
+    baselines_s = baselines_s or {}
+    kept = [[one for each in group if (one := _rollout(each, rules))] for group in groups]
+    returns = [_returns(rollouts, rules.weights, baselines_s) for rollouts in kept]
     credits = batch_advantages(returns, rules.advantages)
     samples: list[Sample] = []
     outcomes: dict[str, list[float]] = {}
     lengths: dict[str, list[int]] = {}
+    completions_s: dict[str, list[float]] = {}
     for rollouts, group, credit in zip(kept, returns, credits, strict=True):
         for rollout, advantages_T, speed_T in zip(
             rollouts, credit.advantages, group.speed, strict=True
@@ -99,6 +120,8 @@ def build_samples(groups: Sequence[Sequence[pb.Trajectory]], rules: CreditRules)
             domain = rollout.trajectory.domain
             outcomes.setdefault(domain, []).append(_outcome(rollout))
             lengths.setdefault(domain, []).append(rollout.sampled_tokens)
+            if rollout.completion_s is not None:
+                completions_s.setdefault(domain, []).append(rollout.completion_s)
             if credit.flat and rules.drop_flat_groups:
                 continue
             if rules.critic:
@@ -115,24 +138,35 @@ def build_samples(groups: Sequence[Sequence[pb.Trajectory]], rules: CreditRules)
         samples=tuple(samples),
         outcomes=outcomes,
         lengths=lengths,
+        completions_s=completions_s,
+        baselines_s=baselines_s,
         sampled_tokens=sum(one.sampled_tokens for one in everyone),
         groups=len(groups),
         trajectories=len(everyone),
         flat_groups=sum(credit.flat for credit in credits),
         excluded=sum(map(len, groups)) - len(everyone),
+        untimed=sum(one.completion_s is None and one.told_speed is None for one in everyone),
     )
 
 
-def _returns(rollouts: Sequence[_Rollout], weights: RewardWeights) -> GroupReturns:
+def _returns(
+    rollouts: Sequence[_Rollout], weights: RewardWeights, baselines_s: Mapping[str, float]
+) -> GroupReturns:
     """A group is one task's, so it is of one domain."""
-    credits = speed_credits([rollout.speed for rollout in rollouts], weights)
+    domain = rollouts[0].trajectory.domain if rollouts else ""
+    speeds = speeds_of(
+        [rollout.told_speed for rollout in rollouts],
+        [rollout.completion_s for rollout in rollouts],
+        baseline_s=baselines_s.get(domain),
+    )
+    credits = speed_credits(speeds, weights)
     return GroupReturns(
         returns=[rollout.returns for rollout in rollouts],
         speed=[
             _earned_last(credit, turns=len(rollout.returns), gamma=weights.gamma)
             for rollout, credit in zip(rollouts, credits, strict=True)
         ],
-        domain=rollouts[0].trajectory.domain if rollouts else "",
+        domain=domain,
     )
 
 
@@ -141,21 +175,24 @@ def _earned_last(credit: float, *, turns: int, gamma: float) -> list[float]:
     return returns_to_go([0.0] * (turns - 1) + [credit] if turns else [], gamma=gamma)
 
 
-def _rollout(trajectory: pb.Trajectory, weights: RewardWeights) -> _Rollout | None:
+def _rollout(trajectory: pb.Trajectory, rules: CreditRules) -> _Rollout | None:
     """None for a trajectory that cannot be trained on; one such must not stop the batch."""
     try:
         tree = TokenTree([_turn_tokens(turn) for turn in trajectory.turns])
         rewards_T = turn_rewards(
             [_component(event) for event in trajectory.rewards],
             turns=len(trajectory.turns),
-            weights=weights,
+            weights=rules.weights,
         )
     except InvalidArgument as error:
         log.error("trajectory_excluded", trajectory_id=trajectory.trajectory_id, error=str(error))
         return None
-    returns = returns_to_go(rewards_T, gamma=weights.gamma)
     return _Rollout(
-        trajectory=trajectory, tree=tree, returns=returns, speed=_told_speed(trajectory)
+        trajectory=trajectory,
+        tree=tree,
+        returns=returns_to_go(rewards_T, gamma=rules.weights.gamma),
+        completion_s=completion_of(trajectory, tokens_per_s=rules.tokens_per_s),
+        told_speed=told_speed(trajectory),
     )
 
 
@@ -195,12 +232,6 @@ def _outcome(rollout: _Rollout) -> float:
     return sum(
         event.value for event in rollout.trajectory.rewards if event.kind == pb.REWARD_KIND_OUTCOME
     )
-
-
-def _told_speed(trajectory: pb.Trajectory) -> float | None:
-    """The sum of the speed rewards that its task gave; None without any."""
-    told = [event.value for event in trajectory.rewards if event.kind == pb.REWARD_KIND_SPEED]
-    return sum(told) if told else None
 
 
 def _component(event: pb.RewardEvent) -> RewardComponent:

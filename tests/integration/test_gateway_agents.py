@@ -59,7 +59,8 @@ async def test_openai_tool_conversation_is_recorded_exactly(
     assert second.choices[0].message.content == "A book."
     assert second.choices[0].finish_reason == "stop"
     async with stack.agent(gateway, stack.token(trajectory_id)) as agent:
-        assert await agent.close(reward_event("solved", 1.0), min_turns=2) == 2
+        closed = agent.close(reward_event("solved", 1.0), min_turns=2, after_agent_s=1e6)
+        assert await closed == 2
 
     trajectory = await recorded(stack, own_coordinator, trajectory_id)
     check_exact(stack, trajectory)
@@ -70,6 +71,10 @@ async def test_openai_tool_conversation_is_recorded_exactly(
     assert float32_array(two.sampled.logprobs)[0] == -0.5
     assert (one.timings.queue_s, one.timings.prefill_s, one.timings.decode_s) == (0.25, 0.5, 0.75)
     assert two.timings.agent_s > 0
+    assert (one.turns_before, two.turns_before) == (0, 1)
+    assert one.started_unix_s < one.ended_unix_s < two.started_unix_s
+    # The agent ended at its last answer at the latest; what came after was scoring.
+    assert trajectory.HasField("closing_agent_s") and trajectory.closing_agent_s == 0
     assert trajectory.state == common_pb2.TRAJECTORY_STATE_SEALED
     assert [(r.name, r.value) for r in trajectory.rewards] == [("solved", 1.0)]
 

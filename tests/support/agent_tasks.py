@@ -36,7 +36,6 @@ class SumDomain:
     name = "sums"
     scaffold = "blackbox"
     max_turns = 4
-    par_turns = 2.0
 
     def generate(self, rng: Random) -> dict[str, Any]:
         return {"sum": rng.randint(0, 9)}

@@ -76,6 +76,7 @@ class Session:
     rewards: dict[str, common_pb2.RewardEvent] = field(default_factory=dict)
     state: str = "open"
     reason: str = ""
+    after_agent_s: float = 0.0
 
     def reward(self, name: str) -> float:
         """Value of the one reward of that name."""
@@ -263,6 +264,7 @@ class _Servicer(GatewayServiceServicer):
         session.rewards |= {event.event_id: event for event in request.rewards}
         session.state = "abandoned" if request.abandon_reason else "sealed"
         session.reason = request.abandon_reason
+        session.after_agent_s = request.after_agent_s
         return gateway_pb2.CloseSessionResponse(turns=len(session.requests))
 
     async def _session(self, context: Any) -> Session:

@@ -44,7 +44,8 @@ class Transcript:
     failed_calls: Sequence[int] = ()
     """Turn index of each call that raised `ToolError`."""
     tool_s: float = 0.0
-    """Time spent in tools, critical path only: parallel calls count once."""
+    """Time in tools that the scaffold itself ran, parallel calls once: 0 for a command agent. Not
+    the source of completion times: these come from the gateway's record."""
     messages: Sequence[Message] = field(default_factory=tuple)
 
 
@@ -76,8 +77,6 @@ class Domain(Protocol):
     scaffold: str
     """Scaffold its tasks ask for: "blackbox" or "whitebox"."""
     max_turns: int
-    par_turns: float
-    """Turns a good solution takes: the baseline of the speed reward."""
 
     def generate(self, rng: Random) -> dict[str, Any]:
         """A task's payload: JSON values only, a pure function of `rng`."""

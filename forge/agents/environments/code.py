@@ -63,7 +63,6 @@ class CodeDomain:
     name = "code"
     scaffold = "blackbox"
     max_turns = 3
-    par_turns = 2.0
 
     def generate(self, rng: Random) -> dict[str, Any]:
         """A quantity of three or four two-digit numbers."""

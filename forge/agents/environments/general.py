@@ -59,7 +59,6 @@ class GeneralDomain:
     name = "general"
     scaffold = "whitebox"
     max_turns = 6
-    par_turns = 5.0
 
     def generate(self, rng: Random) -> dict[str, Any]:
         """One order, in a shop with three items and two customers."""

@@ -25,7 +25,6 @@ class GymDomain:
 
     scaffold = "blackbox"
     max_turns = 1
-    par_turns = 1.0
 
     def __init__(
         self, name: str, *, options: Mapping[str, int], examples: tuple[tuple[str, str], ...]

@@ -33,7 +33,6 @@ class QaDomain:
     name = "qa"
     scaffold = "blackbox"
     max_turns = 3
-    par_turns = 2.0
 
     def generate(self, rng: Random) -> dict[str, Any]:
         """Somebody asks about somebody else; both have a card of three facts."""

@@ -28,7 +28,6 @@ class ReasoningDomain:
     name = "reasoning"
     scaffold = "blackbox"
     max_turns = 1
-    par_turns = 1.0
 
     def generate(self, rng: Random) -> dict[str, Any]:
         """Two or three changes to a number that stays a digit."""

@@ -23,6 +23,7 @@ from forge.runtime.security import Claims
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.gateway.actors.shard_writer import Append, Replace, Waiting
+from services.gateway.agent_time import AgentTime, Begun, Moment
 from services.gateway.conversation import Conversation, Draft, Prompt, Sampled, given
 from services.gateway.errors import ContextTooLong, SessionClosed
 from services.gateway.handles import Handle, Recalled, deleted_names
@@ -64,6 +65,7 @@ class BeginChat:
     messages: Sequence[Message]
     tools: Tools
     opening: str
+    arrived: Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,7 @@ class BeginGenerate:
     call_id: str
     abort: Callable[[], None]
     prompt_ids: bytes
+    arrived: Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +98,7 @@ class EndCall:
     """None: it failed with nothing to record."""
     temperature: float
     context_action: str
-    started_s: float
-    """On the monotonic clock."""
-    started_unix_s: float
+    arrived: Moment
     handle: Handle | None = None
     """A name by which `Recall` finds the turn again."""
 
@@ -127,6 +128,8 @@ class StartClose:
     """No call begins any more and those in flight are aborted; answered with a future that is
     done when the last of them has been recorded."""
 
+    agent_ended: Moment
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
@@ -150,6 +153,16 @@ class SessionFacts:
     closed: bool
     malformed: tuple[int, ...]
     """Turns whose answer did not parse."""
+    closing_agent_s: float | None = None
+    """As in `Trajectory`; None while the session is open and when it is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One in flight."""
+
+    abort: Callable[[], None]
+    begun: Begun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,13 +191,12 @@ class SessionActor(Actor):
         self._claims = claims
         self._settings = settings
         self._conversation: Conversation | None = None
-        self._calls: dict[str, Callable[[], None]] = {}
-        """How to abort each call in flight."""
+        self._calls: dict[str, _Call] = {}
+        """Those in flight."""
         self._closing = False
         self._sealed = False
         self._drained: asyncio.Future[None] | None = None
-        self._answered_s: float | None = None
-        """When the last call ended."""
+        self._agent_time = AgentTime()
         self._just_read = False
         """Whether the pool was asked since the last call began."""
 
@@ -215,7 +227,7 @@ class SessionActor(Actor):
             case Describe():
                 return self._facts(self._conversation)
             case StartClose():
-                return self._start_close()
+                return self._start_close(message)
             case Closed():
                 self._sealed = True
                 return None
@@ -232,6 +244,7 @@ class SessionActor(Actor):
         trajectory = await settings.fetch(self._claims)
         stored = trajectory.turns if trajectory is not None else ()
         conversation, unstored = rebase(settings.model, stored, waiting)
+        self._agent_time.rebuilt(next(reversed([*stored, *unstored]), None))
         if waiting:
             trajectory_id = self._claims.trajectory_id
             settings.writer.tell(Replace(trajectory_id=trajectory_id, turns=unstored))
@@ -310,32 +323,38 @@ class SessionActor(Actor):
                 f"{whose} context is {limit} tokens, answer included; "
                 f"the messages take {prompt.tokens}"
             )
-        self._calls[call.call_id] = call.abort
+        assert self._conversation is not None, "rebuilt before the first message"
+        begun = self._agent_time.began(call.arrived, turns=self._conversation.turns)
+        self._calls[call.call_id] = _Call(abort=call.abort, begun=begun)
         _contexts(prompt.draft.how).inc()
         return prompt
 
     def _end(self, conversation: Conversation, call: EndCall) -> int:
         # A call of an incarnation that crashed is unknown here, and recorded all the same.
-        self._calls.pop(call.call_id, None)
+        known = self._calls.pop(call.call_id, None)
+        begun = known.begun if known is not None else None
         turn_index = -1
         if call.prompt is not None and call.sampled is not None and not self._sealed:
-            turn_index = self._record(conversation, call, call.prompt, call.sampled)
-        self._answered_s = self._settings.clock()
+            turn_index = self._record(conversation, call, begun, call.prompt, call.sampled)
+        elif begun is not None:
+            self._agent_time.failed(begun, turns=conversation.turns)
         if self._drained is not None and not self._calls and not self._drained.done():
             self._drained.set_result(None)
         return turn_index
 
     def _record(
-        self, conversation: Conversation, call: EndCall, prompt: Prompt, sampled: Sampled
+        self,
+        conversation: Conversation,
+        call: EndCall,
+        begun: Begun | None,
+        prompt: Prompt,
+        sampled: Sampled,
     ) -> int:
         turn = conversation.record(prompt, sampled, call.handle)
         turn.trajectory_id = self._claims.trajectory_id
         turn.temperature = call.temperature
         turn.context_action = call.context_action
-        turn.started_unix_s = call.started_unix_s
-        if self._answered_s is not None:
-            # Zero between calls that overlap: nobody waited for the agent then.
-            turn.timings.agent_s = max(0.0, call.started_s - self._answered_s)
+        self._agent_time.record(turn, begun, arrived=call.arrived, now_s=self._settings.clock())
         self._settings.writer.tell(Append(turn=turn))
         self._settings.grown(turn.trajectory_id, conversation.size_bytes)
         _turns(sampled.finish_reason).inc()
@@ -346,12 +365,13 @@ class SessionActor(Actor):
             MALFORMED.inc()
         return turn.turn_index
 
-    def _start_close(self) -> asyncio.Future[None]:
+    def _start_close(self, close: StartClose) -> asyncio.Future[None]:
         self._closing = True
+        self._agent_time.close(close.agent_ended)
         if self._drained is None or self._drained.done():
             self._drained = asyncio.get_running_loop().create_future()
-        for abort in tuple(self._calls.values()):
-            abort()
+        for call in tuple(self._calls.values()):
+            call.abort()
         if not self._calls:
             self._drained.set_result(None)
         return self._drained
@@ -362,4 +382,5 @@ class SessionActor(Actor):
             sampled_tokens=conversation.sampled_tokens,
             closed=self._sealed,
             malformed=tuple(conversation.parse_errors),
+            closing_agent_s=self._agent_time.closing_s,
         )

@@ -28,5 +28,6 @@ class Control:
                 rewards=schema.rewards_of(asked),
                 abandon_reason=asked.abandon_reason,
                 min_turns=asked.min_turns,
+                after_agent_s=asked.after_agent_s,
             )
         return json_response({"turns": summary.turns, "sampled_tokens": summary.sampled_tokens})

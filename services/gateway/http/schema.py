@@ -116,6 +116,7 @@ class CloseRequest(msgspec.Struct):
     rewards: list[RewardBody] = []
     abandon_reason: str = ""
     min_turns: int = 0
+    after_agent_s: float = 0.0
 
 
 def decode(body: bytes, kind: type[Request]) -> Request:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from forge.agents import conversation
+from forge.agents import attempts, conversation
 from forge.agents.attempts import Attempts, Limits
 from forge.agents.domains import Domains
-from forge.agents.environments.base import Reward
+from forge.agents.environments.base import Reward, Transcript
 from forge.agents.gateways import Gateways
 from forge.agents.reward_pool import RewardLimits, RewardPool
 from forge.agents.scaffolds import Scaffolds
@@ -59,7 +59,7 @@ class Bench:
             limits=RewardLimits(call_s=reward_s, memory_bytes=0, processes=0),
             workers=1,
         )
-        attempts = Attempts(
+        attempt = Attempts(
             gateways=Gateways(
                 Instances(self.gateway.instance),  # type: ignore[arg-type]
                 self.channels,
@@ -71,7 +71,7 @@ class Bench:
             limits=Limits(rollout_s=rollout_s, max_tokens=32),
         )
         try:
-            return await attempts.run(claim)
+            return await attempt.run(claim)
         finally:
             await rewards.close()
 
@@ -89,7 +89,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_a_rollout_is_sealed_with_its_rewards(bench: Bench) -> None:
-    """Outcome, process and speed arrive as reward events; the outcome reports no error."""
+    """Outcome and process arrive as reward events; the outcome reports no error."""
     bench.gateway.script = replay(calls(("nonsense", "{}")), text("4"))
     outcome = await bench.run(lease())
     session = bench.session()
@@ -99,18 +99,54 @@ async def test_a_rollout_is_sealed_with_its_rewards(bench: Bench) -> None:
     assert session.reward("failed_call") == -1.0
     kinds = {event.name: event.kind for event in session.rewards.values()}
     assert kinds["right"] == common_pb2.REWARD_KIND_OUTCOME
-    assert kinds["completion_time"] == common_pb2.REWARD_KIND_SPEED
+    assert common_pb2.REWARD_KIND_SPEED not in kinds.values()
 
 
-async def test_speed_is_relative_to_the_domains_par(
+async def test_the_time_of_scoring_is_told_apart(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A nominal second a turn: at par the reward is one half, whatever the engine took."""
-    # Its tool takes no time.
-    monkeypatch.setattr(conversation, "time", SimpleNamespace(perf_counter=lambda: 0.0))
-    bench.gateway.script = replay(calls(("add", '{"a": 1, "b": 3}')), text("4"))
-    await bench.run(lease())
-    assert bench.session().reward("completion_time") == 0.5
+    """The close says how long ago the agent ended: scoring is no part of its completion time."""
+    clock = SimpleNamespace(monotonic=lambda: clock.now_s, now_s=100.0)
+    monkeypatch.setattr(attempts, "time", clock)
+
+    class SlowToScore(SumEpisode):
+        def score(self, transcript: Transcript) -> list[Reward]:
+            clock.now_s += 40.0
+            return super().score(transcript)
+
+    class Slow(SumDomain):
+        def episode(self, payload: Mapping[str, Any]) -> SumEpisode:
+            return SlowToScore(payload["sum"])
+
+    await bench.run(lease(), domain=Slow())
+    assert bench.session().after_agent_s == 40.0
+
+
+async def test_tools_side_by_side_count_once_for_a_reward_function(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transcript has the time of the tools that the scaffold ran."""
+    clock = SimpleNamespace(perf_counter=lambda: clock.now_s, now_s=0.0)
+    monkeypatch.setattr(conversation, "time", clock)
+    seen: list[Transcript] = []
+
+    class Episode(SumEpisode):
+        async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+            clock.now_s = 3.0
+            return await super().call(name, arguments)
+
+        def score(self, transcript: Transcript) -> list[Reward]:
+            seen.append(transcript)
+            return super().score(transcript)
+
+    class Timed(SumDomain):
+        def episode(self, payload: Mapping[str, Any]) -> SumEpisode:
+            return Episode(payload["sum"])
+
+    add = ("add", '{"a": 1, "b": 3}')
+    bench.gateway.script = replay(calls(add, add), text("4"))
+    await bench.run(lease(), domain=Timed())
+    assert [transcript.tool_s for transcript in seen] == [3.0]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from services.gateway.actors.session import (
     StartClose,
 )
 from services.gateway.actors.shard_writer import Append, Replace, Waiting
+from services.gateway.agent_time import Moment
 from services.gateway.conversation import Prompt, Sampled
 from services.gateway.errors import ContextTooLong, SessionClosed
 from services.gateway.handles import Handle, deletion
@@ -123,11 +124,17 @@ def user(text: str) -> Message:
 YES = Message(role="assistant", content="Yes.")
 
 
+def moment(at_s: float, *, offset_s: float = 1e6) -> Moment:
+    """The wall clock is so far ahead of the monotonic one."""
+    return Moment(at_s=at_s, unix_s=at_s + offset_s)
+
+
 async def begin(
     session: ActorRef,
     call_id: str,
     *texts: str | Message,
     abort: Callable[[], None] = lambda: None,
+    arrived_s: float = 0.0,
 ) -> Prompt:
     message = BeginChat(
         call_id=call_id,
@@ -135,6 +142,7 @@ async def begin(
         messages=[user(one) if isinstance(one, str) else one for one in texts or ("One?",)],
         tools=(),
         opening="",
+        arrived=moment(arrived_s),
     )
     prompt: Prompt = await session.ask(message, timeout_s=TIMEOUT_S)
     return prompt
@@ -164,8 +172,7 @@ async def end(
         sampled=what if sampled else None,
         temperature=1.0,
         context_action="",
-        started_s=started_s,
-        started_unix_s=0.0,
+        arrived=moment(started_s),
         handle=handle,
     )
     turn_index: int = await session.ask(message, timeout_s=TIMEOUT_S)
@@ -184,11 +191,25 @@ async def test_turns_are_numbered_as_they_end(session: ActorRef, world: World) -
 
 async def test_agents_time_is_between_answer_and_request(session: ActorRef, world: World) -> None:
     """It counts from the last answer, and never below zero for calls that overlap."""
-    await end(session, "a", await begin(session, "a"), started_s=99.0)
+    await end(session, "a", await begin(session, "a", arrived_s=99.0), started_s=99.0)
     world.now_s = 110.0
-    await end(session, "b", await begin(session, "b"), started_s=103.5)
-    await end(session, "c", await begin(session, "c"), started_s=103.5)
+    await end(session, "b", await begin(session, "b", arrived_s=103.5), started_s=103.5)
+    await end(session, "c", await begin(session, "c", arrived_s=103.5), started_s=103.5)
     assert [turn.timings.agent_s for turn in world.kept] == [0.0, 3.5, 0.0]
+    assert [turn.turns_before for turn in world.kept] == [0, 1, 2]
+    assert [turn.ended_unix_s for turn in world.kept] == [1e6 + 100, 1e6 + 110, 1e6 + 110]
+
+
+async def test_tools_beside_another_call_count(session: ActorRef, world: World) -> None:
+    """The time is to the request's arrival, whatever ends while it is answered."""
+    await end(session, "a", await begin(session, "a", arrived_s=99.0), started_s=99.0)
+    long = await begin(session, "long", arrived_s=101.0)
+    short = await begin(session, "short", arrived_s=110.0)
+    world.now_s = 115.0
+    await end(session, "long", long, started_s=101.0)
+    await end(session, "short", short, started_s=110.0)
+    assert [turn.timings.agent_s for turn in world.kept] == [0.0, 1.0, 10.0]
+    assert [turn.turns_before for turn in world.kept] == [0, 1, 1]
 
 
 async def test_too_many_calls_are_refused(session: ActorRef) -> None:
@@ -221,7 +242,8 @@ async def test_context_too_long_counts_as_no_call(session: ActorRef) -> None:
     ids = int32_bytes(range(64))
     with pytest.raises(ContextTooLong, match="take 64"):
         await session.ask(
-            BeginGenerate(call_id="d", abort=lambda: None, prompt_ids=ids), timeout_s=TIMEOUT_S
+            BeginGenerate(call_id="d", abort=lambda: None, prompt_ids=ids, arrived=moment(0.0)),
+            timeout_s=TIMEOUT_S,
         )
 
 
@@ -231,7 +253,9 @@ async def test_closing_aborts_calls_and_waits_for_their_turns(
     """No call begins any more; those in flight are aborted, and recorded before it goes on."""
     aborted: list[str] = []
     prompt = await begin(session, "a", abort=lambda: aborted.append("a"))
-    drained: asyncio.Future[None] = await session.ask(StartClose(), timeout_s=TIMEOUT_S)
+    drained: asyncio.Future[None] = await session.ask(
+        StartClose(agent_ended=moment(world.now_s)), timeout_s=TIMEOUT_S
+    )
     assert (aborted, drained.done()) == (["a"], False)
     with pytest.raises(SessionClosed):
         await begin(session, "b")

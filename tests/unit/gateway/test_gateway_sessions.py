@@ -19,6 +19,7 @@ from forge.runtime.security import Claims
 from forge.v1 import common_pb2, pool_pb2
 from services.gateway import sessions as gateway_sessions
 from services.gateway.actors.session import BeginChat, Describe, EndCall, SessionSettings
+from services.gateway.agent_time import Moment
 from services.gateway.conversation import Sampled
 from services.gateway.sessions import Limits, Session, Sessions
 from tests.support.chat_templates import make_model
@@ -135,6 +136,7 @@ async def begin(session: Session) -> Any:
         messages=[Message(role="user", content="One?")],
         tools=(),
         opening="",
+        arrived=Moment(at_s=0.0, unix_s=0.0),
     )
     return await session.actor.ask(chat, timeout_s=TIMEOUT_S)
 
@@ -152,8 +154,7 @@ def ending(prompt: Any) -> EndCall:
         ),
         temperature=1.0,
         context_action="",
-        started_s=0.0,
-        started_unix_s=0.0,
+        arrived=Moment(at_s=0.0, unix_s=0.0),
     )
 
 

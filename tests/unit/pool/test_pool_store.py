@@ -44,7 +44,8 @@ def test_a_trajectory_is_read_back_as_it_was_written(store):
     ]
     append(store, turns[2], turns[0])
     append(store, turns[1])
-    seal(store, turns=3, rewards=[make_reward("b"), make_reward("a", 0.5, turn_index=1)])
+    rewards = [make_reward("b"), make_reward("a", 0.5, turn_index=1)]
+    seal(store, turns=3, rewards=rewards, closing_agent_s=2.5)
     assert fetch(store) == common_pb2.Trajectory(
         trajectory_id="task:0:0",
         task_id="task",
@@ -53,7 +54,16 @@ def test_a_trajectory_is_read_back_as_it_was_written(store):
         turns=turns,
         rewards=[make_reward("a", 0.5, turn_index=1), make_reward("b")],
         sealed_unix_s=100.0,
+        closing_agent_s=2.5,
     )
+
+
+def test_a_seal_without_the_agents_end_leaves_it_unknown(store):
+    """Not 0, which is a time; a seal that is sent again with another one changes nothing."""
+    append(store, make_turn())
+    seal(store)
+    seal(store, closing_agent_s=1.0)
+    assert not fetch(store).HasField("closing_agent_s")
 
 
 def test_the_first_turn_opens_its_trajectory(store):

@@ -119,6 +119,8 @@ def test_a_negative_reward_is_a_reward():
         ({"task_id": "other"}, "task_id 'other'"),
         ({"state": 0}, "state 0"),
         ({"state": common_pb2.TRAJECTORY_STATE_OPEN}, "state 1"),
+        ({"closing_agent_s": -0.5}, "closing_agent_s is -0.5"),
+        ({"closing_agent_s": math.inf}, "closing_agent_s is inf"),
     ],
 )
 def test_a_bad_seal_is_refused(fields, complaint):

@@ -129,11 +129,13 @@ class Cluster:
     def __init__(self) -> None:
         self.scheduler: Any = FakeScheduler()
         self.pool: Any = FakePool()
+        self.baselines_s: dict[str, float] = {}
         self.source = BatchSource(
             self.scheduler,
             self.pool,
             plan=lambda samples: BatchPlan(trees=(), plan_s=float(len(samples))),
             rules=RULES,
+            baselines_s=lambda: self.baselines_s,
             settings=SourceSettings(trainer_id="trainer", max_groups=3, patience_s=60.0),
         )
 
@@ -154,6 +156,15 @@ async def test_a_batch_holds_the_sealed_trajectories_of_its_groups(cluster: Clus
     assert cluster.pool.fetched == [["batch-0-task:0:0", "batch-0-task:2:0"]]
     assert batch.samples.trajectories == 2 and batch.plan.plan_s == 2.0
     assert cluster.scheduler.asked("LeaseBatch")[0].max_groups == 3
+
+
+async def test_a_batch_has_the_baselines_of_the_moment_it_was_begun(cluster: Cluster) -> None:
+    """However long it is waited for, so that its speeds do not depend on that."""
+    cluster.baselines_s = {"code": 4.0}
+    preparing = cluster.source.prepare()
+    cluster.baselines_s = {"code": 9.0}
+    cluster.scheduler.available.release()
+    assert (await preparing).samples.baselines_s == {"code": 4.0}
 
 
 async def test_no_batch_yet_is_none(cluster: Cluster) -> None:

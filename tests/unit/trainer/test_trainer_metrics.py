@@ -24,6 +24,8 @@ BATCH = BatchSamples(
     samples=(),
     outcomes={"code": [1.0, 0.0, 0.5], "qa": [0.25], "flat": [0.0, 0.0]},
     lengths={"code": [2, 1, 6], "qa": [2], "flat": [3, 4]},
+    completions_s={"code": [1.0, 9.0, 2.5]},
+    baselines_s={"code": 4.0},
     sampled_tokens=18,
     groups=3,
     trajectories=6,
@@ -101,6 +103,7 @@ def test_a_domains_numbers_are_of_its_own_part_of_the_batch() -> None:
     assert (code.trained_tokens, code.entropy) == (3, 1.5)
     assert (code.clip_fraction, code.staleness_mean) == pytest.approx((1 / 3, 1.0))
     assert code.gradient_share == 0.75
+    assert (code.completion_s, code.timed_trajectories, code.speed_baseline_s) == (2.5, 3, 4.0)
     assert code.yield_j == pytest.approx(6 / 10 * (0.5 - 0.1) / 4)
     assert (qa.mean_reward, qa.trajectories, qa.length_tokens) == (0.25, 1, 2.0)
     assert (qa.trained_tokens, qa.entropy, qa.clip_fraction) == (2, 1.5, 1.0)

@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from forge.core.completion import BASELINE_STEPS
 from forge.core.rewards import speed_reward
 from forge.core.trajectory import float32_array
 from forge.runtime.config import load
 from forge.v1 import common_pb2 as pb
+from forge.v1 import trainer_pb2
 from services.trainer.config import TrainerConfig
 from services.trainer.samples import BatchSamples, CreditRules, build_samples
+from services.trainer.speed import speed_baselines
 from tests.unit.trainer.test_trainer_samples import outcome, reward, trajectory, turn
 
 PRESETS = ("cispo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "reinforce")
@@ -28,6 +31,26 @@ def told(solved: float, completion_s: float) -> pb.Trajectory:
     """A rollout that reports its own speed."""
     speed = reward(pb.REWARD_KIND_SPEED, speed_reward(completion_s, BASELINE_S))
     return trajectory([turn(0, [1, 2], [3])], [outcome(solved), speed])
+
+
+def timed(
+    agent_s: Sequence[float], *, tokens: int = 1, closing_s: float = 0.0, domain: str = "code"
+) -> pb.Trajectory:
+    """A solved rollout whose turns come one after the other, with so much tool time before each."""
+    turns = []
+    for index, seconds in enumerate(agent_s):
+        one = turn(index, [1, 2], [3] * tokens)
+        one.timings.agent_s, one.turns_before = seconds, index
+        turns.append(one)
+    made = trajectory(turns, [outcome(1)], domain=domain)
+    made.closing_agent_s = closing_s
+    return made
+
+
+def credit(*group: pb.Trajectory, baseline_s: float = 4.0) -> BatchSamples:
+    """With a speed step of a hundredth, an advantage of as many hundredths as the speeds differ."""
+    rules = rules_of("cispo", "--beta", "1", "--speed-step", "0.01", "--nominal-tokens-per-s", "10")
+    return build_samples([group], rules, baselines_s={"code": baseline_s})
 
 
 def advantages(batch: BatchSamples) -> Sequence[float]:
@@ -82,3 +105,76 @@ def test_a_critic_is_taught_speed_with_the_return() -> None:
     batch = build_samples([[told(1, 2.0), told(1, 6.0)]], rules_of("ppo"))
     returns = [float(float32_array(sample.returns)[0]) for sample in batch.samples]
     assert returns == pytest.approx([1.01, 0.99])
+
+
+def test_tool_time_is_completion_time() -> None:
+    """Agents of any kind: tools of 4 s and 12 s, and nothing else, have speeds 1/2 and 1/4."""
+    batch = credit(timed([4.0], tokens=0), timed([12.0], tokens=0))
+    assert batch.completions_s == {"code": [4.0, 12.0]}
+    # No token was sampled, so nothing is trained.
+    assert advantages(batch) == []
+    found = advantages(credit(timed([3.9]), timed([11.9])))
+    assert found == pytest.approx([0.12, -0.12])
+
+
+def test_long_answers_take_time() -> None:
+    """40 tokens at 10 a second are 4 s, as 4 s of tools are."""
+    batch = credit(timed([0.0], tokens=40), timed([3.9], tokens=1), timed([0.0], tokens=120))
+    assert batch.completions_s == {"code": [4.0, 4.0, 12.0]}
+    found = advantages(batch)
+    assert found[0] == found[1] > 0 > found[2]
+
+
+def test_the_agents_end_is_completion_time() -> None:
+    """What it does after its last answer."""
+    batch = credit(timed([1.0], tokens=10), timed([1.0], tokens=10, closing_s=4.0))
+    assert batch.completions_s == {"code": [2.0, 6.0]}
+
+
+def test_records_without_times_have_no_speed() -> None:
+    """They are counted, and compared with nobody; nor is a domain without a baseline."""
+    old, unclosed = timed([1.0]), timed([1.0])
+    old.turns[0].ClearField("turns_before")
+    unclosed.ClearField("closing_agent_s")
+    batch = credit(old, unclosed, timed([3.9]), timed([11.9]))
+    assert advantages(batch) == pytest.approx([0.0, 0.0, 0.12, -0.12])
+    assert batch.untimed == 2
+    rules = rules_of("cispo", "--beta", "1")
+    assert advantages(build_samples([[timed([1.0]), timed([9.0])]], rules)) == [0.0, 0.0]
+
+
+def test_times_that_cannot_be_are_none() -> None:
+    """A turn that follows one which came after it: no speed, and the rollout is trained."""
+    odd = timed([1.0])
+    odd.turns[0].turns_before = 3
+    batch = credit(odd, timed([1.0]))
+    assert (batch.untimed, batch.trajectories, batch.excluded) == (1, 2, 0)
+
+
+def test_the_tasks_own_speed_counts_instead_of_the_measured_one() -> None:
+    """For the whole group, as there is one yardstick; earlier runners' own formula does not."""
+    own, other = timed([99.0]), timed([1.0])
+    own.rewards.append(reward(pb.REWARD_KIND_SPEED, 0.9))
+    assert advantages(credit(own, other, timed([3.0]))) == [0.0] * 3
+    other.rewards.append(reward(pb.REWARD_KIND_SPEED, 0.5))
+    assert advantages(credit(own, other)) == pytest.approx([0.2, -0.2])
+    for one in (own, other):
+        one.rewards[-1].name = "completion_time"
+    found = advantages(credit(own, other))
+    assert found[0] < 0 < found[1]
+
+
+def test_a_baseline_is_measured_in_the_steps_before() -> None:
+    """Per domain, over the last steps, once two groups of eight are known."""
+
+    def step(**domains: tuple[int, float]) -> trainer_pb2.StepMetrics:
+        metrics = trainer_pb2.StepMetrics()
+        for name, (timed_trajectories, median_s) in domains.items():
+            own = metrics.domains[name]
+            own.timed_trajectories, own.completion_s = timed_trajectories, median_s
+        return metrics
+
+    assert speed_baselines([step(code=(15, 3.0))]) == {}
+    steps = [step(code=(8, 3.0), qa=(8, 1.0)), step(code=(8, 5.0)), step(qa=(0, 0.0))]
+    assert speed_baselines(steps) == {"code": 4.0}
+    assert speed_baselines([*steps, *[step(code=(8, 9.0))] * BASELINE_STEPS]) == {"code": 9.0}
