@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.cli.campaign import CampaignResult, Evaluation, Progress
+from forge.cli.kept import MeasuredModel
 from forge.cli.rundir import Phase, RunDirectory
 from forge.core.intervals import change_interval
 from forge.runtime.processes import ProcessEvent
@@ -160,11 +161,13 @@ def _ends(one: Mapping[str, Any]) -> str:
     return f"{low:.2f}-{high:.2f}" if low < high else "-"
 
 
-def result_table(result: CampaignResult) -> Table:
-    """Held-out mean outcome per domain, before and after, and how sure the change is."""
+def result_table(result: CampaignResult, measured: MeasuredModel | None = None) -> Table:
+    """Held-out mean outcome per domain, before and after, and how sure the change is. With
+    `measured`, the second column says whether it is the kept model's."""
+    after = "kept model" if measured and not measured.problem else "after"
     table = Table(title="Held-out mean reward (outcome)", title_justify="left")
     table.add_column("domain")
-    for column in ("before", "after", "change", "95 % interval", "tasks"):
+    for column in ("before", after, "change", "95 % interval", "tasks"):
         table.add_column(column, justify="right", no_wrap=True)
     names = [name for name, _ in _sorted(result.before.by_domain)]
     changes = {name: result.changes(name) for name in names}
@@ -191,6 +194,16 @@ def result_notes(result: CampaignResult, directory: RunDirectory, elapsed_s: flo
         if measured.failed:
             notes.append(_failed_line(label, measured))
     return notes
+
+
+def kept_note(measured: MeasuredModel) -> str:
+    """Which files hold the model that was measured after training."""
+    if measured.problem:
+        return f"[red]The kept model {measured.path} was not measured: {measured.problem}[/red]"
+    return (
+        f"Kept model {measured.path}: loaded from these files and published as weight version "
+        f"{measured.weight_version} for the second measurement; sha256 equal."
+    )
 
 
 def _failed_line(label: str, measured: Evaluation) -> str:

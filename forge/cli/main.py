@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Trains any LLM agent by reinforcement learning. Start with [bold]forge run[/bold].",
 )
-model_app = typer.Typer(no_args_is_help=True, help="Get starting weights.")
+model_app = typer.Typer(no_args_is_help=True, help="Get starting weights, export trained ones.")
 app.add_typer(model_app, name="model")
 app.add_typer(pool_app, name="pool")
 app.add_typer(queue_app, name="queue")
@@ -212,6 +212,28 @@ def model_fetch(
 def model_warm_start(context: typer.Context) -> None:
     """Teach a model from conversations before it is trained by reward. See --help."""
     os.execv(sys.executable, [sys.executable, "-m", "services.trainer.supervised", *context.args])
+
+
+@model_app.command("export")
+def model_export(
+    source: Annotated[Path, typer.Argument(help="A run directory, or one of its checkpoints.")],
+    out: Annotated[Path, typer.Option(help="New directory for the model.")],
+) -> None:
+    """Copy the model that a run keeps: the weights as published, without the state of training.
+
+    transformers and other engines load the directory; adapters are merged into the weights.
+    """
+    from forge.cli.model_export import export_model
+
+    try:
+        kept = export_model(source, out)
+    except ForgeError as error:
+        fail(error)
+    console.print(
+        f"{kept.path}: {len(kept.tensor_names)} tensors in {kept.dtype}, sha256 {kept.digest}",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 @app.command(

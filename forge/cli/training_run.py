@@ -13,8 +13,15 @@ from rich.console import Console
 
 from forge.cli.campaign import Campaign, CampaignResult
 from forge.cli.dataset import held_out_tasks
-from forge.cli.display import RunDisplay, evaluations_table, result_notes, result_table
+from forge.cli.display import (
+    RunDisplay,
+    evaluations_table,
+    kept_note,
+    result_notes,
+    result_table,
+)
 from forge.cli.doctor import disk
+from forge.cli.kept import MeasuredModel, measured_model
 from forge.cli.models import ensure_model
 from forge.cli.plot import draw, read_evaluations
 from forge.cli.presets import Preset, Settings, merged, preset_for
@@ -165,12 +172,13 @@ async def train(options: RunOptions, console: Console) -> None:
         with RunDisplay(console, total_steps=preset.steps) as display:
             if state.phase != "before":
                 display.say(f"Resuming {directory.path}")
-            result = await _campaign(plan, preset, state.seed, display)
-    console.print(result_table(result))
+            result, measured = await _campaign(plan, preset, state.seed, display)
+    console.print(result_table(result, measured))
     with suppress(ForgeError):
         if evaluations := read_evaluations(directory.path):
             console.print(evaluations_table(evaluations))
-    for note in result_notes(result, directory, time.monotonic() - started):
+    notes = result_notes(result, directory, time.monotonic() - started)
+    for note in (kept_note(measured), *notes):
         console.print(note, highlight=False, soft_wrap=True)
     # No picture is no reason for a run to fail.
     with suppress(ForgeError):
@@ -180,7 +188,7 @@ async def train(options: RunOptions, console: Console) -> None:
 
 async def _campaign(
     plan: StackPlan, preset: Preset, seed: int, display: RunDisplay
-) -> CampaignResult:
+) -> tuple[CampaignResult, MeasuredModel]:
     async with running(plan, display) as (stack, coordinator, channels):
         campaign = Campaign(
             operator=Operator(coordinator, channels, retry_for_s=OPERATE_RETRY_S),
@@ -190,7 +198,8 @@ async def _campaign(
             seed=seed,
             on_progress=display.update,
         )
-        return await stack.guard(campaign.run())
+        result = await stack.guard(campaign.run())
+        return result, await measured_model(coordinator, plan.directory.checkpoints / "latest")
 
 
 @asynccontextmanager

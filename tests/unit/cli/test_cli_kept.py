@@ -1,0 +1,155 @@
+"""The kept model of a run: read without torch, and compared with what workers serve."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from forge.cli.campaign import CampaignResult, Evaluation
+from forge.cli.display import kept_note, result_table
+from forge.cli.kept import MeasuredModel, measured_model, read_kept
+from forge.cli.main import app
+from forge.core.errors import DataLoss, NotFound
+from services.trainer.contents import Contents, digest_of
+
+MODEL = {"w": torch.arange(6.0).bfloat16().reshape(2, 3), "a": torch.ones(3).bfloat16()}
+HEADS = {"mtp.0.w": torch.zeros(2).bfloat16()}
+MEASURED = Evaluation(by_domain={"qa": 0.5}, overall=0.5, attempts=8, failed=0)
+
+
+@dataclass(frozen=True)
+class Entry:
+    value: bytes
+
+
+class FakeRegister:
+    """etcd with a manifest of that digest."""
+
+    def __init__(self, digest: str) -> None:
+        self.entry = Entry(json.dumps({"weight_version": 7, "digest": digest}).encode())
+
+    async def get(self, key: str) -> Entry:
+        assert key == "weights/default/latest"
+        return self.entry
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "step-00000001"
+    path.mkdir()
+    Contents(model=MODEL, heads=HEADS, learner={}, model_path=tmp_path).write(path)
+    return path
+
+
+def test_the_digest_is_that_of_the_tensors_published(checkpoint: Path) -> None:
+    """Over all files, in the order published, which is not that of a safetensors file."""
+    kept = read_kept(checkpoint)
+    assert kept.digest == digest_of([*MODEL.values(), *HEADS.values()])
+    assert (kept.dtype, kept.tensor_names) == ("bfloat16", ("w", "a", "mtp.0.w"))
+
+
+@pytest.mark.parametrize("damage", ["bit", "short", "header", "heads"])
+def test_files_that_are_not_what_was_published_are_damaged(checkpoint: Path, damage: str) -> None:
+    """The error names the checkpoint."""
+    file = checkpoint / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    match damage:
+        case "bit":
+            data[-1] ^= 1
+        case "short":
+            del data[-2:]
+        case "header":
+            data[:8] = b"\xff" * 8
+        case "heads":
+            (checkpoint / "mtp.safetensors").unlink()
+    file.write_bytes(data)
+    with pytest.raises(DataLoss, match="step-00000001: "):
+        read_kept(checkpoint)
+
+
+def test_a_checkpoint_of_before_keeps_no_model(checkpoint: Path) -> None:
+    """It has no record of what was published."""
+    (checkpoint / "published.json").unlink()
+    with pytest.raises(NotFound, match=r"published.json is missing: .* keeps no model"):
+        read_kept(checkpoint)
+
+
+async def test_the_table_names_the_kept_model_where_it_was_measured(checkpoint: Path) -> None:
+    """Only if the digest of its files is that of the weights served."""
+    result = CampaignResult(before=MEASURED, after=MEASURED, weight_version=7)
+    digest = read_kept(checkpoint).digest
+    for served, column in ((digest, "kept model"), ("other", "after")):
+        measured = await measured_model(FakeRegister(served), checkpoint)
+        console = Console(width=200, record=True)
+        with console.capture() as capture:
+            console.print(result_table(result, measured))
+            console.print(kept_note(measured), soft_wrap=True)
+        table, note = capture.get().split("Kept" if column != "after" else "The kept", 1)
+        assert column in table and ("kept model" in table) == (column == "kept model")
+        assert str(checkpoint) in note
+        assert ("weight version 7" in note) == (column == "kept model")
+    assert measured == MeasuredModel(
+        path=checkpoint,
+        weight_version=7,
+        problem=f"sha256 {digest} is not that of the weights served",
+    )
+
+
+@pytest.fixture
+def run(checkpoint: Path) -> Path:
+    """A run directory whose newest checkpoint has state of training beside the model."""
+    (checkpoint / "adapter").mkdir()
+    for name in ("state.json", "history.jsonl", "master.safetensors", "adapter/a.safetensors"):
+        (checkpoint / name).write_text("{}")
+    (checkpoint / "tokenizer.json").write_text("{}")
+    run = checkpoint.parent / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    checkpoint.rename(run / "checkpoints" / checkpoint.name)
+    (run / "checkpoints" / "latest").symlink_to(checkpoint.name)
+    return run
+
+
+@pytest.mark.parametrize("source", ["", "checkpoints/latest"])
+def test_an_exported_model_has_the_published_bytes_and_no_state(
+    run: Path, tmp_path: Path, source: str
+) -> None:
+    """Named by the run or by the checkpoint."""
+    out = tmp_path / "models" / "out"
+    told = CliRunner().invoke(app, ["model", "export", str(run / source), "--out", str(out)])
+    assert told.exit_code == 0 and "3 tensors in bfloat16" in told.output
+    names = {path.name for path in out.iterdir()}
+    assert names == {"model.safetensors", "mtp.safetensors", "published.json", "tokenizer.json"}
+    kept = run / "checkpoints" / "latest"
+    for name in names:
+        assert (out / name).read_bytes() == (kept / name).read_bytes()
+    assert read_kept(out).digest == read_kept(kept).digest
+
+
+@pytest.mark.parametrize("fault", ["damaged", "exists", "no run", "before", "unwritable"])
+def test_what_cannot_be_exported_is_one_line(run: Path, tmp_path: Path, fault: str) -> None:
+    """And nothing is left of the attempt."""
+    out, source, kept = tmp_path / "out", run, run / "checkpoints" / "latest"
+    match fault:
+        case "damaged":
+            with (kept / "model.safetensors").open("ab") as file:
+                file.truncate((kept / "model.safetensors").stat().st_size - 1)
+            said = "ends early"
+        case "exists":
+            out, said = kept.resolve(), "exists already"
+        case "no run":
+            source, said = tmp_path, "neither a run with a checkpoint nor a checkpoint"
+        case "before":
+            (kept / "published.json").unlink()
+            said = "keeps no model"
+        case "unwritable":
+            out, said = kept / "tokenizer.json" / "out", "cannot be written"
+    before = sorted(tmp_path.rglob("*"))
+    told = CliRunner().invoke(app, ["model", "export", str(source), "--out", str(out)])
+    assert told.exit_code != 0 and said in told.output, told.output
+    assert told.output.count("\n") == 1 and sorted(tmp_path.rglob("*")) == before
