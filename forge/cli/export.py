@@ -31,9 +31,10 @@ ROW_GROUP_BYTES = 32 << 20
 
 _INT_LISTS = ("prompt_ids", "sampled_ids", "weight_versions")
 _FLOAT_LISTS = ("logprobs", "allowed_logprobs")
-_INTS = ("turn_index", "parent_turn", "prefix_tokens", "cached_tokens")
+_INTS = ("turn_index", "parent_turn", "prefix_tokens", "cached_tokens", "top_k")
 _FLOATS = (
     "temperature",
+    "top_p",
     "started_unix_s",
     "queue_s",
     "prefill_s",
@@ -224,6 +225,8 @@ def _scalars(turn: common_pb2.Turn) -> dict[str, Any]:
         "cached_tokens": turn.cached_tokens,
         "finish_reason": finish_reason.removeprefix("FINISH_REASON_").lower(),
         "temperature": turn.temperature,
+        "top_p": turn.top_p if turn.HasField("top_p") else None,
+        "top_k": turn.top_k if turn.HasField("top_k") else None,
         "messages_json": turn.messages_json,
         "parse_error": turn.parse_error,
         "context_action": turn.context_action,

@@ -31,6 +31,9 @@ class SampledBatch:
     logprobs: torch.Tensor
     """float32 natural log, shape [B]; 0 for rows sampled greedily, which had no other
     choice. Not finite where the logits are not."""
+    kept_logprobs: torch.Tensor | None = None
+    """float32, shape [B]: natural log of the share of probability that top-k and top-p left; 0 for
+    rows without a cut and greedy ones. None when no row has a cut."""
     all_logprobs: torch.Tensor | None = None
     """float32, shape [B, V]: the distribution drawn from, if it was asked for; of greedy rows at
     temperature 1, with their other cuts."""
@@ -68,6 +71,7 @@ def sample(
         return SampledBatch(ids=likeliest.indices, logprobs=likeliest.values * 0.0)
     if bool((temperature_B != 1).any()):
         logits_BV = logits_BV / torch.where(greedy_B, 1.0, temperature_B)[:, None]
+    whole_BV = logits_BV
     logits_BV = _cut_top_k(logits_BV, top_k_B)
     logits_BV = _cut_top_p(logits_BV, top_p_B)
     logprobs_BV = logits_BV.log_softmax(-1)
@@ -76,8 +80,18 @@ def sample(
     if bool(greedy_B.any()):
         ids_B = torch.where(greedy_B, logits_BV.argmax(-1), ids_B)
         logprobs_B = torch.where(greedy_B, logits_BV.amax(-1) * 0.0, logprobs_B)
-    all_logprobs = logprobs_BV if keep_all else None
-    return SampledBatch(ids=ids_B, logprobs=logprobs_B, all_logprobs=all_logprobs)
+    return SampledBatch(
+        ids=ids_B,
+        logprobs=logprobs_B,
+        kept_logprobs=None if logits_BV is whole_BV else _kept(whole_BV, logits_BV, greedy_B),
+        all_logprobs=logprobs_BV if keep_all else None,
+    )
+
+
+def _kept(whole_BV: torch.Tensor, cut_BV: torch.Tensor, greedy_B: torch.Tensor) -> torch.Tensor:
+    """The log of the share of probability that the cuts left; rounding never makes it more."""
+    kept_B = (cut_BV.logsumexp(-1) - whole_BV.logsumexp(-1)).clamp(max=0)
+    return torch.where(greedy_B, 0.0, kept_B)
 
 
 def _mix(state: np.ndarray) -> np.ndarray:

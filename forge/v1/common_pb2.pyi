@@ -288,10 +288,11 @@ class SampledTokens(_message.Message):
     weight_versions: _builtins.bytes
     """int32 version of the weights that sampled each token."""
     allowed_logprobs: _builtins.bytes
-    """float32 natural log of the share of probability that the distribution without a grammar, at
-    the same temperature, gave to all tokens the grammar allowed there: 0 where it forbade
-    nothing likely. Empty when no grammar was asked for. `logprobs` plus this is the log-prob of
-    the token without the grammar (with top_p 1 and top_k 0); docs/training.md says what for.
+    """float32 natural log of the share of probability that the whole distribution, at the same
+    temperature, gave to the tokens that grammar, top_k and top_p left: 0 where they left out
+    nothing likely. Empty when there was neither a grammar nor a cut (top_k 0, top_p 1). `logprobs`
+    plus this is the log-prob of the token in the whole distribution; docs/training.md says what
+    for.
     """
     top_ids: _builtins.bytes
     """Only with SamplingParams.top_logprobs, n: for each token, the int32 ids of the n likeliest at
@@ -647,6 +648,8 @@ class Turn(_message.Message):
     STARTED_UNIX_S_FIELD_NUMBER: _builtins.int
     ENDED_UNIX_S_FIELD_NUMBER: _builtins.int
     TURNS_BEFORE_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     turn_index: _builtins.int
     """Counts from 0 in the order the calls ended, so that there are no gaps."""
@@ -658,7 +661,7 @@ class Turn(_message.Message):
     """int32 ids rendered for this turn alone: the prompt after the shared prefix."""
     finish_reason: Global___FinishReason.ValueType
     temperature: _builtins.float
-    """Of the distribution sampled from."""
+    """Of the distribution sampled from, as are top_p and top_k below."""
     cached_tokens: _builtins.int
     messages_json: _builtins.str
     """The request's messages and tools new since `parent_turn`, and the answer, as JSON, for
@@ -677,6 +680,10 @@ class Turn(_message.Message):
     depended on them: those with an index below. Unset when it is not known; the rollout has no
     completion time then.
     """
+    top_p: _builtins.float
+    """Nucleus mass, 1 for no cut. Unset in turns recorded before it was."""
+    top_k: _builtins.int
+    """Likeliest tokens kept, 0 for all. Unset in turns recorded before it was."""
     @_builtins.property
     def sampled(self) -> Global___SampledTokens: ...
     @_builtins.property
@@ -700,13 +707,24 @@ class Turn(_message.Message):
         started_unix_s: _builtins.float = ...,
         ended_unix_s: _builtins.float = ...,
         turns_before: _builtins.int | None = ...,
+        top_p: _builtins.float | None = ...,
+        top_k: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_turns_before", b"_turns_before", "sampled", b"sampled", "timings", b"timings", "turns_before", b"turns_before"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_k", b"_top_k", "_top_p", b"_top_p", "_turns_before", b"_turns_before", "sampled", b"sampled", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "turns_before", b"turns_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_turns_before", b"_turns_before", "cached_tokens", b"cached_tokens", "context_action", b"context_action", "ended_unix_s", b"ended_unix_s", "finish_reason", b"finish_reason", "messages_json", b"messages_json", "parent_turn", b"parent_turn", "parse_error", b"parse_error", "prefix_tokens", b"prefix_tokens", "prompt_ids", b"prompt_ids", "sampled", b"sampled", "started_unix_s", b"started_unix_s", "temperature", b"temperature", "timings", b"timings", "trajectory_id", b"trajectory_id", "turn_index", b"turn_index", "turns_before", b"turns_before"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_k", b"_top_k", "_top_p", b"_top_p", "_turns_before", b"_turns_before", "cached_tokens", b"cached_tokens", "context_action", b"context_action", "ended_unix_s", b"ended_unix_s", "finish_reason", b"finish_reason", "messages_json", b"messages_json", "parent_turn", b"parent_turn", "parse_error", b"parse_error", "prefix_tokens", b"prefix_tokens", "prompt_ids", b"prompt_ids", "sampled", b"sampled", "started_unix_s", b"started_unix_s", "temperature", b"temperature", "timings", b"timings", "top_k", b"top_k", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "turn_index", b"turn_index", "turns_before", b"turns_before"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
+    _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
+    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
+    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     _WhichOneofReturnType__turns_before: _TypeAlias = _typing.Literal["turns_before"]  # noqa: Y015
     _WhichOneofArgType__turns_before: _TypeAlias = _typing.Literal["_turns_before", b"_turns_before"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__turns_before) -> _WhichOneofReturnType__turns_before | None: ...
 
 Global___Turn: _TypeAlias = Turn  # noqa: Y015

@@ -147,6 +147,9 @@ class StepMetrics(_message.Message):
     MTP_LOSS_FIELD_NUMBER: _builtins.int
     MTP_ACCEPTANCE_FIELD_NUMBER: _builtins.int
     BALANCE_LOSS_FIELD_NUMBER: _builtins.int
+    TRUNCATED_TURNS_FIELD_NUMBER: _builtins.int
+    TRUNCATED_TURNS_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    SAMPLING_UNKNOWN_TURNS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     weight_version: _builtins.int
     loss: _builtins.float
@@ -197,6 +200,14 @@ class StepMetrics(_message.Message):
     """Mean loss of the draft heads; 0 without any."""
     balance_loss: _builtins.float
     """Load-balance loss of a mixture of experts, not part of `loss`; 0 without one."""
+    truncated_turns: _builtins.int
+    """Turns sampled with top_p below 1 or top_k above 0 that this step trained on, corrected."""
+    truncated_turns_left_out: _builtins.int
+    """Such turns that were left out, because the engine did not say which share of probability the
+    cut left.
+    """
+    sampling_unknown_turns: _builtins.int
+    """Turns recorded before top_p and top_k were; trained on as if nothing had been cut."""
     @_builtins.property
     def reward_by_domain(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
@@ -244,10 +255,13 @@ class StepMetrics(_message.Message):
         mtp_loss: _builtins.float = ...,
         mtp_acceptance: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         balance_loss: _builtins.float = ...,
+        truncated_turns: _builtins.int = ...,
+        truncated_turns_left_out: _builtins.int = ...,
+        sampling_unknown_turns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_loss", b"balance_loss", "behavior_kl", b"behavior_kl", "clip_fraction", b"clip_fraction", "domains", b"domains", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "mtp_acceptance", b"mtp_acceptance", "mtp_loss", b"mtp_loss", "publish_s", b"publish_s", "reference_kl", b"reference_kl", "reward_by_domain", b"reward_by_domain", "sample_tokens", b"sample_tokens", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_loss", b"balance_loss", "behavior_kl", b"behavior_kl", "clip_fraction", b"clip_fraction", "domains", b"domains", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "mtp_acceptance", b"mtp_acceptance", "mtp_loss", b"mtp_loss", "publish_s", b"publish_s", "reference_kl", b"reference_kl", "reward_by_domain", b"reward_by_domain", "sample_tokens", b"sample_tokens", "sampling_unknown_turns", b"sampling_unknown_turns", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "truncated_turns", b"truncated_turns", "truncated_turns_left_out", b"truncated_turns_left_out", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,7 +51,7 @@ class AnswerReader:
         self.logprobs = bytearray()
         self.weight_versions = bytearray()
         self.allowed_logprobs = bytearray()
-        """Empty without a grammar."""
+        """Empty without a grammar or a cut."""
         self._top_ids = bytearray()
         self._top_logprobs = bytearray()
         """Of the likeliest tokens, the same number for each; empty unless asked for."""

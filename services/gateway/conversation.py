@@ -101,7 +101,7 @@ class Sampled:
     logprobs: bytes
     weight_versions: bytes
     allowed_logprobs: bytes = b""
-    """As in `SampledTokens`: empty without a grammar."""
+    """As in `SampledTokens`: empty without a grammar or a cut."""
     finish_reason: common_pb2.FinishReason.ValueType
     answer: Message | None
     """Parsed; None when ids were asked for."""

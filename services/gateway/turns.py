@@ -187,6 +187,8 @@ class Turns:
             prompt=prompt,
             sampled=sampled,
             temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+            top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+            top_k=sampling.top_k,
             context_action=request.context_action,
             arrived=_arrived(request),
             handle=request.handle if ended_well else None,

@@ -70,6 +70,8 @@ def _turn_head(turn: common_pb2.Turn) -> TurnHead:
         raise InvalidArgument("sampled.logprobs holds a value that is not finite")
     if not (math.isfinite(turn.temperature) and turn.temperature >= 0):
         raise InvalidArgument(f"temperature {turn.temperature} must be finite and not negative")
+    if turn.HasField("top_p") and not 0 < turn.top_p <= 1:
+        raise InvalidArgument(f"top_p {turn.top_p} must be above 0 and at most 1")
     low, high = _range(weight_versions)
     return TurnHead(
         turn_index=turn.turn_index,

@@ -39,6 +39,17 @@ _CHECKPOINT_FAILING = gauge(
 _STEP_S = histogram(
     "forge_trainer_step_seconds", "Computing one step.", buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300)
 )
+_TRUNCATED = counter(
+    "forge_trainer_truncated_turns_total", "Turns sampled with top_p or top_k that were trained on."
+)
+_LEFT_OUT = counter(
+    "forge_trainer_truncated_turns_left_out_total",
+    "Turns sampled with top_p or top_k that were left out: the share that the cut left is unknown.",
+)
+_UNKNOWN = counter(
+    "forge_trainer_sampling_unknown_turns_total",
+    "Turns trained on that were recorded before top_p and top_k were.",
+)
 _THROUGHPUT = gauge(
     "forge_trainer_trained_tokens_per_second", "Sampled tokens trained on, over computing the step."
 )
@@ -180,6 +191,9 @@ def step_metrics(
         domains=_domains(batch, result),
         balance_loss=result.balance_loss,
         mtp_loss=fmean(result.mtp.losses) if result.mtp.losses else 0.0,
+        truncated_turns=batch.cuts.get("corrected", 0),
+        truncated_turns_left_out=batch.cuts.get("share_missing", 0),
+        sampling_unknown_turns=batch.cuts.get("unknown", 0),
         mtp_acceptance={str(k): value for k, value in enumerate(result.mtp.acceptance, 1)},
     )
     steps = [*earlier, metrics]
@@ -258,6 +272,9 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
     _EXCLUDED.inc(batch.excluded)
     _UNTIMED.inc(batch.untimed)
     _MEMORY.inc(metrics.memory_retries)
+    _TRUNCATED.inc(metrics.truncated_turns)
+    _LEFT_OUT.inc(metrics.truncated_turns_left_out)
+    _UNKNOWN.inc(metrics.sampling_unknown_turns)
     _STEP_S.observe(metrics.step_s)
     _THROUGHPUT.set(metrics.trained_tokens_per_s)
     _WAIT_S.set(metrics.wait_s)

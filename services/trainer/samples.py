@@ -6,6 +6,7 @@ alone, so that each sampled token is trained exactly once. No I/O, no tensors.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -24,7 +25,7 @@ from forge.core.rewards import (
 from forge.core.trajectory import TokenTree, TurnTokens, float32_bytes
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2 as pb
-from services.trainer.masked import logprobs_without_mask, weighted_advantages
+from services.trainer.masked import Cut, cut_of, logprobs_without_mask, weighted_advantages
 from services.trainer.speed import completion_of, speeds_of, told_speed
 
 _KINDS: Mapping[int, RewardKind] = {
@@ -71,6 +72,8 @@ class BatchSamples:
     """Trajectories that were left out because they do not add up."""
     untimed: int = 0
     """Trajectories of which no speed is known for want of recorded times."""
+    cuts: Mapping[Cut, int] = field(default_factory=dict)
+    """Turns by what top_k and top_p did to them; those whose share is missing were left out."""
 
     @property
     def mean_outcome(self) -> float:
@@ -113,6 +116,7 @@ def build_samples(
     outcomes: dict[str, list[float]] = {}
     lengths: dict[str, list[int]] = {}
     completions_s: dict[str, list[float]] = {}
+    cuts: Counter[Cut] = Counter()
     for rollouts, group, credit in zip(kept, returns, credits, strict=True):
         for rollout, advantages_T, speed_T in zip(
             rollouts, credit.advantages, group.speed, strict=True
@@ -130,9 +134,9 @@ def build_samples(
                 targets_T = [
                     one + speed for one, speed in zip(rollout.returns, speed_T, strict=True)
                 ]
-                samples.extend(_turn_samples(rollout, [factor] * len(targets_T), targets_T))
+                samples.extend(_turn_samples(rollout, [factor] * len(targets_T), cuts, targets_T))
             else:
-                samples.extend(_turn_samples(rollout, advantages_T))
+                samples.extend(_turn_samples(rollout, advantages_T, cuts))
     everyone = [rollout for rollouts in kept for rollout in rollouts]
     return BatchSamples(
         samples=tuple(samples),
@@ -146,6 +150,7 @@ def build_samples(
         flat_groups=sum(credit.flat for credit in credits),
         excluded=sum(map(len, groups)) - len(everyone),
         untimed=sum(one.completion_s is None and one.told_speed is None for one in everyone),
+        cuts=cuts,
     )
 
 
@@ -197,9 +202,12 @@ def _rollout(trajectory: pb.Trajectory, rules: CreditRules) -> _Rollout | None:
 
 
 def _turn_samples(
-    rollout: _Rollout, advantages_T: Sequence[float], targets_T: Sequence[float] = ()
+    rollout: _Rollout,
+    advantages_T: Sequence[float],
+    cuts: Counter[Cut],
+    targets_T: Sequence[float] = (),
 ) -> list[Sample]:
-    """One of each turn that can be trained on; `targets_T` are a critic's."""
+    """One of each turn that can be trained on, counted in `cuts`; `targets_T` are a critic's."""
     samples = []
     for index, (turn, record) in enumerate(
         zip(rollout.tree.turns, rollout.trajectory.turns, strict=True)
@@ -210,6 +218,10 @@ def _turn_samples(
         length = rollout.tree.lengths[index]
         start = length - turn.sampled_tokens
         if not turn.sampled_tokens or start == 0 or aborted or record.temperature <= 0:
+            continue
+        cut = cut_of(record)
+        cuts[cut] += 1
+        if cut == "share_missing":
             continue
         samples.append(
             Sample(
@@ -247,6 +259,8 @@ def _turn_tokens(turn: pb.Turn) -> TurnTokens:
         prefix_tokens=turn.prefix_tokens,
         prompt_ids=turn.prompt_ids,
         sampled_ids=turn.sampled.ids,
-        logprobs=logprobs_without_mask(turn.sampled),
+        logprobs=turn.sampled.logprobs
+        if cut_of(turn) == "share_missing"
+        else logprobs_without_mask(turn.sampled),
         weight_versions=turn.sampled.weight_versions,
     )

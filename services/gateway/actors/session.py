@@ -101,6 +101,8 @@ class EndCall:
     arrived: Moment
     handle: Handle | None = None
     """A name by which `Recall` finds the turn again."""
+    top_p: float = 1.0
+    top_k: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,7 +354,7 @@ class SessionActor(Actor):
     ) -> int:
         turn = conversation.record(prompt, sampled, call.handle)
         turn.trajectory_id = self._claims.trajectory_id
-        turn.temperature = call.temperature
+        turn.temperature, turn.top_p, turn.top_k = call.temperature, call.top_p, call.top_k
         turn.context_action = call.context_action
         self._agent_time.record(turn, begun, arrived=call.arrived, now_s=self._settings.clock())
         self._settings.writer.tell(Append(turn=turn))

@@ -48,6 +48,11 @@ class Sampling:
     top_logprobs: int = 0
     """How many of the likeliest tokens to tell with each sampled one."""
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a grammar or a cut leaves tokens out: then the share that is left is told."""
+        return self.grammar is not None or self.top_k > 0 or self.top_p < 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
@@ -77,7 +82,8 @@ class Tokens:
     versions: tuple[int, ...] = ()
     """Weights that sampled each."""
     allowed: tuple[float, ...] = ()
-    """With a grammar: the log of the share of probability it left; else empty."""
+    """The log of the share of probability that grammar, top_k and top_p left; empty without any of
+    them."""
     top: tuple[Likeliest, ...] = ()
     """With `top_logprobs`: that many for each token, or the whole vocabulary; else empty."""
 

@@ -157,6 +157,7 @@ async def end(
     parse_error: str = "",
     sampled: bool = True,
     handle: Handle | None = None,
+    **cut: Any,
 ) -> int:
     what = Sampled(
         ids=int32_bytes([5, 6]),
@@ -174,6 +175,7 @@ async def end(
         context_action="",
         arrived=moment(started_s),
         handle=handle,
+        **cut,
     )
     turn_index: int = await session.ask(message, timeout_s=TIMEOUT_S)
     return turn_index
@@ -187,6 +189,18 @@ async def test_turns_are_numbered_as_they_end(session: ActorRef, world: World) -
     third = await begin(session, "c")
     assert await end(session, "c", third) == 1
     assert [turn.turn_index for turn in world.kept] == [0, 1]
+
+
+async def test_a_turn_records_the_settings_it_was_sampled_with(
+    session: ActorRef, world: World
+) -> None:
+    """Also those that cut nothing: a turn without them is one of before."""
+    await end(session, "a", await begin(session, "a"), top_p=0.75, top_k=4)
+    await end(session, "b", await begin(session, "b"))
+    cut, whole = world.kept
+    assert (cut.temperature, cut.top_p, cut.top_k) == (1.0, 0.75, 4)
+    assert whole.HasField("top_p") and whole.HasField("top_k")
+    assert (whole.top_p, whole.top_k) == (1.0, 0)
 
 
 async def test_agents_time_is_between_answer_and_request(session: ActorRef, world: World) -> None:

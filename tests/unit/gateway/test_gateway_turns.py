@@ -119,3 +119,33 @@ async def test_a_close_does_not_wait_for_a_router() -> None:
     assert await call.read() is None
     await call.begin(inference_pb2.SampleRequest(), wait_s=30.0)
     assert await call.read() is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "recorded"),
+    [({}, (1.0, 1.0, 0)), ({"temperature": 0.5, "top_p": 0.75, "top_k": 4}, (0.5, 0.75, 4))],
+)
+async def test_a_call_ends_with_the_settings_it_was_sampled_with(
+    asked: dict[str, Any], recorded: tuple[float, float, int]
+) -> None:
+    """What the agent asked for, or the settings of the distribution that is trained."""
+    session = Session()
+    turns = Turns(
+        make_model("chatml"),
+        cast(Any, SimpleNamespace(call=lambda _: nullcontext())),
+        cast(Any, Stream(session, 3)),
+        sample_timeout_s=30.0,
+        retry_for_s=30.0,
+    )
+    request = TurnRequest(
+        prompt_ids=int32_bytes([1, 2]),
+        sampling=common_pb2.SamplingParams(max_tokens=9, **asked),
+        stream=True,
+        arrived_s=0.0,
+        arrived_unix_s=0.0,
+    )
+    with pytest.raises(SessionClosed):
+        async for _ in turns.run(cast(Any, session), request):
+            pass
+    (end,) = session.ended
+    assert (end.temperature, end.top_p, end.top_k) == recorded

@@ -62,6 +62,8 @@ def test_a_turn_without_sampled_tokens_is_valid():
         ({"sampled__weight_versions": int32_bytes([1, -1])}, "sampled.weight_versions holds -1"),
         ({"temperature": math.nan}, "temperature nan"),
         ({"temperature": -1.0}, "temperature -1.0"),
+        ({"top_p": 0.0}, "top_p 0.0"),
+        ({"top_p": math.nan}, "top_p nan"),
     ],
 )
 def test_a_bad_turn_is_refused_by_field_and_value(fields, complaint):

@@ -31,6 +31,7 @@ BATCH = BatchSamples(
     trajectories=6,
     flat_groups=1,
     excluded=0,
+    cuts={"none": 1, "corrected": 2, "share_missing": 3, "unknown": 4},
 )
 ELSEWHERE = {
     "step_s": "step_seconds_sum",
@@ -39,9 +40,19 @@ ELSEWHERE = {
     "trained_tokens": "trained_tokens_total",
     "trained_tokens_per_s": "trained_tokens_per_second",
     "memory_retries": "memory_retries_total",
+    "truncated_turns": "truncated_turns_total",
+    "truncated_turns_left_out": "truncated_turns_left_out_total",
+    "sampling_unknown_turns": "sampling_unknown_turns_total",
 }
 """Of the record's numbers, those with another name or kind on /metrics."""
-COUNTED = ("step_seconds_sum", "trained_tokens_total", "memory_retries_total")
+COUNTED = (
+    "step_seconds_sum",
+    "trained_tokens_total",
+    "memory_retries_total",
+    "truncated_turns_total",
+    "truncated_turns_left_out_total",
+    "sampling_unknown_turns_total",
+)
 """Of those, the ones that add up over steps."""
 
 

@@ -119,11 +119,12 @@ class _Sequence(Branch):
 
     def take_unsent(self) -> Tokens:
         unsent, self.unsent = self.unsent, []
+        leaves_out = self.prompt.sampling.leaves_out
         return Tokens(
             ids=tuple(drawn.token for drawn, _ in unsent),
             logprobs=tuple(drawn.logprob for drawn, _ in unsent),
             versions=tuple(version for _, version in unsent),
-            allowed=() if self.matcher is None else tuple(drawn.allowed for drawn, _ in unsent),
+            allowed=tuple(drawn.allowed for drawn, _ in unsent) if leaves_out else (),
             top=tuple(drawn.top for drawn, _ in unsent if drawn.top),
         )
 

@@ -1,7 +1,7 @@
 """From logits to tokens: grammars first, then each request's own settings and random stream.
 
-Owns the application of masks. What a grammar allows is `services.inference.grammar`'s, the drawing
-`forge.rl.sampling`'s.
+Owns the application of masks, and the share of probability that masks and cuts left. What a
+grammar allows is `services.inference.grammar`'s, the drawing `forge.rl.sampling`'s.
 
 Shape suffixes: R rows, M rows with a grammar, V vocabulary.
 """
@@ -26,7 +26,7 @@ class DrawnToken(NamedTuple):
     logprob: float
     """In the distribution drawn from."""
     allowed: float
-    """The log of the share of probability that the grammar left; 0 without one."""
+    """The log of the share of probability that grammar, top-k and top-p left; 0 without any."""
     top: Likeliest
     """Empty where nobody asked for it."""
 
@@ -38,7 +38,7 @@ class Drawn:
     ids: list[int]
     logprobs: list[float]
     allowed: Mapping[int, float]
-    """Of rows with a grammar alone."""
+    """Of rows with a grammar or a cut, and maybe of others."""
     top: Mapping[int, Likeliest]
     """Of rows that asked for it alone."""
     failed: Mapping[int, ForgeError]
@@ -72,6 +72,10 @@ def draw(
         uniform_B=uniforms([s.seed for s in settings], positions).to(device),
         keep_all=any(s.top_logprobs for s in settings),
     )
+    if drawn.kept_logprobs is not None:
+        # The cuts are of what the grammar left: shares multiply.
+        kept = drawn.kept_logprobs.tolist()
+        allowed = {row: share + allowed.get(row, 0.0) for row, share in enumerate(kept)}
     return Drawn(
         ids=drawn.ids.tolist(),
         logprobs=drawn.logprobs.tolist(),

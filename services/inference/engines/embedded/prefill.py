@@ -173,7 +173,7 @@ class PrefillActor(ThreadActor):
                     ids=(drawn.token,),
                     logprobs=(drawn.logprob,),
                     versions=(version,),
-                    allowed=() if message.matcher is None else (drawn.allowed,),
+                    allowed=(drawn.allowed,) if message.prompt.sampling.leaves_out else (),
                     top=(drawn.top,) if drawn.top else (),
                 ),
                 cached_tokens=reading.start if its_own else reading.prompt.tokens,

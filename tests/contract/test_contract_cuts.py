@@ -1,0 +1,119 @@
+"""Answers sampled with top_k and top_p: what is recorded lets training compare like with like."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge.core.rewards import RewardWeights
+from forge.core.trajectory import float32_array, int32_bytes
+from forge.v1 import common_pb2 as pb
+from services.inference.engines.base import Grammar, Sampling, Tokens
+from services.inference.wire import write_tokens
+from services.trainer.samples import CreditRules, build_samples
+from tests.contract import engines
+from tests.contract.engines import (
+    END,
+    GREEDY,
+    SAMPLED,
+    Answer,
+    Pair,
+    prompt_ids,
+    published,
+    reference,
+    save_tokenizer,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+
+RULES = CreditRules(weights=RewardWeights(alpha=0.0, beta=0.0, gamma=1.0))
+CUTS = [
+    replace(SAMPLED, top_p=0.5),
+    replace(SAMPLED, top_k=4),
+    replace(SAMPLED, top_k=9, top_p=0.7, temperature=0.6),
+]
+
+
+@pytest.fixture(params=engines.ENGINES)
+async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
+    """With weights and a tokenizer."""
+    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    async with engines.ENGINES[request.param](tmp_path) as started:
+        await started.load(published(reference("qwen3")), version=1)
+        yield started
+
+
+def behavior_logprobs(ids: list[int], answer: Answer, *, top_p: float, top_k: int) -> list[float]:
+    """As the trainer compares with them, of a turn that was recorded with these settings."""
+    tokens = Tokens(
+        ids=tuple(answer.ids),
+        logprobs=tuple(answer.logprobs),
+        versions=tuple(answer.versions),
+        allowed=tuple(answer.allowed),
+    )
+    turn = pb.Turn(
+        parent_turn=-1,
+        prompt_ids=int32_bytes(ids),
+        sampled=write_tokens(tokens),
+        finish_reason=pb.FINISH_REASON_LENGTH,
+        temperature=1.0,
+        top_p=top_p,
+        top_k=top_k,
+    )
+    reward = pb.RewardEvent(event_id="r", kind=pb.REWARD_KIND_OUTCOME, value=1, turn_index=-1)
+    rollouts = [
+        pb.Trajectory(trajectory_id="t:0:0", turns=[turn], rewards=[reward]),
+        pb.Trajectory(trajectory_id="t:0:1", turns=[turn]),
+    ]
+    sample, _ = build_samples([rollouts], RULES).samples
+    return list(float32_array(sample.behavior_logprobs))
+
+
+def whole_logprobs(ids: list[int], answer: Answer, temperature: float) -> list[float]:
+    """Of the sampled tokens in the whole distribution, by one full forward."""
+    logits = reference("qwen3")(torch.tensor([ids + answer.ids])).logits[0, len(ids) - 1 : -1]
+    logprobs_TV = (logits / temperature).log_softmax(-1)
+    return list(logprobs_TV.gather(1, torch.tensor(answer.ids)[:, None])[:, 0].tolist())
+
+
+@pytest.mark.parametrize("sampling", CUTS, ids=["top_p", "top_k", "both"])
+async def test_weights_that_have_not_moved_give_a_ratio_of_one(
+    pair: Pair, sampling: Sampling
+) -> None:
+    """The log-prob that training compares with is that of the whole distribution, which the policy
+    that is trained has: a cut is no change of the policy."""
+    ids = prompt_ids(20)
+    answer = await pair.sample(ids, sampling)
+    found = behavior_logprobs(ids, answer, top_p=sampling.top_p, top_k=sampling.top_k)
+    assert found == pytest.approx(whole_logprobs(ids, answer, sampling.temperature), abs=1e-4)
+    # The cut left out something, or this would hold without it.
+    assert min(answer.allowed) < -0.1
+
+
+async def test_each_request_of_a_batch_has_its_own_share(pair: Pair) -> None:
+    """Requests without a cut have no such column, and a greedy one has no share to speak of."""
+    prompts = [prompt_ids(9 + n, seed=n) for n in range(4)]
+    asked = [SAMPLED, replace(SAMPLED, top_k=3), replace(GREEDY, top_p=0.5), GREEDY]
+    alone = [await pair.sample(*request) for request in zip(prompts, asked, strict=True)]
+    answers = await asyncio.gather(*map(pair.sample, prompts, asked))
+    free, cut, greedy, plain = answers
+    assert free.allowed == [] == plain.allowed
+    assert len(cut.allowed) == len(cut.ids) and max(cut.allowed) < 0
+    assert cut.allowed == pytest.approx(alone[1].allowed, abs=1e-4)
+    assert greedy.allowed == [0.0] * len(greedy.ids)
+
+
+async def test_a_cut_behind_a_grammar_counts_both(pair: Pair) -> None:
+    """The share is of the whole distribution: what neither the grammar nor the cut left out."""
+    ids = prompt_ids(20)
+    digit = Grammar(kind="regex", text="[0-9]{4}")
+    held = replace(SAMPLED, grammar=digit, stop_ids=frozenset({END}), top_k=3)
+    answer = await pair.sample(ids, held)
+    found = behavior_logprobs(ids, answer, top_p=1.0, top_k=3)
+    assert found == pytest.approx(whole_logprobs(ids, answer, 1.0), abs=1e-4)

@@ -1,0 +1,78 @@
+"""Turns sampled with top_k or top_p: corrected, or left out and counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forge.core.rewards import RewardWeights
+from forge.core.trajectory import float32_array, float32_bytes, int32_bytes
+from forge.v1 import common_pb2 as pb
+from services.trainer.samples import BatchSamples, CreditRules, build_samples
+
+RULES = CreditRules(weights=RewardWeights(alpha=0.0, beta=0.0, gamma=1.0))
+
+
+def built(allowed: list[float], **settings: Any) -> BatchSamples:
+    """A group of two rollouts of one turn of two tokens."""
+    turn = pb.Turn(
+        parent_turn=-1,
+        prompt_ids=int32_bytes([1]),
+        sampled=pb.SampledTokens(
+            ids=int32_bytes([2, 3]),
+            logprobs=float32_bytes([-0.5, -1.0]),
+            weight_versions=int32_bytes([1, 1]),
+            allowed_logprobs=float32_bytes(allowed),
+        ),
+        finish_reason=pb.FINISH_REASON_STOP,
+        **({"temperature": 1.0} | settings),
+    )
+    reward = pb.RewardEvent(event_id="r", kind=pb.REWARD_KIND_OUTCOME, value=1, turn_index=-1)
+    return build_samples(
+        [
+            [
+                pb.Trajectory(trajectory_id="t:0:0", turns=[turn], rewards=[reward]),
+                pb.Trajectory(trajectory_id="t:0:1", turns=[turn]),
+            ]
+        ],
+        RULES,
+    )
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.5, "top_k": 0}, {"top_p": 1.0, "top_k": 3}])
+def test_a_cut_whose_share_is_on_record_is_corrected(cut: dict[str, Any]) -> None:
+    """Behavior log-probs are those of the whole distribution, and advantages weigh the share."""
+    batch = built([-0.25, 0.0], **cut)
+    assert dict(batch.cuts) == {"corrected": 2}
+    sample, _ = batch.samples
+    assert float32_array(sample.behavior_logprobs).tolist() == [-0.75, -1.0]
+    first, second = float32_array(sample.advantages)
+    assert 0 < first < second
+
+
+@pytest.mark.parametrize("allowed", [[], [-0.25]])
+def test_a_cut_whose_share_is_missing_is_left_out_and_counted(allowed: list[float]) -> None:
+    """An engine that does not say it, or only for some of the tokens, costs the turn and neither
+    the trajectory nor its rewards."""
+    batch = built(allowed, top_p=0.5, top_k=0)
+    assert batch.samples == () and dict(batch.cuts) == {"share_missing": 2}
+    assert (batch.excluded, batch.trajectories, batch.sampled_tokens) == (0, 2, 4)
+
+
+def test_a_turn_without_a_cut_is_as_it_was() -> None:
+    """Settings that keep everything change nothing."""
+    batch = built([], top_p=1.0, top_k=0)
+    assert dict(batch.cuts) == {"none": 2}
+    assert float32_array(batch.samples[0].behavior_logprobs).tolist() == [-0.5, -1.0]
+
+
+def test_a_turn_of_before_is_trained_on_and_counted() -> None:
+    """Whether it was cut is not on record."""
+    batch = built([])
+    assert dict(batch.cuts) == {"unknown": 2} and len(batch.samples) == 2
+
+
+def test_greedy_turns_are_not_counted() -> None:
+    """They are no part of training, whatever the cut."""
+    assert dict(built([], temperature=0.0, top_p=0.5).cuts) == {}
