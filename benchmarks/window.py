@@ -26,7 +26,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.support.queue_simulation import BINS, Durations, Outcome, Simulation, Workload
+from benchmarks.support.queue_simulation import (
+    BINS,
+    Drive,
+    Durations,
+    Outcome,
+    Simulation,
+    Workload,
+)
 from benchmarks.support.report import arguments, keep
 from forge.core.admission import Admission, Mode, QueueSettings
 
@@ -38,6 +45,10 @@ ADAPTIVE_SHIFT = {"": 0.0, "_kl05": 0.05, "_any": math.inf}
 """By what the name of the setting ends with."""
 SLOWER = Durations(mean=3.0, slow_share=0.25, slow_factor=4.0)
 """After a change in the middle of a run: three times as long, and more alike."""
+AT_ONCE = "_at_once"
+"""Name of a setting whose trainer asks only once a whole batch is complete ends with it."""
+ITEM = "item"
+"""W = 0.3 N, taken and committed group by group."""
 STATES = {"": "steady", ".cold": "start", ".waves": "waves", ".change": "change"}
 """What every setting is measured in, by what the name of the outcome ends with."""
 
@@ -78,6 +89,9 @@ def fixed_settings(size: Size) -> Iterator[tuple[str, QueueSettings]]:
         for name, window in windows.items():
             yield f"{name}{suffix}", replace(base, window=window)
         yield f"greedy{suffix}", replace(base, mode=Mode.GREEDY)
+    for name, window in windows.items():
+        yield f"{name}{AT_ONCE}", replace(_base(size), window=window)
+    yield ITEM, _base(size)
     # Between the ends of the scale: what a patient operator would find.
     for times in (2, 4):
         ahead = replace(_base(size), admission=Admission.AHEAD, ahead=times * n)
@@ -106,6 +120,21 @@ def adaptive_settings(size: Size) -> Iterator[tuple[str, QueueSettings]]:
                     max_shift_kl=shift_kl,
                 ),
             )
+
+
+DRIVES = {
+    Drive.BATCHES: "",
+    Drive.AT_ONCE: ", a batch at once",
+    Drive.ITEMS: ", taken and committed item by item",
+}
+"""What a table says of them."""
+
+
+def drive_of(name: str) -> Drive:
+    """How the trainer of a setting takes its batches."""
+    if name == ITEM:
+        return Drive.ITEMS
+    return Drive.AT_ONCE if name.endswith(AT_ONCE) else Drive.BATCHES
 
 
 def _base(size: Size) -> QueueSettings:
@@ -138,7 +167,7 @@ def measure(
 ) -> dict[str, Outcome]:
     """By "<setting>" in the steady state, and "<setting>.<transient>"."""
     return {
-        f"{name}{suffix}": Simulation(chosen, load).play()
+        f"{name}{suffix}": Simulation(chosen, load, drive_of(name)).play()
         for suffix, load in loads.items()
         for name, chosen in settings.items()
         if suffix in STATES or "_s" in name
@@ -232,7 +261,7 @@ def tabulate(
     states = _states_of(found, settings)
     lines = [f"| | {' | '.join(states.values())} |", "|---" * (1 + len(states)) + "|"]
     for name, chosen in settings.items():
-        cells = [_label(chosen, size)]
+        cells = [_label(name, chosen, size)]
         for state in states:
             one = found[f"{name}{state}"]
             shares = (f"{value:.3f}".lstrip("0") for value in (one.throughput, one.groups, one.kl))
@@ -251,8 +280,8 @@ def _states_of(
     }
 
 
-def _label(chosen: QueueSettings, size: Size) -> str:
-    label = f"`{chosen.mode.value}`"
+def _label(name: str, chosen: QueueSettings, size: Size) -> str:
+    label = f"`{chosen.mode.value}`{DRIVES[drive_of(name)]}"
     if chosen.mode is Mode.ADAPTIVE:
         shift = "any" if math.isinf(chosen.max_shift_kl) else f"{chosen.max_shift_kl:g}"
         return f"**{label}, S = {chosen.max_staleness_p99:g}, shift {shift}**"

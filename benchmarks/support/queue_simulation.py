@@ -10,6 +10,7 @@ slowest of its members.
 
 from __future__ import annotations
 
+import enum
 import math
 import statistics
 from bisect import bisect_right
@@ -86,12 +87,30 @@ class Outcome:
     """In optimizer steps between start and training of a group."""
 
 
+class Drive(enum.Enum):
+    """How the trainer takes its batches from the core."""
+
+    BATCHES = "batches"
+    """As a trainer does: a batch at a time, filled as the mode says."""
+    AT_ONCE = "at_once"
+    """It asks only once a whole batch is complete in the window, or all that is inside, so that no
+    group is assigned and the window does not move before: the rival of the published rule."""
+    ITEMS = "items"
+    """A group at a time, each committed at once, a step for as many as make a batch: the published
+    rule, whatever the core does with a batch."""
+
+
 class Simulation:
     """One run. `play` it once."""
 
-    def __init__(self, settings: QueueSettings, workload: Workload) -> None:
+    def __init__(
+        self, settings: QueueSettings, workload: Workload, drive: Drive = Drive.BATCHES
+    ) -> None:
         self._settings = settings
         self._load = workload
+        self._drive = drive
+        self._collected: list[int] = []
+        """Queue indices taken since the last step."""
         self.queue = GenerationQueue(settings)
         self.now_s = 0.0
         self.step = 0
@@ -104,7 +123,6 @@ class Simulation:
         self.batches: list[tuple[float, list[int]]] = []
         """When each step was taken, and the groups in it."""
         self.staleness: list[list[int]] = []
-        self.widths: list[int] = []
 
     def play(self) -> Outcome:
         self._submit()
@@ -144,19 +162,35 @@ class Simulation:
             heappush(self._events, (self.now_s + self._durations[index][0], claim.trajectory_id))
 
     def _train(self) -> None:
-        while True:
-            batch = self.queue.take(trainer_id="t", max_groups=self._load.batch, now_s=self.now_s)
+        while size := self._wanted():
+            batch = self.queue.take(trainer_id="t", max_groups=size, now_s=self.now_s)
             if batch is None:
                 return
-            self.step += 1
-            indices = [int(task_id[1:]) for task_id in batch.task_ids]
-            self.staleness.append([self.step - self._started_step.pop(i) for i in indices])
-            self.widths.append(self.queue.books.window.edge - self.queue.books.window.head)
-            self.batches.append((self.now_s, indices))
+            step = self.step + 1
+            self._collected += [int(task_id[1:]) for task_id in batch.task_ids]
             self.queue.batches.prepare_commit(
-                batch.batch_id, step=self.step, task_ids=(), now_s=self.now_s
+                batch.batch_id, step=step, task_ids=(), now_s=self.now_s
             )
-            self.queue.batches.commit(batch.batch_id, step=self.step)
+            self.queue.batches.commit(batch.batch_id, step=step)
+            if self._drive is not Drive.ITEMS or len(self._collected) >= self._load.batch:
+                self._step(sorted(self._collected))
+                self._collected = []
+
+    def _wanted(self) -> int:
+        """How many groups the trainer asks for now."""
+        if self._drive is Drive.ITEMS:
+            return 1
+        window, size = self.queue.books.window, self._load.batch
+        if self._drive is Drive.BATCHES or window.ready >= size:
+            return size
+        open_inside = window.sampling(frozenset()) and self.queue.rollouts.can_progress()
+        # A window that is complete gives no more before something of it is taken.
+        return window.ready if window.full and not open_inside else 0
+
+    def _step(self, indices: list[int]) -> None:
+        self.step += 1
+        self.staleness.append([self.step - self._started_step.pop(i) for i in indices])
+        self.batches.append((self.now_s, indices))
 
     def _measure(self) -> Outcome:
         first, last = self._load.skip, self._load.until or len(self.batches)

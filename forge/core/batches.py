@@ -8,7 +8,7 @@ two: `prepare_commit` names the groups, the caller stores them as TRAINED, `comm
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -58,9 +58,10 @@ class Batches:
         return self._open.get(batch_id)
 
     def take(
-        self, *, trainer_id: str, max_groups: int, can_progress: bool, now_s: float
+        self, *, trainer_id: str, max_groups: int, can_progress: Callable[[], bool], now_s: float
     ) -> Batch | None:
-        """The batch the trainer holds already, or a new one from the window, or none yet."""
+        """The batch the trainer holds already, or a new one from the window, or none yet.
+        `can_progress` says whether a group may become complete as the window stands."""
         expires_s = now_s + self._settings.batch_lease_s
         for held in self._open.values():
             if held.trainer_id == trainer_id:
@@ -75,12 +76,15 @@ class Batches:
         self._issued += 1
         return self._hold(batch_id, trainer_id, groups, expires_s)
 
-    def _choose(self, size: int, *, can_progress: bool, now_s: float) -> list[Group]:
-        window, away, more_coming = self._books.window, self._books.away, self._more_coming(now_s)
-        if self._books.adaptive is None:
-            return window.take(size, away=away, sampling=can_progress, more_coming=more_coming)
-        waiting = more_coming or (can_progress and window.sampling(away))
-        return self._books.adaptive.choose(window, size, away=away, waiting=waiting, now_s=now_s)
+    def _choose(self, size: int, *, can_progress: Callable[[], bool], now_s: float) -> list[Group]:
+        window, away, growing = self._books.window, self._books.away, self._growing(now_s)
+        adaptive = self._books.adaptive
+        if adaptive is None:
+            return window.take(size, away=away, can_progress=can_progress, growing=growing)
+        waiting = window.more_coming(growing=growing) or (window.sampling(away) and can_progress())
+        chosen = adaptive.choose(window, size, away=away, waiting=waiting, now_s=now_s)
+        window.resize(adaptive.window_size)
+        return chosen
 
     def adopt(self, batch_id: str, task_ids: Sequence[str], *, now_s: float) -> None:
         """Hold what an earlier term granted and its trainer still works on.
@@ -182,14 +186,10 @@ class Batches:
         ends_s = self._books.added_s + self._settings.short_batch_after_s
         return (ends_s, min((batch.expires_s for batch in self._open.values()), default=None))
 
-    def _more_coming(self, now_s: float) -> bool:
-        """Whether the head may move, or the queue grow, by somebody else's doing."""
-        window = self._books.window
-        growing = (
-            self._books.activity is Activity.RUNNING
-            and now_s < self._books.added_s + self._settings.short_batch_after_s
-        )
-        return window.inside(Phase.BATCHED) > 0 or (growing and not window.full)
+    def _growing(self, now_s: float) -> bool:
+        """Whether the queue may become longer; one that got nothing for long is at its end."""
+        ends_s = self._books.added_s + self._settings.short_batch_after_s
+        return self._books.activity is Activity.RUNNING and now_s < ends_s
 
     def _hold(
         self, batch_id: str, trainer_id: str, groups: Sequence[Group], expires_s: float

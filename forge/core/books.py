@@ -203,8 +203,6 @@ class Books:
         for group in groups:
             group.step = step
         self._trained[step] += groups
-        if self.adaptive:
-            self.window.resize(self.adaptive.window_size)
         self.move_batch(groups, Phase.BATCHED, Phase.TRAINED)
         if self.adaptive:
             self.adaptive.trained(groups, head=self.window.head, queued=self.queued())
@@ -221,8 +219,8 @@ class Books:
         self._counts[False, Phase.COMPLETE] += len(undone)
         for later in [known for known in self._trained if known > step]:
             del self._trained[later]
-        if undone:
-            self.window.rebuild(min(group.spec.index for group in undone))
+        first = min((group.spec.index for group in undone), default=self.window.head)
+        self.window.rebuild(first)
         if self.adaptive:
             self.adaptive.came_back(undone)
         return undone

@@ -62,7 +62,7 @@ class GenerationQueue:
         return self.batches.take(
             trainer_id=trainer_id,
             max_groups=max_groups,
-            can_progress=self.rollouts.can_progress(),
+            can_progress=self.rollouts.can_progress,
             now_s=now_s,
         )
 
@@ -89,7 +89,7 @@ def _books(settings: QueueSettings, shares: DomainShares) -> Books:
         shift_kl=settings.max_shift_kl,
     )
     adaptive = Adaptive(bounds)
-    window = Window(size=adaptive.window_size, shares=shares)
+    window = Window(size=adaptive.window_size, shares=shares, strict=True)
     return _over(window, settings, adaptive)
 
 

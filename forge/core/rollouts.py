@@ -233,7 +233,7 @@ class Rollouts:
             head=books.window.head,
             near=near,
             running=running,
-            unfetched=books.complete(),
+            unfetched=books.complete() - books.window.assigned,
         )
 
     def _start(self, group: Group, now_s: float) -> None:

@@ -3,12 +3,18 @@
 Owns the head, the far edge, and the choice of a batch. The rules (MiniMax Forge, arXiv
 2605.26494, windowed FIFO):
 
-- The head H is the lowest index whose group is not consumed. Consumed means TRAINED (its batch is
-  committed) or TOMBSTONED. A batch that is handed out but not committed is *not* consumed: H rests
-  on what is durable, so a lost batch never moves it back; only a rewind does.
-- Only a COMPLETE group below the edge, H+W, is ever handed out, and any of them at once. When W
-  becomes smaller the edge stays until the head has come closer: what was announced holds. Only a
-  rewind moves it back.
+- A complete group below the edge, H+W, is assigned to the batch being filled at once, as long as
+  that batch has room for its domain. Nothing at or beyond the edge is.
+- The head H is the lowest index whose group is neither consumed nor taken. Consumed means TRAINED
+  (its batch is committed) or TOMBSTONED; taken means assigned, or in a batch. So the window moves
+  while a batch fills.
+- A batch that is given back leaves H where it is: its groups are below H, stay assigned, and are
+  the first of the next batch. H moves back with a rewind, and with a new leader, who knows only
+  what is durable.
+- H passes at most `most_taken` groups that are not consumed: trainers that never commit cannot
+  drive it through the queue.
+- When W becomes smaller the edge stays until the head has come closer: what was announced holds.
+  Only a rewind moves it back.
 
 How groups become complete, and time, are `forge.core.generation`'s business.
 """
@@ -17,10 +23,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from operator import attrgetter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, islice
+from operator import attrgetter, itemgetter
 
 from forge.core.admission import UNBOUNDED
+from forge.core.filling import Filling
 from forge.core.groups import Group, Phase
 from forge.core.shares import DomainShares
 
@@ -30,14 +38,16 @@ _OPEN = (Phase.QUEUED, Phase.RUNNING)
 _PLACE = attrgetter("spec.domain", "spec.shard")
 _PHASE_AND_PLACE = attrgetter("phase", "spec.domain", "spec.shard")
 _INDEX = attrgetter("spec.index")
+TAKEN_BATCHES = 4
+"""H passes so many batches that are not committed, or W groups where that is more."""
 
 
 class Window:
     """The view over one training queue. Call `moved` after each change of phase."""
 
     def __init__(self, *, size: int, shares: DomainShares, strict: bool = False) -> None:
-        """`strict`: nothing overtakes, so that a batch is the next groups of the queue, and shares
-        do not count."""
+        """`strict`: batches are chosen whole, and nothing is assigned before: `take` returns the
+        next groups of the queue, and shares do not count. Another chooser may be in its place."""
         self.size = size
         self.head = 0
         self.edge = 0
@@ -54,7 +64,12 @@ class Window:
         self.ready = 0
         """Those of them that are complete."""
         self._complete: defaultdict[str, list[int]] = defaultdict(list)
-        """Sorted complete indices inside, by lane; one whose group moved on is dropped lazily."""
+        """Sorted indices inside of what is complete and not assigned, by lane; empty if strict."""
+        self._filling = Filling()
+        self._passed: set[int] = set()
+        """Indices below the head whose groups are taken and not consumed."""
+        self._batch_groups = 0
+        """The largest batch that was asked for."""
 
     def add(self, group: Group) -> None:
         """A group joined the queue, usually at its end."""
@@ -81,25 +96,35 @@ class Window:
     def moved(self, group: Group, before: Phase) -> None:
         """The phase of a group changed, not by a rewind."""
         spec = group.spec
+        if before is Phase.COMPLETE:
+            self._unlist(group)
         if spec.index < self.edge:
             self._count(before, spec.domain, spec.shard, -1)
             self._count(group.phase, spec.domain, spec.shard, 1)
             if group.phase is Phase.COMPLETE:
-                _insert(self._complete[self._lane(spec.domain)], spec.index)
+                self._list(group)
         if group.phase.consumed:
+            self._passed.discard(spec.index)
             self._advance()
 
     def moved_together(self, groups: Sequence[Group], before: Phase) -> None:
         """`moved` for many that went from one phase to another."""
+        if before is Phase.COMPLETE:
+            for group in groups:
+                self._unlist(group)
         inside = [group for group in groups if group.spec.index < self.edge]
         for (domain, shard), count in Counter(map(_PLACE, inside)).items():
             self._count(before, domain, shard, -count)
         self._count_in(inside)
+        if groups and groups[0].phase.consumed:
+            self._passed.difference_update(map(_INDEX, groups))
         self._advance()
 
     def rebuild(self, head: int) -> None:
-        """Move the head back: consumed groups from `head` on became visible again."""
-        self.head = self.edge = min(self.head, head)
+        """Start anew from what is consumed: groups from `head` on became visible again."""
+        self.head = self.edge = min(self.head, head, *self._passed)
+        self._passed.clear()
+        self._filling.clear()
         self._counts.clear()
         self._waiting = self.ready = 0
         self._complete.clear()
@@ -122,6 +147,11 @@ class Window:
         """Whether groups inside are still to complete, on shards that answer."""
         return any(self.inside(phase, away=away) for phase in _OPEN)
 
+    def more_coming(self, *, growing: bool) -> bool:
+        """Whether others may bring more into the window: a batch that is out is committed or given
+        back, or, if `growing`, the queue becomes longer."""
+        return self.inside(Phase.BATCHED) > 0 or (growing and not self.full)
+
     @property
     def full(self) -> bool:
         """Whether a longer queue would bring nothing more into the window."""
@@ -132,36 +162,55 @@ class Window:
         """W as it is now; 0 when there is no bound."""
         return 0 if self.size == UNBOUNDED else max(self.size, self.edge - self.head)
 
+    @property
+    def assigned(self) -> int:
+        """Groups assigned to the batch being filled."""
+        return len(self._filling)
+
+    def is_assigned(self, group: Group) -> bool:
+        return group.spec.index in self._filling.indices
+
+    @property
+    def most_taken(self) -> int:
+        """How many groups below H may be taken and not consumed."""
+        return max(self.size, TAKEN_BATCHES * self._batch_groups)
+
     def take(
-        self, size: int, *, away: frozenset[str], sampling: bool, more_coming: bool
+        self, size: int, *, away: frozenset[str], can_progress: Callable[[], bool], growing: bool
     ) -> list[Group]:
-        """The groups of the next batch, in queue order; none while it is better to wait.
+        """Fill the next batch with what is complete; its groups in queue order once it is full,
+        none while it is better to wait.
 
         A domain that cannot fill its quota waits only for its own open groups inside the window;
         without any, others fill its part in queue order. A batch goes out smaller than `size` only
-        when the window can give no more. `sampling` says whether open groups can make progress,
-        `more_coming` whether the head may move, or the queue grow, by somebody else's doing.
+        when the window can give no more. `can_progress` says whether open groups can, as the window
+        stands, `growing` whether the queue may become longer.
         """
-        if self.ready < size and sampling and not away and self._waiting > self.ready:
-            return []
+        self._batch_groups = max(self._batch_groups, size)
         if self._strict:
-            return self._take_next(size, away, waiting=more_coming or sampling)
-        complete, still_open = self._by_lane(away, (Phase.COMPLETE,)), self._by_lane(away, _OPEN)
-        quotas = self._shares.quotas(size)
-        short = [lane for lane, quota in quotas.items() if complete[lane] < quota]
-        if sampling and any(still_open[lane] for lane in short):
-            return []
-        if complete.total() < size and (more_coming or (sampling and still_open.total())):
-            return []
-        picked = self._pick(size, quotas, away)
+            waiting = can_progress() or self.more_coming(growing=growing)
+            return self._take_next(size, away, waiting=waiting)
+        quotas: Mapping[str, int] = self._shares.quotas(size) or {_EVERY_OTHER: size}
+        while short := self._fill(quotas, away):
+            if not away and self.ready < min(size, self._waiting) and can_progress():
+                return []
+            still_open = self._by_lane(away, _OPEN)
+            awaited = still_open.total() if self._complete_inside(away) < size else 0
+            if (awaited or any(still_open[lane] for lane in short)) and can_progress():
+                return []
+            if self._complete_inside(away) < size and self.more_coming(growing=growing):
+                return []
+            if not self._fill_in(size, away):
+                break
+        picked = self._filling.pick(size, quotas, away)
         if picked:
             self._shares.settle(size, quotas)
         return picked
 
     def _take_next(self, size: int, away: frozenset[str], *, waiting: bool) -> list[Group]:
         picked: list[Group] = []
-        for index in range(self.head, self.edge):
-            group = self._groups.get(index)
+        ahead = map(self._groups.get, range(self.head, self.edge))
+        for group in chain(self._filling, ahead):
             if group is None or group.phase.consumed or group.phase is Phase.BATCHED:
                 continue
             if len(picked) == size or group.phase.open or group.spec.shard in away:
@@ -171,41 +220,62 @@ class Window:
             waiting = waiting and not self.full
         return picked if len(picked) == size or not waiting else []
 
-    def _pick(self, size: int, quotas: dict[str, int], away: frozenset[str]) -> list[Group]:
-        picked: list[Group] = []
-        for lane, quota in quotas.items():
-            picked += self._pop(lane, quota, away)
-        missing = size - len(picked)
-        if missing:
-            spare: list[Group] = []
-            for lane in tuple(self._complete):
-                spare += self._pop(lane, missing, away)
-            spare.sort(key=_INDEX)
-            picked += spare[:missing]
-            for group in spare[missing:]:
-                _insert(self._complete[self._lane(group.spec.domain)], group.spec.index)
-        picked.sort(key=_INDEX)
-        return picked
+    def _fill(self, quotas: Mapping[str, int], away: frozenset[str]) -> list[str]:
+        """Assign what is complete, each lane up to its quota, while that moves the window; the
+        lanes that are short then."""
+        while self._unassigned(away):
+            found = False
+            for lane, quota in quotas.items():
+                room = quota - self._filling.usable(lane, away)
+                found = self._assign(lane, self._oldest(lane, room, away)) or found
+            if not found:
+                break
+            self._advance()
+        return [lane for lane, quota in quotas.items() if self._filling.usable(lane, away) < quota]
 
-    def _pop(self, lane: str, limit: int, away: frozenset[str]) -> list[Group]:
-        """Up to `limit` complete groups of a lane in queue order, taken off its list."""
-        order, groups = self._complete[lane], self._groups
-        popped: list[Group] = []
-        passed_over: list[int] = []
-        looked_at = 0
-        while len(popped) < limit and looked_at < len(order):
-            part = order[looked_at : looked_at + limit - len(popped)]
-            looked_at += len(part)
-            for index in part:
-                group = groups[index]
-                if group.phase is not Phase.COMPLETE:
-                    continue
-                if group.spec.shard in away:
-                    passed_over.append(index)
-                else:
-                    popped.append(group)
-        order[:looked_at] = passed_over
-        return popped
+    def _fill_in(self, size: int, away: frozenset[str]) -> bool:
+        """Assign groups beyond their lane's quota, in queue order, until the batch is full or the
+        window has moved; whether it has."""
+        edge = self.edge
+        for _ in range(size - self._filling.usable_of_all(away)):
+            firsts = [(self._oldest(lane, 1, away), lane) for lane in self._complete]
+            first, lane = min(filter(itemgetter(0), firsts), default=([], ""))
+            if not self._assign(lane, first):
+                break
+            self._advance()
+            if self.edge > edge:
+                break
+        return self.edge > edge
+
+    def _unassigned(self, away: frozenset[str]) -> int:
+        """Complete groups inside that are not assigned."""
+        return self._complete_inside(away) - self._filling.usable_of_all(away)
+
+    def _complete_inside(self, away: frozenset[str]) -> int:
+        return self.inside(Phase.COMPLETE, away=away) if away else self.ready
+
+    def _oldest(self, lane: str, limit: int, away: frozenset[str]) -> list[int]:
+        """Up to `limit` of a lane's complete indices that are not assigned, in queue order."""
+        order = self._complete[lane]
+        if limit <= 0:
+            return []
+        if not away:
+            return order[:limit]
+        usable = (index for index in order if self._groups[index].spec.shard not in away)
+        return list(islice(usable, limit))
+
+    def _assign(self, lane: str, indices: Sequence[int]) -> bool:
+        """The groups of a lane; whether there are any."""
+        if not indices:
+            return False
+        order = self._complete[lane]
+        if order[: len(indices)] == indices:
+            del order[: len(indices)]
+        else:
+            gone = set(indices)
+            order[:] = [index for index in order if index not in gone]
+        self._filling.extend(lane, indices, map(self._groups.__getitem__, indices))
+        return True
 
     def _by_lane(self, away: frozenset[str], phases: Sequence[Phase]) -> Counter[str]:
         found: Counter[str] = Counter()
@@ -215,12 +285,17 @@ class Window:
         return found
 
     def _advance(self) -> None:
-        head, groups = self.head, self._groups
+        head, groups, assigned = self.head, self._groups, self._filling.indices
+        room = self.most_taken - len(self._passed)
         while head < self.next_index:
             group = groups.get(head)
             # An index nobody holds belonged to a submission that failed: nothing to wait for.
             if group is not None and not group.phase.consumed:
-                break
+                taken = group.phase is Phase.BATCHED or head in assigned
+                if not taken or room <= 0:
+                    break
+                self._passed.add(head)
+                room -= 1
             head += 1
         self.head = head
         edge = min(head + self.size, self.next_index)
@@ -236,7 +311,28 @@ class Window:
             self._count(phase, domain, shard, count)
         for group in groups:
             if group.phase is Phase.COMPLETE:
-                _insert(self._complete[self._lane(group.spec.domain)], group.spec.index)
+                self._list(group)
+
+    def _list(self, group: Group) -> None:
+        """A group inside is complete, and in no batch."""
+        lane, index = self._lane(group.spec.domain), group.spec.index
+        if index < self.head:
+            # Its batch was given back; the head has passed it and stays.
+            self._filling.extend(lane, (index,), (group,))
+        elif not self._strict:
+            order = self._complete[lane]
+            # What the window has just reached is above all others.
+            at = len(order) if not order or order[-1] < index else bisect_left(order, index)
+            order.insert(at, index)
+
+    def _unlist(self, group: Group) -> None:
+        index = group.spec.index
+        if self._filling.discard(index) or self._strict or index >= self.edge:
+            return
+        order = self._complete[self._lane(group.spec.domain)]
+        at = bisect_left(order, index)
+        if at < len(order) and order[at] == index:
+            del order[at]
 
     def _count(self, phase: Phase, domain: str, shard: str, count: int) -> None:
         if phase.consumed:
@@ -249,10 +345,3 @@ class Window:
 
     def _lane(self, domain: str) -> str:
         return domain if domain in self._shares.shares else _EVERY_OTHER
-
-
-def _insert(order: list[int], index: int) -> None:
-    """Into its place, once."""
-    at = bisect_left(order, index)
-    if at == len(order) or order[at] != index:
-        order.insert(at, index)

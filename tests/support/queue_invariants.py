@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from forge.core.admission import Admission, QueueSettings
+from forge.core.admission import Admission, Mode, QueueSettings
 from forge.core.generation import GenerationQueue
 from forge.core.groups import Group, Phase, RolloutPhase
 from forge.core.rollouts import RolloutClaim
 from forge.core.trajectory import TaskId
 from forge.core.window import Window
 from tests.support.durable_group import Durable
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a trainer could see before it asked."""
+
+    edge: int
+    taken: set[int]
+    """Indices in a batch, or assigned to one."""
+    consumed: set[int]
+    complete: set[int]
 
 
 class QueueInvariants(RuleBasedStateMachine):
@@ -33,8 +46,27 @@ class QueueInvariants(RuleBasedStateMachine):
         assert status.trained == len(self.trained)
 
     @invariant()
-    def head_is_the_oldest_unconsumed_group(self) -> None:
-        assert self.queue.books.window.head == self._head()
+    def head_is_the_oldest_group_nobody_took(self) -> None:
+        """Below it, all is consumed, in a batch, or assigned to the next one; and no more than
+        `most_taken` is not consumed."""
+        window = self.queue.books.window
+        below = [g for g in self._training() if g.spec.index < window.head]
+        untrained = [group for group in below if not group.phase.consumed]
+        assert all(map(self._is_taken, untrained))
+        adaptive = self.queue.books.adaptive is not None
+        assert adaptive or len(untrained) <= window.most_taken
+        # What the adaptive mode passed while W was larger counts on.
+        if len(untrained) < window.most_taken:
+            assert window.head == self._head()
+
+    @invariant()
+    def assigned_groups_are_complete_and_inside(self) -> None:
+        window = self.queue.books.window
+        assigned = [group for group in self._training() if window.is_assigned(group)]
+        assert len(assigned) == window.assigned
+        for group in assigned:
+            assert group.phase is Phase.COMPLETE
+            assert group.spec.index < window.edge
 
     @invariant()
     def window_counts_what_is_in_it(self) -> None:
@@ -70,6 +102,40 @@ class QueueInvariants(RuleBasedStateMachine):
             rollout.phase is RolloutPhase.LEASED for group in running for rollout in group.rollouts
         )
         assert claims == len(self.queue.rollouts)
+
+    def look(self) -> Look:
+        training = self._training()
+        return Look(
+            edge=self.queue.books.window.edge,
+            taken={group.spec.index for group in training if self._is_taken(group)},
+            consumed={group.spec.index for group in training if group.phase.consumed},
+            complete={g.spec.index for g in training if g.phase is Phase.COMPLETE},
+        )
+
+    def check_assignment(self, before: Look) -> None:
+        """Each group that was taken was complete, and inside the window as it stood once those
+        with lower indices were taken; where batches are chosen whole, as it stood before."""
+        after = self.look()
+        whole = self.settings.mode in (Mode.FIFO, Mode.ADAPTIVE)
+        taken = set(before.taken)
+        for index in sorted(after.taken - before.taken):
+            assert index in before.complete
+            edge = before.edge if whole else max(before.edge, self._reach(taken, before.consumed))
+            assert index < edge, "at or beyond H+W"
+            taken.add(index)
+
+    def _reach(self, taken: set[int], consumed: set[int]) -> int:
+        """H+W, by the rule alone."""
+        window = self.queue.books.window
+        held = {group.spec.index for group in self._training()}
+        head = passed = 0
+        while head < self.next_index[False]:
+            if head in held and head not in consumed:
+                if head not in taken or passed == window.most_taken:
+                    break
+                passed += 1
+            head += 1
+        return head + window.size
 
     def check_reach(self, queued: set[Group]) -> None:
         """No group is passed by one that is W or N behind it, whatever the priorities."""
@@ -109,7 +175,8 @@ class QueueInvariants(RuleBasedStateMachine):
             edge = head + min(books.window.size, n)
             near = sum(group.spec.index < edge for group in started)
             if near < len(started):
-                assert books.running_training() + books.complete() - near <= n
+                unfetched = books.complete() - books.window.assigned
+                assert books.running_training() + unfetched - near <= n
 
     def check_order(self, claims: tuple[RolloutClaim, ...]) -> None:
         """Evaluation first, then by index; nothing that could go out was passed over."""
@@ -134,10 +201,16 @@ class QueueInvariants(RuleBasedStateMachine):
     def _groups(self) -> list[Group]:
         return [self.queue.books.group(task_id) for task_id in self.pool]
 
+    def _training(self) -> list[Group]:
+        return [group for group in self._groups() if not group.spec.evaluation]
+
+    def _is_taken(self, group: Group) -> bool:
+        return group.phase is Phase.BATCHED or self.queue.books.window.is_assigned(group)
+
     def _head(self) -> int:
         waiting = [
             group.spec.index
-            for group in self._groups()
-            if not group.spec.evaluation and not group.phase.consumed
+            for group in self._training()
+            if not (group.phase.consumed or self._is_taken(group))
         ]
         return min(waiting, default=self.next_index[False])

@@ -58,9 +58,10 @@ class QueueActor(Actor):
         try:
             return self._handle(message)
         finally:
-            # Whatever happened may be what somebody waits for.
-            self._runners.serve()
+            # Any change may serve a waiting call. Trainers first: what is assigned to a batch moves
+            # the head, so that more rollouts may start.
             self._trainers.serve()
+            self._runners.serve()
             self._hand_over_fates()
             self._set_timer()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge.core.admission import Admission, QueueSettings
+from forge.core.admission import Admission, Mode, QueueSettings
 from forge.core.errors import FailedPrecondition, NotFound
 from forge.core.generation import GenerationQueue
 from forge.core.groups import Attempt, AttemptState, Group, GroupSpec, Phase
@@ -90,17 +90,6 @@ def test_head_moves_only_when_its_own_group_is_consumed() -> None:
     assert take(queue, 1) == ("a2",)
 
 
-def test_batch_that_is_not_committed_does_not_move_the_head() -> None:
-    """H rests on what is durable."""
-    queue = make_queue("aa")
-    complete(queue, "a0", "a1")
-    batch = queue.take(trainer_id="t", max_groups=1, now_s=0.0)
-    assert batch is not None
-    assert queue.books.window.head == 0
-    queue.batches.commit(batch.batch_id, step=1)
-    assert queue.books.window.head == 1
-
-
 def test_trainer_that_asks_again_gets_the_batch_it_holds() -> None:
     """An answer that got lost costs nothing."""
     queue = make_queue("aaaa")
@@ -127,8 +116,8 @@ def test_domain_that_is_short_waits_for_its_own_groups_in_the_window() -> None:
 
 def test_others_fill_the_part_of_a_domain_with_nothing_in_the_window() -> None:
     """Shares never block when waiting could bring nothing better."""
-    queue = make_queue("aaaab", window=4, domain_shares={"a": 0.5, "b": 0.5})
-    complete(queue, "a0", "a1", "b4")
+    queue = make_queue("aaaaaab", window=4, domain_shares={"a": 0.5, "b": 0.5})
+    complete(queue, "a0", "a1", "b6")
     assert take(queue, 2) == ("a0", "a1")
 
 
@@ -148,16 +137,18 @@ def test_batch_waits_until_it_is_full() -> None:
     assert take(queue, 4) == ("a0", "a1", "a2", "a3")
 
 
-def test_batch_larger_than_the_window_goes_out_short() -> None:
-    """A window that is complete can give no more: waiting for more would be forever."""
-    queue = make_queue("aaaaaa", window=2)
+def test_batch_larger_than_the_window_of_a_fifo_goes_out_short() -> None:
+    """It is chosen whole: waiting for more would be forever."""
+    queue = make_queue("aaaaaa", mode=Mode.FIFO, batch_groups=2)
     complete(queue, "a0", "a1", "a2", "a3", "a4", "a5")
     assert take(queue, 8) == ("a0", "a1")
 
 
 def test_batch_larger_than_admission_allows_goes_out_short() -> None:
     """With N below W, groups that may not start are not waited for."""
-    queue = make_queue("aaaaaa", window=6, concurrency=2, admission=Admission.WINDOW)
+    queue = make_queue(
+        "aaaaaa", mode=Mode.FIFO, batch_groups=6, concurrency=2, admission=Admission.WINDOW
+    )
     complete(queue, "a0", "a1")
     assert take(queue, 4) == ("a0", "a1")
 
@@ -177,7 +168,7 @@ def test_groups_of_a_shard_that_is_away_are_neither_taken_nor_waited_for() -> No
         queue.add(make_group("a", index, shard=shard), now_s=0.0)
     complete(queue, "a0", "a1", "a2")
     queue.books.away = frozenset({"s1"})
-    assert take(queue, 3) == ("a0", "a2")
+    assert take(queue, 3, now_s=9.0) == ("a0", "a2")
     queue.books.away = frozenset()
     assert take(queue, 1, trainer="other") == ("a1",)
 

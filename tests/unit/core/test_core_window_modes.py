@@ -233,7 +233,9 @@ def test_adaptive_window_follows_the_batch_before_the_head_moves() -> None:
 
 def test_evaluation_that_runs_is_no_reason_to_wait() -> None:
     """What may not start does not complete, however long others run: the batch goes out short."""
-    queue = make_queue("aaaa", window=4, concurrency=3, admission=Admission.WINDOW)
+    queue = make_queue(
+        "aaaa", mode=Mode.FIFO, batch_groups=4, concurrency=3, admission=Admission.WINDOW
+    )
     complete(queue, *lease(queue))
     spec = GroupSpec(task_id=TaskId("e"), index=0, domain="a", shard="s0", size=1, evaluation=True)
     queue.add(Group(spec), now_s=0.0)

@@ -120,6 +120,18 @@ async def test_waiting_runner_gets_the_rollout_that_a_submission_brings(term: Te
     assert grant.trajectory_id == "a:0:0"
 
 
+async def test_waiting_runner_gets_the_rollout_that_a_batch_lets_start(term: TermActors) -> None:
+    """What completes is assigned to the batch that a trainer waits for, and frees a place at once:
+    N is 8, and the ninth group starts."""
+    await submit(term, *(make_task(f"a{index}") for index in range(9)))
+    first, *_ = await lease(term)
+    runner = await term.queue.ask(m.LeaseRollouts(runner_id="r", max_rollouts=1), timeout_s=ASK_S)
+    trainer = await term.queue.ask(m.TakeBatch(trainer_id="t", max_groups=4), timeout_s=ASK_S)
+    await complete(term, first)
+    assert runner.done()
+    assert not trainer.done()
+
+
 async def test_runner_that_left_takes_nothing_with_it(term: TermActors) -> None:
     """A cancelled wait is passed over."""
     ask = m.LeaseRollouts(runner_id="gone", max_rollouts=1)

@@ -1,0 +1,77 @@
+"""The batch that is being filled: complete groups assigned to it one by one, before it goes out.
+
+Owns which groups these are. Which group is assigned when is `forge.core.window`'s rule.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+
+from forge.core.groups import Group
+
+
+class Filling:
+    """Assigned groups by queue index, each in its lane: a domain with a share of its own, or all
+    others."""
+
+    def __init__(self) -> None:
+        self._lane_of: dict[int, str] = {}
+        self._lanes: defaultdict[str, dict[int, Group]] = defaultdict(dict)
+
+    def __len__(self) -> int:
+        return len(self._lane_of)
+
+    def __iter__(self) -> Iterator[Group]:
+        """In queue order."""
+        for index in sorted(self._lane_of):
+            yield self._lanes[self._lane_of[index]][index]
+
+    @property
+    def indices(self) -> KeysView[int]:
+        return self._lane_of.keys()
+
+    def extend(self, lane: str, indices: Sequence[int], groups: Iterable[Group]) -> None:
+        """Assign groups of one lane, named by their indices."""
+        self._lane_of.update(dict.fromkeys(indices, lane))
+        self._lanes[lane].update(zip(indices, groups, strict=True))
+
+    def discard(self, index: int) -> bool:
+        """Whether it was assigned."""
+        lane = self._lane_of.pop(index, None)
+        if lane is None:
+            return False
+        del self._lanes[lane][index]
+        return True
+
+    def clear(self) -> None:
+        self._lane_of.clear()
+        self._lanes.clear()
+
+    def usable(self, lane: str, away: frozenset[str]) -> int:
+        """Groups of a lane that are not on the pool shards `away`."""
+        held = self._lanes[lane]
+        if not away:
+            return len(held)
+        return sum(group.spec.shard not in away for group in held.values())
+
+    def usable_of_all(self, away: frozenset[str]) -> int:
+        """`usable` over all lanes."""
+        if not away:
+            return len(self._lane_of)
+        return sum(self.usable(lane, away) for lane in self._lanes)
+
+    def pick(self, size: int, quotas: Mapping[str, int], away: frozenset[str]) -> list[Group]:
+        """At most `size` groups in queue order: the oldest of each lane up to its quota, then the
+        oldest of all others."""
+        picked: list[int] = []
+        spare: list[int] = []
+        for lane, held in self._lanes.items():
+            order = sorted(i for i in held if held[i].spec.shard not in away)
+            quota = quotas.get(lane, 0)
+            picked += order[:quota]
+            spare += order[quota:]
+        if missing := size - len(picked):
+            picked += sorted(spare)[:missing]
+        picked.sort()
+        return [self._lanes[self._lane_of[index]][index] for index in picked]

@@ -1,0 +1,359 @@
+"""A batch fills item by item: what is assigned, what moves the head, and what a lost batch does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from heapq import heappop, heappush
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.core.admission import Admission, Mode, QueueSettings
+from forge.core.batches import Batch
+from forge.core.errors import NotFound
+from forge.core.generation import GenerationQueue
+from forge.core.groups import Group, GroupSpec, Phase
+from forge.core.trajectory import TaskId
+
+LATE_S = 99.0
+"""Long after the last group was added."""
+
+
+def make_queue(domains: str, *, term: int = 0, **settings: object) -> GenerationQueue:
+    """One group per letter, of the domain the letter names: task `<letter><index>`. All run."""
+    defaults: dict[str, object] = {"concurrency": 64, "window": 2, "admission": Admission.RUNNING}
+    queue = GenerationQueue(QueueSettings(**(defaults | settings)), term=term)
+    for index, domain in enumerate(domains):
+        add(queue, f"{domain}{index}", index)
+    queue.rollouts.lease(runner_id="r", max_rollouts=1000, now_s=0.0)
+    return queue
+
+
+def add(queue: GenerationQueue, name: str, index: int, *, shard: str = "s0") -> None:
+    spec = GroupSpec(task_id=TaskId(name), index=index, domain=name[0], shard=shard, size=1)
+    queue.add(Group(spec), now_s=0.0)
+
+
+def complete(queue: GenerationQueue, *names: str) -> None:
+    for name in names:
+        assert queue.rollouts.complete(f"{name}:0:0")
+
+
+def take(
+    queue: GenerationQueue, size: int, *, trainer: str = "t", now_s: float = LATE_S
+) -> Batch | None:
+    return queue.take(trainer_id=trainer, max_groups=size, now_s=now_s)
+
+
+def taken(queue: GenerationQueue, size: int, *, trainer: str = "t") -> tuple[str, ...]:
+    batch = take(queue, size, trainer=trainer)
+    return batch.task_ids if batch else ()
+
+
+def test_head_passes_what_is_assigned_before_the_batch_is_full() -> None:
+    """An item inside the window goes to the batch at once, and the window moves."""
+    queue = make_queue("aaaaaa", window=2)
+    complete(queue, "a0", "a2")
+    assert taken(queue, 3) == ()
+    assert (queue.books.window.head, queue.books.window.edge) == (1, 3)
+    complete(queue, "a5", "a1")
+    assert taken(queue, 3) == ("a0", "a1", "a2"), "a5 was beyond the edge when the batch was full"
+    assert queue.books.window.head == 3
+
+
+def test_batch_larger_than_the_window_is_filled() -> None:
+    """W bounds what is visible at a time, not what a batch holds."""
+    queue = make_queue("aaaaaaaa", window=2)
+    complete(queue, *(f"a{index}" for index in (1, 0, 3, 2, 5, 4)))
+    assert taken(queue, 6) == tuple(f"a{index}" for index in range(6))
+
+
+def test_next_batch_fills_while_one_is_out() -> None:
+    """A trainer prefetches: batch k+1 is taken before batch k is committed, in every mode."""
+    for mode, window in ((Mode.FIFO, 0), (Mode.WINDOWED, 2)):
+        queue = make_queue("aaaaaa", mode=mode, batch_groups=2, window=window)
+        complete(queue, "a0", "a1", "a2", "a3")
+        assert taken(queue, 2) == ("a0", "a1")
+        assert taken(queue, 2, trainer="ahead") == ("a2", "a3"), mode
+
+
+def test_batch_that_is_given_back_is_first_in_the_next_one() -> None:
+    """H and the edge stay: what came back is below them, and is older than what was assigned."""
+    queue = make_queue("aaaaaaaa", window=3)
+    complete(queue, "a0", "a1")
+    batch = take(queue, 2)
+    assert batch is not None
+    complete(queue, "a2")
+    assert taken(queue, 2, trainer="ahead") == ()
+    before = (queue.books.window.head, queue.books.window.edge)
+    queue.batches.release(batch.batch_id)
+    assert (queue.books.window.head, queue.books.window.edge) == before == (3, 6)
+    assert taken(queue, 2, trainer="ahead") == ("a0", "a1")
+    complete(queue, "a3")
+    assert taken(queue, 2) == ("a2", "a3")
+
+
+def test_fifo_takes_what_came_back_before_what_follows() -> None:
+    """Nothing overtakes it."""
+    queue = make_queue("aaaaaaaa", mode=Mode.FIFO, batch_groups=2, window=0, batch_lease_s=10.0)
+    complete(queue, "a0", "a1", "a2", "a3")
+    assert taken(queue, 2) == ("a0", "a1")
+    queue.expire(LATE_S + 10.0)
+    assert taken(queue, 2, trainer="other") == ("a0", "a1")
+    assert queue.books.window.head == 2
+
+
+def test_trainers_that_never_commit_do_not_drive_the_head_through_the_queue() -> None:
+    """H passes W groups without a commit, or four batches where that is more; then it waits."""
+    queue = make_queue("a" * 40, window=2)
+    complete(queue, *(f"a{index}" for index in range(40)))
+    batches = [take(queue, 2, trainer=f"t{number}") for number in range(12)]
+    held = [batch for batch in batches if batch is not None]
+    assert queue.books.window.head == 8
+    assert max(queue.books.group(t).spec.index for b in held for t in b.task_ids) < 10
+    queue.batches.commit(held[0].batch_id, step=1)
+    assert queue.books.window.head == 10
+
+
+def test_rewind_moves_the_head_back_to_what_is_not_trained() -> None:
+    """Nothing is assigned then, and nothing is in a batch."""
+    queue = make_queue("aaaaaaaa", window=2)
+    complete(queue, "a0", "a1", "a2", "a3", "a4")
+    for step in (1, 2):
+        batch = take(queue, 1)
+        assert batch is not None
+        queue.batches.commit(batch.batch_id, step=step)
+    assert taken(queue, 2) == ("a2", "a3")
+    assert taken(queue, 2, trainer="ahead") == ()
+    assert queue.books.window.head == 5
+    queue.batches.prepare_rewind(1)
+    queue.batches.rewind(1)
+    assert (queue.books.window.head, queue.books.window.edge) == (1, 3)
+    assert taken(queue, 3) == ("a1", "a2", "a3")
+
+
+def test_rewind_that_undoes_no_step_takes_back_what_was_taken() -> None:
+    """H rests on what is durable, whatever the batches that were lost had moved."""
+    queue = make_queue("aaaa", window=2)
+    complete(queue, "a0", "a1")
+    assert taken(queue, 2) == ("a0", "a1")
+    queue.batches.prepare_rewind(0)
+    assert queue.batches.rewind(0) == 0
+    assert queue.books.window.head == 0
+    assert taken(queue, 2) == ("a0", "a1")
+
+
+def test_new_leader_knows_only_what_is_durable() -> None:
+    """Its H may be lower; the batch that a trainer works on is held all the same."""
+    queue = make_queue("aaaa", term=1, window=2)
+    for index in range(4):
+        queue.rollouts.complete(f"a{index}:0:0")
+    assert queue.books.window.head == 0
+    queue.batches.adopt("batch-0-3", ("a2", "a3"), now_s=0.0)
+    assert taken(queue, 2) == ("a0", "a1")
+    assert queue.books.window.head == 4
+
+
+def test_batch_of_an_earlier_leader_may_name_what_is_assigned_here() -> None:
+    """No trainer has it yet: the batch being filled gets another."""
+    queue = make_queue("aaaaa", term=1, window=3)
+    for index in (0, 1):
+        queue.rollouts.complete(f"a{index}:0:0")
+    assert taken(queue, 3) == ()
+    queue.batches.adopt("batch-0-0", ("a1",), now_s=0.0)
+    for index in (2, 3):
+        queue.rollouts.complete(f"a{index}:0:0")
+    assert taken(queue, 3) == ("a0", "a2", "a3")
+
+
+def test_group_that_is_given_up_leaves_the_batch_being_filled() -> None:
+    """As one whose rewards are all equal does: another takes its place."""
+    queue = make_queue("aaaa", window=2)
+    complete(queue, "a0")
+    assert taken(queue, 2) == ()
+    queue.books.tombstone(queue.books.group("a0"), "teaches nothing")
+    complete(queue, "a1", "a2")
+    assert taken(queue, 2) == ("a1", "a2")
+
+
+def test_assigned_group_of_a_shard_that_is_away_is_not_waited_for() -> None:
+    """Its place goes to another, and it is first again once its shard answers."""
+    queue = make_queue("", window=3)
+    for index, shard in enumerate(("s0", "s1", "s1", "s1", "s1")):
+        add(queue, f"a{index}", index, shard=shard)
+    queue.rollouts.lease(runner_id="r", max_rollouts=9, now_s=0.0)
+    complete(queue, "a0")
+    assert taken(queue, 2) == ()
+    queue.books.away = frozenset({"s0"})
+    complete(queue, "a1", "a2", "a3", "a4")
+    assert taken(queue, 2) == ("a1", "a2")
+    queue.books.away = frozenset()
+    assert taken(queue, 2, trainer="other") == ("a0", "a3")
+
+
+def test_domain_whose_quota_is_full_leaves_the_rest_for_the_next_batch() -> None:
+    """It stays visible, and holds H like any item that is not taken."""
+    queue = make_queue("aaabab", window=4, domain_shares={"a": 1.0, "b": 1.0})
+    complete(queue, "a0", "a1", "a2")
+    assert taken(queue, 2) == ()
+    assert queue.books.window.head == 1
+    complete(queue, "b3")
+    assert taken(queue, 2) == ("a0", "b3")
+    assert queue.books.window.head == 1
+
+
+def test_others_fill_in_one_by_one_until_the_short_domain_is_inside() -> None:
+    """Each of them moves the window, and a domain that comes into it is waited for. What filled in
+    too early is the first of the next batch."""
+    queue = make_queue("aaaabbbb", window=3, domain_shares={"a": 1.0, "b": 1.0})
+    complete(queue, "a0", "a1", "a2", "a3")
+    assert taken(queue, 4) == ()
+    assert queue.books.window.head == 2, "its quota of two; b4 is inside now"
+    complete(queue, "b4")
+    assert taken(queue, 4) == ()
+    assert queue.books.window.head == 3, "a2 filled in; b5 is inside now"
+    complete(queue, "b5")
+    batch = take(queue, 4)
+    assert batch is not None
+    assert batch.task_ids == ("a0", "a1", "b4", "b5")
+    queue.batches.commit(batch.batch_id, step=1)
+    complete(queue, "b6", "b7")
+    assert taken(queue, 4) == ("a2", "a3", "b6", "b7")
+
+
+def test_assigned_groups_do_not_hold_back_generation() -> None:
+    """Under `window`, what the trainer took is not ahead of it."""
+    queue = make_queue("", window=1, concurrency=2, admission=Admission.WINDOW)
+    for index in range(6):
+        add(queue, f"a{index}", index)
+    assert len(queue.rollouts.lease(runner_id="r", max_rollouts=9, now_s=0.0)) == 2
+    complete(queue, "a0")
+    assert taken(queue, 4) == ()
+    assert [c.task_id for c in queue.rollouts.lease(runner_id="r", max_rollouts=9, now_s=0.0)] == [
+        "a2"
+    ]
+
+
+def test_group_that_an_assignment_lets_start_is_waited_for() -> None:
+    """No batch goes out short because nothing could start before its groups were assigned."""
+    queue = make_queue("", window=6, concurrency=2, admission=Admission.WINDOW)
+    for index in range(6):
+        add(queue, f"a{index}", index)
+    queue.rollouts.lease(runner_id="r", max_rollouts=9, now_s=0.0)
+    complete(queue, "a0", "a1")
+    assert taken(queue, 4) == ()
+    queue.rollouts.lease(runner_id="r", max_rollouts=9, now_s=0.0)
+    complete(queue, "a2", "a3")
+    assert taken(queue, 4) == ("a0", "a1", "a2", "a3")
+
+
+def test_trainer_that_asks_for_fewer_gets_the_oldest_assigned() -> None:
+    """Several trainers share one batch being filled, whatever they ask for."""
+    queue = make_queue("aaaaaa", window=4)
+    complete(queue, "a0", "a1", "a3")
+    assert taken(queue, 8, trainer="large") == ()
+    assert taken(queue, 2, trainer="small") == ("a0", "a1")
+    assert taken(queue, 1, trainer="smaller") == ("a3",)
+
+
+def test_no_group_of_a_batch_that_was_taken_over_is_taken_twice() -> None:
+    """A late commit names groups that are assigned again: it takes them out, and they are trained
+    on once."""
+    queue = make_queue("aaaa", window=4, batch_lease_s=10.0)
+    complete(queue, "a0", "a1")
+    late = take(queue, 2)
+    assert late is not None
+    queue.expire(LATE_S + 10.0)
+    assert taken(queue, 3, trainer="other") == ()
+    stored = queue.batches.prepare_commit(
+        late.batch_id, step=1, task_ids=late.task_ids, now_s=LATE_S + 11.0
+    )
+    assert stored == ("a0", "a1")
+    queue.batches.commit(late.batch_id, step=1)
+    complete(queue, "a2", "a3")
+    assert taken(queue, 2, trainer="other") == ("a2", "a3")
+    with pytest.raises(NotFound):
+        queue.batches.renew(late.batch_id, now_s=LATE_S)
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.permutations(range(24)))
+def test_batches_are_those_of_the_published_rule(window: int, size: int, order: list[int]) -> None:
+    """Each completed item inside [H, H+W) is taken at once; H passes what is taken."""
+    queue = make_queue("a" * 24, window=window)
+    expected = _published(window, size, order)
+    found: list[tuple[int, ...]] = []
+    for at, index in enumerate(order):
+        complete(queue, f"a{index}")
+        while batch := take(queue, size, now_s=0.0):
+            found.append(tuple(int(task_id[1:]) for task_id in batch.task_ids))
+            queue.batches.commit(batch.batch_id, step=len(found))
+        assert found == expected[at]
+
+
+def _published(window: int, size: int, order: list[int]) -> list[list[tuple[int, ...]]]:
+    """The batches after each completion, by the rule and nothing else."""
+    head, complete, used, filling = 0, set(), set(), []
+    batches: list[tuple[int, ...]] = []
+    after = []
+    for index in order:
+        complete.add(index)
+        while visible := [i for i in range(head, head + window) if i in complete - used]:
+            used.add(visible[0])
+            filling.append(visible[0])
+            while head in used:
+                head += 1
+            if len(filling) == size:
+                batches.append(tuple(sorted(filling)))
+                filling = []
+        after.append(list(batches))
+    return after
+
+
+@pytest.mark.parametrize(("concurrency", "window", "size"), [(32, 10, 8), (16, 4, 8)])
+def test_no_batch_is_short_before_the_end_of_the_queue(
+    concurrency: int, window: int, size: int
+) -> None:
+    """Not with heavy tails either: a slow head delays a batch, and makes none smaller."""
+    queue = make_queue("", concurrency=concurrency, window=window, admission=Admission.WINDOW)
+    for index in range(600):
+        add(queue, f"a{index}", index)
+    random, running, now_s = Random(0), [(0.0, "")], 0.0
+    sizes: Counter[int] = Counter()
+    while running:
+        now_s, done = heappop(running)
+        if done:
+            assert queue.rollouts.complete(done)
+        while batch := take(queue, size, now_s=LATE_S + now_s):
+            sizes[len(batch.task_ids)] += 1
+            queue.batches.commit(batch.batch_id, step=sizes.total())
+        for claim in queue.rollouts.lease(runner_id="r", max_rollouts=99, now_s=now_s):
+            heappush(running, (now_s + random.paretovariate(1.1), claim.trajectory_id))
+    assert sizes == {size: 600 // size}
+
+
+@given(st.lists(st.sampled_from("aab"), min_size=60, max_size=60), st.integers(0, 99))
+def test_shares_hold_in_the_long_run(domains: list[str], seed: int) -> None:
+    """Whatever the order in which groups complete, each full batch has its quotas as long as the
+    short domain has groups inside."""
+    queue = make_queue("".join(domains), window=60, domain_shares={"a": 1.0, "b": 1.0})
+    order = [f"{domain}{index}" for index, domain in enumerate(domains)]
+    Random(seed).shuffle(order)
+    left = Counter(domains)
+    for name in order:
+        complete(queue, name)
+        while batch := take(queue, 4, now_s=0.0):
+            mix = Counter(task_id[0] for task_id in batch.task_ids)
+            assert mix == {"a": 2, "b": 2} or min(left["a"], left["b"]) < 2
+            left -= mix
+            queue.batches.commit(batch.batch_id, step=1)
+
+
+def test_status_counts_what_is_assigned_as_complete() -> None:
+    """The books are of phases: an assigned group is in no batch that anybody holds."""
+    queue = make_queue("aaa", window=2)
+    complete(queue, "a0")
+    assert taken(queue, 3) == ()
+    assert queue.books.group("a0").phase is Phase.COMPLETE
+    assert queue.books.status().complete_in_window == 1
