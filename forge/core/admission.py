@@ -21,11 +21,12 @@ class Admission(enum.Enum):
     RUNNING = "running"
     """Only running groups count against N: the most throughput, and staleness without a bound."""
     WINDOW = "window"
-    """Running plus complete groups that no trainer took count against N: generation is at most N
-    groups ahead of training. Those near the head start all the same, whatever overtook them."""
+    """Running plus complete groups that are in no batch and not assigned to one count against N:
+    generation is at most N groups ahead of what trainers took. Those near the head start all the
+    same, whatever overtook them."""
     AHEAD = "ahead"
     """Only groups with a place below H + M start: generation is at most M positions ahead of the
-    oldest group that is not consumed, and what priorities gain."""
+    oldest group that no batch took, and what priorities gain."""
 
 
 class Mode(enum.Enum):

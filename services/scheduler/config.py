@@ -52,7 +52,7 @@ class SchedulerConfig(ServiceConfig):
     admission: str = setting(
         Admission.WINDOW.value,
         help="what holds generation back besides N running groups: running (nothing more), "
-        "window (complete groups that no trainer took count against N), ahead (only groups "
+        "window (complete groups not assigned to a batch count against N), ahead (only groups "
         "less than `ahead` positions from the head start); mode = adaptive has a rule of its own",
         choices=tuple(policy.value for policy in Admission),
     )

@@ -7,7 +7,10 @@ from forge.v1 import scheduler_pb2
 from services.scheduler.validation import ACTIVITIES
 
 _LEADING = gauge("forge_scheduler_leading", "1 on the leader, 0 on a standby.")
-_HEAD = gauge("forge_scheduler_head", "H: lowest queue index that is not consumed.")
+_HEAD = gauge(
+    "forge_scheduler_head",
+    "H: lowest queue index whose group is neither consumed, nor in a batch or assigned to one.",
+)
 _WINDOW = gauge("forge_scheduler_window_groups", "W: positions that a trainer sees.")
 _CONCURRENCY = gauge("forge_scheduler_concurrency_groups", "N: most groups that run at once.")
 _RUNNING_LIMIT = gauge(
