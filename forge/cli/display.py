@@ -21,6 +21,7 @@ from rich.text import Text
 from forge.cli.campaign import CampaignResult, Evaluation, Progress
 from forge.cli.kept import MeasuredModel
 from forge.cli.rundir import Phase, RunDirectory
+from forge.cli.trouble import troubles
 from forge.core.intervals import change_interval
 from forge.runtime.processes import ProcessEvent
 from forge.v1 import trainer_pb2
@@ -49,6 +50,7 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
         self._said_phase: Phase | None = None
         self._said_step = 0
         self._said_evaluations = 0
+        self._said_troubles: set[str] = set()
 
     def __enter__(self) -> Self:
         if self._live:
@@ -78,6 +80,7 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
         if progress.phase != self._said_phase:
             self._said_phase = progress.phase
             self.say(PHASES[progress.phase])
+        self._say_troubles(progress)
         if self._live:
             self._live.update(self._panel(progress))
         else:
@@ -85,6 +88,14 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
         for evaluation in progress.evaluations[self._said_evaluations :]:
             self.say(evaluation_line(evaluation))
         self._said_evaluations = len(progress.evaluations)
+
+    def _say_troubles(self, progress: Progress) -> None:
+        """Each once, and again when it has come back."""
+        found = troubles(progress.scheduler)
+        for name, text in found.items():
+            if name not in self._said_troubles:
+                self.say(text, style="yellow")
+        self._said_troubles = set(found)
 
     def _print_new_steps(self, progress: Progress) -> None:
         for step in progress.steps:
@@ -101,6 +112,7 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
         if progress.steps:
             rows += ["", _domains(progress), "", _learning(progress)]
         rows += ["", _queue(progress)]
+        rows += [Text(text, style="yellow") for text in troubles(progress.scheduler).values()]
         title = f"forge  {PHASES[progress.phase]}  {self._elapsed()}"
         return Panel(Group(*rows), title=title, title_align="left", padding=(0, 1))
 

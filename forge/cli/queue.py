@@ -14,6 +14,7 @@ import typer
 from forge.cli.connection import Connection
 from forge.cli.outcome import console, finish
 from forge.cli.pool_options import reading
+from forge.cli.trouble import troubles
 from forge.v1 import common_pb2, scheduler_pb2
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ async def _set(
             await asyncio.sleep(_POLL_S)
             found = await operator.scheduler_status()
         console.print(line_of(found), highlight=False, soft_wrap=True)
+        for text in troubles(found).values():
+            console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def line_of(status: scheduler_pb2.GetSchedulerStatusResponse) -> str:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from forge.cli.connection import Connection
 from forge.cli.stack import READY_KINDS
+from forge.cli.trouble import troubles
 from forge.client.operator import Operator
 from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.coordination import Coordinator
@@ -27,6 +28,9 @@ async def show_status(at: Connection, console: Console) -> None:
             "inference": operator.inference_status,
             "trainer": lambda: _trainer_status(operator),
         }
+        trouble = await _troubles(operator)
+        if trouble:
+            console.print(trouble, soft_wrap=True)
         for name, said in zip(asked, await gather(*map(_said, asked.values())), strict=True):
             console.print(Text(name, style="bold"))
             console.print(said, soft_wrap=True)
@@ -38,6 +42,15 @@ async def _trainer_status(operator: Operator) -> object:
     for domain in status.latest_evaluation.domains.values():
         domain.ClearField("task_outcomes")
     return status
+
+
+async def _troubles(operator: Operator) -> Text:
+    """What keeps the system from training, before all else; empty when the scheduler is away."""
+    try:
+        status = await operator.scheduler_status()
+    except ForgeError:
+        return Text("")
+    return Text("\n".join(troubles(status).values()), style="yellow")
 
 
 async def _said(ask: Callable[[], Awaitable[object]]) -> Text:

@@ -142,19 +142,20 @@ class Rollouts:
             self._try_again(slot, now_s + pause_s)
         return True
 
-    def lapse(self, trajectory_id: str, *, now_s: float) -> bool:
+    def lapse(self, trajectory_id: str, *, now_s: float) -> FailureKind | None:
         """A claim has ended, and the pool has no sealed trajectory of it: its runner is silent,
         which is no failure of the task, or the attempt has lasted for too long, which is one.
 
-        False when that changes nothing: it was renewed meanwhile, or is settled.
+        Whose failure it was; None when it changes nothing: renewed meanwhile, or settled.
         """
         lease = self._claims.get(TrajectoryId(trajectory_id))
         if lease is None or lease.expires_s > now_s:
-            return False
+            return None
         if lease.deadline_s <= now_s:
             limit_s = self._settings.rollout_timeout_s
             reason = f"no end within rollout_timeout_s = {limit_s:g}"
-            return self.fail(trajectory_id, reason=reason, permanent=False, now_s=now_s)
+            failed = self.fail(trajectory_id, reason=reason, permanent=False, now_s=now_s)
+            return FailureKind.TASK if failed else None
         slot, attempt = self._locate(trajectory_id)
         self._end_attempt(slot.rollout, attempt)
         slot.rollout.lapsed = lease
@@ -165,7 +166,7 @@ class Rollouts:
         else:
             # The end of the claim was waited for: that is pause enough.
             self._try_again(slot, now_s + self._settings.backoff_s(1))
-        return True
+        return FailureKind.INFRASTRUCTURE
 
     def expire(self, now_s: float) -> tuple[TrajectoryId, ...]:
         """The attempts whose claims have ended.

@@ -135,6 +135,11 @@ class Window:
         self.size = size
         self._advance()
 
+    @property
+    def head_group(self) -> Group | None:
+        """The oldest group that is not consumed."""
+        return self._groups.get(self.head)
+
     def inside(self, phase: Phase, *, away: frozenset[str] = frozenset()) -> int:
         """Groups of a phase in the window, without those on pool shards that are away."""
         return sum(

@@ -770,7 +770,9 @@ class GetSchedulerStatusResponse(_message.Message):
     taking_over: _builtins.bool
     """A new leader still listens for what runners hold: more may run than it knows."""
     untrained_s: _builtins.float
-    """Since a batch was committed or, before the first, since this leader's term began."""
+    """Since a batch was committed or an evaluation group ended; before the first, since this leader's
+    term began.
+    """
     faults: _builtins.int
     """Attempts that the infrastructure ended: no word of the runner, or its report."""
     @_builtins.property

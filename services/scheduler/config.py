@@ -126,6 +126,11 @@ class SchedulerConfig(ServiceConfig):
         "out as a batch smaller than asked",
         minimum=0,
     )
+    stall_after_s: float = setting(
+        120.0,
+        help="nothing trained on for so long: the status and the log say why, and what to do",
+        minimum=1,
+    )
     session_ttl_s: float = setting(10_800.0, help="how long a session token is good for", minimum=1)
     max_queued_groups: int = setting(
         1_000_000, help="most groups accepted and not yet consumed", minimum=1

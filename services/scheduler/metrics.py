@@ -45,6 +45,11 @@ _COMPLETED = gauge(
 _REWARD = gauge(
     "forge_scheduler_recent_reward_ratio", "Mean outcome of the last rollouts.", ["domain"]
 )
+_UNTRAINED = gauge(
+    "forge_scheduler_untrained_seconds",
+    "Since a batch was committed or an evaluation group ended.",
+)
+_AWAY = gauge("forge_scheduler_shards_away", "Pool shards that may hold groups and do not answer.")
 FAILURES = counter(
     "forge_scheduler_failures_total",
     "Attempts that failed, by whose failure it was: task or infrastructure.",
@@ -88,6 +93,8 @@ def show(status: scheduler_pb2.GetSchedulerStatusResponse) -> None:
     _SHIFT.set(status.shift_kl)
     _SKIPPED.set(status.skipped)
     _SURPLUS.set(status.surplus)
+    _UNTRAINED.set(status.untrained_s)
+    _AWAY.set(len(status.shards_away))
     for number, activity in ACTIVITIES.items():
         _ACTIVITY.labels(activity.value).set(status.activity == number)
     for state in _STATES:

@@ -7,15 +7,17 @@ brings those.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 
+from forge.core.books import BookStatus
 from forge.core.errors import InvalidArgument, ResourceExhausted
 from forge.core.failures import FailureKind
 from forge.core.generation import GenerationQueue
-from forge.core.groups import Group, Phase
+from forge.core.groups import Group, Phase, RolloutPhase
 from forge.core.tasks import MAX_PAYLOAD_BYTES
 from forge.core.trajectory import TaskId
 from forge.runtime.telemetry import log
@@ -25,6 +27,7 @@ from services.scheduler.catalog import Catalog
 from services.scheduler.equal_rewards import EqualRewards
 from services.scheduler.messages import BatchView, Fate, Grant, GroupView, Report, RewindPlan
 from services.scheduler.progress import Progress, outcome_of
+from services.scheduler.stalls import Head, Watch, why
 from services.scheduler.stored import StoredGroup
 from services.scheduler.validation import ACTIVITIES, digest_of
 
@@ -44,9 +47,16 @@ class TermState:
     """The queue of one term, with the tasks behind it."""
 
     def __init__(
-        self, queue: GenerationQueue, *, max_pending: int, skip_equal_rewards: bool = False
+        self,
+        queue: GenerationQueue,
+        *,
+        max_pending: int,
+        skip_equal_rewards: bool = False,
+        stall_after_s: float = math.inf,
     ) -> None:
         self.queue = queue
+        self.watch = Watch()
+        self._stall_after_s = stall_after_s
         self.catalog = Catalog()
         self.progress = Progress()
         self._max_pending = max_pending
@@ -134,7 +144,7 @@ class TermState:
             found[self.queue.books.group(task_id).spec.shard].append(task_id)
         return dict(found)
 
-    def take_fates(self) -> list[tuple[str, Fate]]:
+    def take_fates(self, *, now_s: float) -> list[tuple[str, Fate]]:
         """What became of groups since the last call, with the shard each is on."""
         fates = []
         for group in self.queue.books.settled():
@@ -143,7 +153,10 @@ class TermState:
             self._equal.settled(group)
             if group.phase is Phase.TOMBSTONED:
                 metrics.TOMBSTONES.inc()
+                self.watch.tombstoned(group.reason)
                 log.warning("group_tombstoned", task_id=task_id, reason=group.reason)
+            else:
+                self.watch.progressed(now_s)
             fate = Fate(task_id=task_id, state=_FATES[group.phase], reason=group.reason)
             fates.append((group.spec.shard, fate))
         return fates
@@ -194,8 +207,9 @@ class TermState:
                     self.catalog.drop_payload(group.spec.task_id)
             return
         if report.silent:
-            if self.queue.rollouts.lapse(report.trajectory_id, now_s=now_s):
-                self._failed(report, reason="its claim ended")
+            kind = self.queue.rollouts.lapse(report.trajectory_id, now_s=now_s)
+            if kind is not None:
+                self._failed(report.trajectory_id, kind, "its claim ended, its runner is silent")
             return
         reason = report.error or "it ended without a sealed trajectory"
         failed = self.queue.rollouts.fail(
@@ -206,14 +220,13 @@ class TermState:
             now_s=now_s,
         )
         if failed:
-            self._failed(report, reason=reason)
+            self._failed(report.trajectory_id, report.kind, reason)
 
-    def _failed(self, report: Report, *, reason: str) -> None:
-        kind = FailureKind.INFRASTRUCTURE if report.silent else report.kind
+    def _failed(self, trajectory_id: str, kind: FailureKind, reason: str) -> None:
         metrics.FAILURES.labels(kind.value).inc()
-        log.info(
-            "rollout_failed", trajectory_id=report.trajectory_id, kind=kind.value, reason=reason
-        )
+        if kind is FailureKind.INFRASTRUCTURE:
+            self.watch.fault(reason)
+        log.info("rollout_failed", trajectory_id=trajectory_id, kind=kind.value, reason=reason)
 
     def expire(self, now_s: float) -> dict[str, list[str]]:
         """Take back late batches; the attempts to look up, by pool shard.
@@ -238,6 +251,7 @@ class TermState:
         batch = self.queue.take(trainer_id=trainer_id, max_groups=max_groups, now_s=now_s)
         if batch is None:
             return None
+        self.watch.batch_taken(trainer_id, batch.batch_id, now_s)
         return BatchView(batch_id=batch.batch_id, groups=self.view(batch.task_ids))
 
     def prepare_commit(
@@ -247,6 +261,10 @@ class TermState:
             batch_id, step=step, task_ids=task_ids, now_s=now_s
         )
         return self.by_shard(prepared)
+
+    def commit(self, batch_id: str, *, step: int, now_s: float) -> None:
+        self.queue.batches.commit(batch_id, step=step)
+        self.watch.progressed(now_s)
 
     def prepare_rewind(self, step: int) -> RewindPlan:
         groups = self.by_shard(self.queue.batches.prepare_rewind(step))
@@ -293,4 +311,41 @@ class TermState:
             skipped=self._equal.skipped,
             surplus=queue.rollouts.surplus,
             taking_over=now_s < queue.rollouts.hold_until_s,
+            stall=self._stall(books, now_s),
+            untrained_s=self.watch.idle_s(now_s),
+            shards_away=sorted(queue.books.away),
+            faults=self.watch.all_faults,
         )
+
+    def _stall(self, books: BookStatus, now_s: float) -> scheduler_pb2.Stall | None:
+        if self.watch.idle_s(now_s) < self._stall_after_s:
+            return None
+        queue = self.queue
+        facts = self.watch.facts(
+            now_s,
+            batch_is_out=queue.batches.get(self.watch.batch_out()) is not None,
+            activity=queue.books.activity,
+            waiting=books.pending + books.eval_pending,
+            queued=books.queued,
+            running=books.running,
+            complete_in_window=books.complete_in_window,
+            complete_outside_window=books.complete_outside_window,
+            rollouts=len(queue.rollouts),
+            away=queue.books.away,
+            head=_head_of(queue),
+        )
+        stall = why(facts, after_s=self._stall_after_s)
+        return scheduler_pb2.Stall(cause=stall.cause, text=stall.text) if stall else None
+
+
+def _head_of(queue: GenerationQueue) -> Head | None:
+    group = queue.books.window.head_group
+    if group is None or group.phase is not Phase.RUNNING:
+        return None
+    unsealed = [each for each in group.rollouts if each.phase is not RolloutPhase.SEALED]
+    return Head(
+        task_id=group.spec.task_id,
+        index=group.spec.index,
+        open_rollouts=len(unsealed),
+        failures=sum(each.failures for each in unsealed),
+    )

@@ -142,6 +142,7 @@ class Term:
             queue,
             max_pending=self._config.max_queued_groups,
             skip_equal_rewards=self._config.skip_equal_rewards,
+            stall_after_s=self._config.stall_after_s,
         )
         # A million groups live as long as the term. The collector need not walk them each time, and
         # least of all now: it stops the process for longer than the lease may wait.

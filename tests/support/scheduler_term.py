@@ -134,7 +134,10 @@ class TermActors:
             concurrency=8, window=8, rollout_lease_s=10.0, short_batch_after_s=0.0, max_attempts=2
         )
         self.state = TermState(
-            GenerationQueue(settings), max_pending=100, skip_equal_rewards=skip_equal_rewards
+            GenerationQueue(settings),
+            max_pending=100,
+            skip_equal_rewards=skip_equal_rewards,
+            stall_after_s=120.0,
         )
         self.record = FakeRecord()
         self.loop_time_s = 0.0

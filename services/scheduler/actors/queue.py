@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 
 from forge.core.errors import ActorStopped, MailboxFull, Unavailable
 from forge.runtime.actor import Actor
+from forge.runtime.telemetry import log
+from forge.v1.scheduler_pb2 import GetSchedulerStatusResponse
 from services.scheduler import messages as m
 from services.scheduler import metrics
 from services.scheduler.clock import ListeningClock
@@ -22,6 +24,8 @@ from services.scheduler.state import TermState
 from services.scheduler.stored import new_group
 from services.scheduler.waiting import WaitingRoom
 
+STALL_TOLD_S = 300.0
+"""From one warning of a stall to the next with the same cause."""
 MAX_TICK_S = 1.0
 """Between two ticks: how old the gauges may be."""
 
@@ -47,6 +51,9 @@ class QueueActor(Actor):
         self._others: m.Connect | None = None
         self._fates: list[tuple[str, m.Fate]] = []
         """With the shard of each, until the archivist has taken them."""
+        self._told_cause = ""
+        """Of the stall that was logged last."""
+        self._tell_again_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
         self._tick_due_s = math.inf
@@ -76,12 +83,15 @@ class QueueActor(Actor):
         state, now_s = self._state, self._clock()
         match message:
             case m.LeaseRollouts():
+                state.watch.runner_called(now_s)
                 return self._runners.enter(message)
             case m.DismissRunner(runner_id=runner_id):
                 self._runners.dismiss(lambda ask: ask.runner_id == runner_id, answer=())
             case m.TakeBatch():
+                state.watch.trainer_called(now_s)
                 return self._trainers.enter(message)
             case m.RenewRollouts(lease_ids=ids):
+                state.watch.runner_called(now_s)
                 return state.renew(ids, now_s=now_s)
             case m.LocateRollouts(trajectory_ids=ids):
                 return state.locate(ids)
@@ -98,6 +108,7 @@ class QueueActor(Actor):
                 return state.view(ids)
             case m.Connect():
                 self._others = message
+                state.watch.began(now_s)
             case _:
                 return self._change(message, now_s)
         return None
@@ -118,11 +129,12 @@ class QueueActor(Actor):
             case m.SetAway(shards=shards):
                 state.queue.books.away = shards
             case m.RenewBatch(batch_id=batch_id):
+                state.watch.trainer_called(now_s)
                 state.queue.batches.renew(batch_id, now_s=now_s)
             case m.PrepareCommit(batch_id=batch_id, step=step, task_ids=ids):
                 return state.prepare_commit(batch_id, step=step, task_ids=ids, now_s=now_s)
             case m.ApplyCommit(batch_id=batch_id, step=step):
-                state.queue.batches.commit(batch_id, step=step)
+                state.commit(batch_id, step=step, now_s=now_s)
             case m.PrepareRelease(batch_id=batch_id):
                 return state.prepare_release(batch_id, now_s=now_s)
             case m.ApplyRelease(batch_id=batch_id, reasons=reasons):
@@ -150,13 +162,32 @@ class QueueActor(Actor):
 
     def _tick(self, now_s: float) -> None:
         self._timer, self._tick_due_s = None, math.inf
-        metrics.show(self._state.status(now_s=now_s))
+        status = self._state.status(now_s=now_s)
+        metrics.show(status)
+        self._tell_stall(status, now_s)
         expired = self._state.expire(now_s)
         if expired and self._others is not None:
             self._tell(self._others.inspector, m.Inspect(trajectory_ids=expired))
 
+    def _tell_stall(self, status: GetSchedulerStatusResponse, now_s: float) -> None:
+        """In the log, when it begins, when its cause changes, and now and then."""
+        cause = status.stall.cause
+        if cause == self._told_cause and now_s < self._tell_again_s:
+            return
+        if cause:
+            self._tell_again_s = now_s + STALL_TOLD_S
+            log.warning(
+                "training_stalled",
+                cause=cause,
+                reason=status.stall.text,
+                untrained_s=round(status.untrained_s),
+            )
+        elif self._told_cause:
+            log.info("training_goes_on")
+        self._told_cause = cause
+
     def _hand_over_fates(self) -> None:
-        self._fates += self._state.take_fates()
+        self._fates += self._state.take_fates(now_s=self._clock())
         if not self._fates or self._others is None:
             return
         by_shard: defaultdict[str, list[m.Fate]] = defaultdict(list)

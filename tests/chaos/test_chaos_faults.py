@@ -1,0 +1,96 @@
+"""Faults of the infrastructure in the middle of a run: they cost time, and no group."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.forge_run import ForgeRun
+
+pytestmark = pytest.mark.timeout(1800)
+
+RESTARTS = 5
+"""More than a rollout has attempts."""
+BUSY_PROCESSES = 32
+LOST_TO_THE_DISK = 3
+MORE = 4
+"""Steps that are taken afterwards."""
+
+
+@pytest.fixture
+def run(tmp_path: Path, forge_root: Path) -> ForgeRun:
+    """A run that takes more steps than any test waits for."""
+    run = ForgeRun(tmp_path / "run", root=forge_root, steps=1000)
+    run.start()
+    return run
+
+
+def logged(run: ForgeRun, event: str) -> list[dict[str, object]]:
+    """What the scheduler has logged under that name."""
+    log = run.directory / "logs" / "scheduler.log"
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    records = [json.loads(line) for line in lines if f'"{event}"' in line]
+    return [record for record in records if record.get("event") == event]
+
+
+def faults(run: ForgeRun) -> int:
+    """Attempts that the infrastructure ended, as the scheduler counts them."""
+    return sum(each.get("kind") == "infrastructure" for each in logged(run, "rollout_failed"))
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """So many processes that never wait."""
+    argv = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(argv) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+
+
+def test_runner_killed_again_and_again_tombstones_nothing(run: ForgeRun) -> None:
+    """Each SIGKILL of the runner loses what it had under way: groups half sealed among it."""
+    run.wait_for_step(1)
+    for _ in range(RESTARTS):
+        lost, step = faults(run), run.last_step()
+        run.kill("runner")
+        run.wait_until(lambda lost=lost: faults(run) > lost, "a claim that ended")  # type: ignore[misc]
+        run.wait_for_step(step + 1)
+    run.wait_for_step(run.last_step() + MORE)
+    assert logged(run, "group_tombstoned") == []
+    assert run.interrupt() == 130, run.explain()
+
+
+def test_overloaded_host_trains_and_tombstones_nothing(run: ForgeRun) -> None:
+    """With 32 processes that never wait beside it, a run is slow, and goes on."""
+    run.wait_for_step(1)
+    with busy_processes(BUSY_PROCESSES):
+        run.wait_for_step(run.last_step() + MORE)
+    assert logged(run, "group_tombstoned") == []
+    assert run.interrupt() == 130, run.explain()
+
+
+def test_full_pool_disk_tombstones_nothing(run: ForgeRun) -> None:
+    """While the pool's disk takes no more, rollouts are lost; with room again, training goes on."""
+    run.wait_for_step(1)
+    pool = run.pid_of("pool")
+    _, hard = resource.prlimit(pool, resource.RLIMIT_FSIZE)
+    # No file of the pool's process gets any longer, as on a full disk.
+    resource.prlimit(pool, resource.RLIMIT_FSIZE, (4096, hard))
+    run.wait_until(lambda: faults(run) >= LOST_TO_THE_DISK, "rollouts lost to the full disk")
+    step = run.last_step()
+    resource.prlimit(pool, resource.RLIMIT_FSIZE, (hard, hard))
+    run.wait_for_step(step + MORE)
+    assert logged(run, "group_tombstoned") == []
+    assert run.interrupt() == 130, run.explain()

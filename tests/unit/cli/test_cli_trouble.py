@@ -1,0 +1,47 @@
+"""What a person is shown when nothing is trained, or a pool shard is awaited."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console
+
+from forge.cli.campaign import Progress
+from forge.cli.display import RunDisplay
+from forge.cli.trouble import troubles
+from forge.v1 import scheduler_pb2
+
+STALLED = scheduler_pb2.GetSchedulerStatusResponse(
+    untrained_s=300.0,
+    stall=scheduler_pb2.Stall(cause="no_runner", text="no runner has called for 90 s."),
+)
+AWAY = scheduler_pb2.GetSchedulerStatusResponse(shards_away=["1"])
+WELL = scheduler_pb2.GetSchedulerStatusResponse(untrained_s=3.0)
+
+
+def shown(*looks: scheduler_pb2.GetSchedulerStatusResponse) -> str:
+    """What `forge run` prints over some looks at the scheduler."""
+    console = Console(file=StringIO(), width=400)
+    with RunDisplay(console, total_steps=1) as display:
+        for look in looks:
+            display.update(Progress(phase="train", scheduler=look))
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_run_says_once_why_nothing_is_trained() -> None:
+    """And once more when it has come back."""
+    text = "Nothing was trained for 5 min: no runner has called for 90 s."
+    assert shown(STALLED, STALLED).count(text) == 1
+    assert shown(STALLED, WELL, STALLED).count(text) == 2
+
+
+def test_run_names_the_shard_that_is_awaited() -> None:
+    """Training goes on without it, so nothing else would tell."""
+    assert "Awaited: pool shard 1." in shown(AWAY)
+
+
+def test_nothing_is_said_while_all_is_well() -> None:
+    """Nor before the scheduler has answered."""
+    assert troubles(WELL) == {}
+    assert troubles(None) == {}

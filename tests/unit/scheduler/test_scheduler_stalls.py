@@ -1,0 +1,145 @@
+"""Why nothing is trained, and what to do: each cause, in the status and in the log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from forge.core.activity import Activity
+from forge.core.failures import FailureKind
+from services.scheduler import messages as m
+from services.scheduler.stalls import Facts, Head, why
+from tests.support.scheduler_cluster import make_task
+from tests.support.scheduler_term import ASK_S, Clock, FakeShards, TermActors
+
+AFTER_S = 120.0
+
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    ("paused", {"activity": Activity.PAUSED}, "forge queue resume"),
+    ("drained", {"activity": Activity.DRAINING, "queued": 7}, "7 groups wait"),
+    ("trainer_busy", {"batch": ("t", "batch-0-3", 500.0)}, "trainer t has had batch-0-3 for 500 s"),
+    ("no_trainer", {"complete_in_window": 4, "trainer_silent_s": 90.0}, "no trainer has asked"),
+    ("shard_away", {"away": frozenset({"s1", "s0"})}, "pool shard s0, s1 does not answer"),
+    ("no_runner", {"runner_silent_s": 300.0}, "no runner has called for 300 s"),
+    (
+        "given_up",
+        {"tombstoned": 9, "tombstone_reason": "rollout 0: ended with 1"},
+        "9 groups were given up since the last step, most of them as: rollout 0: ended with 1",
+    ),
+    ("faults", {"faults": 5, "fault_reason": "the disk is full"}, "the disk is full"),
+    (
+        "slow_head",
+        {
+            "complete_outside_window": 6,
+            "head": Head(task_id="a", index=17, open_rollouts=2, failures=1),
+        },
+        "task a (index 17): 2 of its rollouts have not ended, with 1 failures",
+    ),
+    ("slow_rollouts", {"rollouts": 12, "running": 3}, "12 rollouts of 3 groups are under way"),
+    ("nothing_starts", {"queued": 3}, "3 groups are queued and none is started"),
+]
+
+
+@pytest.mark.parametrize(("cause", "facts", "said"), CASES, ids=[case[0] for case in CASES])
+def test_each_cause_is_named_with_what_to_do(cause: str, facts: dict[str, Any], said: str) -> None:
+    """One look at the queue is enough to know where to look next."""
+    stall = why(Facts(idle_s=AFTER_S, waiting=10, **facts), after_s=AFTER_S)
+    assert stall is not None
+    assert stall.cause == cause
+    assert said in stall.text
+
+
+def test_causes_have_an_order() -> None:
+    """What keeps all else from mattering comes first: the operator's hand before a lack of runners,
+    that before what went wrong earlier."""
+    all_facts: dict[str, Any] = {}
+    for _, facts, _ in CASES:
+        all_facts |= {name: value for name, value in facts.items() if name not in all_facts}
+    stall = why(Facts(idle_s=AFTER_S, waiting=10, **all_facts), after_s=AFTER_S)
+    assert stall is not None and stall.cause == "paused"
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"idle_s": AFTER_S - 1, "waiting": 10, "tombstoned": 9}, {"idle_s": 9999.0, "waiting": 0}],
+    ids=["progress", "nothing to train on"],
+)
+def test_no_stall_while_there_is_progress_or_nothing_waits(facts: dict[str, Any]) -> None:
+    """A queue at its end is no fault."""
+    assert why(Facts(**facts), after_s=AFTER_S) is None
+
+
+def test_queue_of_which_all_was_given_up_is_a_stall() -> None:
+    """Nothing waits any more, and nothing was trained."""
+    facts = Facts(idle_s=AFTER_S, tombstoned=94, tombstone_reason="died")
+    stall = why(facts, after_s=AFTER_S)
+    assert stall is not None and stall.cause == "given_up"
+
+
+def test_long_reasons_are_cut() -> None:
+    """A stack trace does not fill the screen."""
+    facts = Facts(idle_s=AFTER_S, waiting=1, faults=1, fault_reason="x" * 5000)
+    stall = why(facts, after_s=AFTER_S)
+    assert stall is not None and len(stall.text) < 600
+
+
+async def submit_and_lease(term: TermActors, task_id: str) -> str:
+    tasks = {task_id: make_task(task_id)}
+    await term.registrar.ask(m.Submit(tasks=tasks), timeout_s=ASK_S)
+    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
+    (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
+    return str(grant.trajectory_id)
+
+
+async def status(term: TermActors) -> Any:
+    return await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+
+
+async def test_status_tells_a_stall_until_a_batch_is_committed(
+    term: TermActors, shards: FakeShards, clock: Clock
+) -> None:
+    """From the facts of a real queue: no runner, then one whose attempts are lost, then a step."""
+    trajectory_id = await submit_and_lease(term, "a")
+    assert not (await status(term)).HasField("stall")
+    clock.now_s = 200.0
+    found = await status(term)
+    assert (found.stall.cause, found.untrained_s) == ("no_runner", 200.0)
+    report = m.Report(
+        trajectory_id=trajectory_id, error="no router", kind=FailureKind.INFRASTRUCTURE
+    )
+    await term.queue.ask(m.SettleRollouts(reports=[report]), timeout_s=ASK_S)
+    clock.now_s = 202.0
+    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
+    (again,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
+    found = await status(term)
+    assert (found.stall.cause, found.faults) == ("faults", 1)
+    assert "no router" in found.stall.text
+    shards.seal(again.trajectory_id)
+    sealed = m.Report(trajectory_id=again.trajectory_id, summary=shards.stored[again.trajectory_id])
+    await term.queue.ask(m.SettleRollouts(reports=[sealed]), timeout_s=ASK_S)
+    take = m.TakeBatch(trainer_id="t", max_groups=1)
+    batch = await (await term.queue.ask(take, timeout_s=ASK_S))
+    assert (await status(term)).stall.cause == "trainer_busy"
+    commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
+    await term.ledger.ask(commit, timeout_s=ASK_S)
+    found = await status(term)
+    assert not found.HasField("stall")
+    assert found.untrained_s == 0.0
+
+
+async def test_stall_is_logged_once_and_again_when_its_cause_changes(
+    term: TermActors, clock: Clock
+) -> None:
+    """A warning each tick would bury all else."""
+    await submit_and_lease(term, "a")
+    with capture_logs() as logs:
+        for clock.now_s in (200.0, 201.0, 202.0):
+            await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+        await term.queue.ask(m.SetAway(shards=frozenset({"s0"})), timeout_s=ASK_S)
+        await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+        clock.now_s = 600.0
+        await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+    told = [log["cause"] for log in logs if log["event"] == "training_stalled"]
+    assert told == ["no_runner", "shard_away", "shard_away"]
