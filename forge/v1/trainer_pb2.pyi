@@ -150,6 +150,9 @@ class StepMetrics(_message.Message):
     TRUNCATED_TURNS_FIELD_NUMBER: _builtins.int
     TRUNCATED_TURNS_LEFT_OUT_FIELD_NUMBER: _builtins.int
     SAMPLING_UNKNOWN_TURNS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_S_FIELD_NUMBER: _builtins.int
+    LOST_S_FIELD_NUMBER: _builtins.int
+    RUN_S_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     weight_version: _builtins.int
     loss: _builtins.float
@@ -208,6 +211,17 @@ class StepMetrics(_message.Message):
     """
     sampling_unknown_turns: _builtins.int
     """Turns recorded before top_p and top_k were; trained on as if nothing had been cut."""
+    checkpoint_s: _builtins.float
+    """Copying what a checkpoint saves, after the step before; 0 without one."""
+    lost_s: _builtins.float
+    """Seconds since the step before of this lineage that are in no number above: steps that were
+    taken back, the time until training resumed, batches that were given up. 0 when the step before
+    was recorded without run_s.
+    """
+    run_s: _builtins.float
+    """Seconds of the run at the end of this step, those of all processes that took part in it and
+    between them, but for the time after a stop on purpose. 0 in records from before this field.
+    """
     @_builtins.property
     def reward_by_domain(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
@@ -258,10 +272,13 @@ class StepMetrics(_message.Message):
         truncated_turns: _builtins.int = ...,
         truncated_turns_left_out: _builtins.int = ...,
         sampling_unknown_turns: _builtins.int = ...,
+        checkpoint_s: _builtins.float = ...,
+        lost_s: _builtins.float = ...,
+        run_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_loss", b"balance_loss", "behavior_kl", b"behavior_kl", "clip_fraction", b"clip_fraction", "domains", b"domains", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "mtp_acceptance", b"mtp_acceptance", "mtp_loss", b"mtp_loss", "publish_s", b"publish_s", "reference_kl", b"reference_kl", "reward_by_domain", b"reward_by_domain", "sample_tokens", b"sample_tokens", "sampling_unknown_turns", b"sampling_unknown_turns", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "truncated_turns", b"truncated_turns", "truncated_turns_left_out", b"truncated_turns_left_out", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_loss", b"balance_loss", "behavior_kl", b"behavior_kl", "checkpoint_s", b"checkpoint_s", "clip_fraction", b"clip_fraction", "domains", b"domains", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "inference_gap_mean", b"inference_gap_mean", "inference_gap_staleness", b"inference_gap_staleness", "logprob_gap_mean", b"logprob_gap_mean", "logprob_gap_p99", b"logprob_gap_p99", "loss", b"loss", "lost_s", b"lost_s", "masked_fraction", b"masked_fraction", "mean_reward", b"mean_reward", "memory_retries", b"memory_retries", "merge_ratio", b"merge_ratio", "mtp_acceptance", b"mtp_acceptance", "mtp_loss", b"mtp_loss", "publish_s", b"publish_s", "reference_kl", b"reference_kl", "reward_by_domain", b"reward_by_domain", "run_s", b"run_s", "sample_tokens", b"sample_tokens", "sampling_unknown_turns", b"sampling_unknown_turns", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "token_budget", b"token_budget", "trained_tokens", b"trained_tokens", "trained_tokens_per_s", b"trained_tokens_per_s", "trajectories", b"trajectories", "tree_tokens", b"tree_tokens", "truncated_turns", b"truncated_turns", "truncated_turns_left_out", b"truncated_turns_left_out", "value_explained_variance", b"value_explained_variance", "value_loss", b"value_loss", "wait_s", b"wait_s", "weight_version", b"weight_version", "yield_j", b"yield_j"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -33,6 +33,7 @@ from services.trainer.checkpoints import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.evaluation import DEFAULTS, Evaluator, Timetable, run_id_in
 from services.trainer.record import TrainingRecord
+from services.trainer.run_clock import FILE_NAME, RunClock
 from services.trainer.service import FULL_NAME, SCOPES, WEIGHTS_FULL_NAME, TrainerServicer
 from services.trainer.sinks import make_sinks
 from services.trainer.speed import speed_baselines
@@ -58,6 +59,7 @@ class TrainerApp:
         self._driver: asyncio.Task[None] | None = None
         self._batches: BatchSource | None = None
         self._evaluator: Evaluator | None = None
+        self._clock = RunClock(Path(self._config.checkpoint_dir) / FILE_NAME)
 
     async def start(self) -> None:
         self._evaluator = self._make_evaluator()
@@ -76,6 +78,7 @@ class TrainerApp:
                 record=self._record,
                 make_publisher=self._make_publisher,
                 evaluator=self._evaluator,
+                clock=self._clock,
             ),
             name="training",
         )
@@ -104,6 +107,7 @@ class TrainerApp:
             self._batches.hurry()
         if self._training is not None:
             await self._training.ask(SaveCheckpoint(), timeout_s=self._config.drain_s)
+            self._clock.stop()
 
     async def stop(self) -> None:
         if self._driver is not None:

@@ -55,6 +55,11 @@ _THROUGHPUT = gauge(
 )
 _WAIT_S = gauge("forge_trainer_wait_seconds", "From the end of a step until the next batch.")
 _PUBLISH_S = gauge("forge_trainer_publish_seconds", "Copying and announcing the newest weights.")
+_CAPTURE_S = gauge("forge_trainer_checkpoint_capture_seconds", "Copying what a checkpoint saves.")
+_LOST_S = counter(
+    "forge_trainer_lost_seconds_total", "Steps taken back, resuming, batches given up."
+)
+_RUN_S = gauge("forge_trainer_run_seconds", "Of the run, stops on purpose left out.")
 _GAUGES = {
     name: gauge(f"forge_trainer_{name}", help)
     for name, help in (
@@ -143,6 +148,14 @@ class StepTimes:
     wait_s: float
     """From the end of the previous step until the batch was there."""
     publish_s: float
+    checkpoint_s: float = 0.0
+    """Copying for a checkpoint, after the step before."""
+    run_s: float = 0.0
+    """Of the run, at the end of the step; 0: not known."""
+
+    @property
+    def told_s(self) -> float:
+        return self.step_s + self.wait_s + self.publish_s + self.checkpoint_s
 
 
 def step_metrics(
@@ -176,6 +189,9 @@ def step_metrics(
         step_s=times.step_s,
         wait_s=times.wait_s,
         publish_s=times.publish_s,
+        checkpoint_s=times.checkpoint_s,
+        lost_s=lost_s(times, earlier),
+        run_s=times.run_s,
         groups=batch.groups,
         trajectories=batch.trajectories,
         trained_tokens_per_s=plan.trained_tokens / max(1e-9, times.step_s),
@@ -203,6 +219,15 @@ def step_metrics(
     return metrics
 
 
+def lost_s(times: StepTimes, earlier: Sequence[pb.StepMetrics]) -> float:
+    """Seconds since the step before that its times do not account for; 0 where the end of the step
+    before is not known."""
+    before_s = earlier[-1].run_s if earlier else 0.0
+    if not times.run_s or (earlier and not before_s):
+        return 0.0
+    return max(0.0, times.run_s - before_s - times.told_s)
+
+
 def _domains(batch: BatchSamples, result: StepResult) -> dict[str, pb.DomainMetrics]:
     domains = {}
     for domain, outcomes in batch.outcomes.items():
@@ -228,9 +253,10 @@ def _domains(batch: BatchSamples, result: StepResult) -> dict[str, pb.DomainMetr
 def training_yield(steps: Sequence[pb.StepMetrics]) -> float:
     """J so far: sampled tokens per second times mean outcome gained per trajectory.
 
-    Throughput counts the sampled tokens that were trained on, over all the time the steps took,
-    waiting included. The gain is the mean reward of the last few steps less that of the first few,
-    per trajectory consumed: 0 until there are two steps, negative when training makes it worse.
+    Throughput counts the sampled tokens that were trained on, over all the time of the run: steps,
+    waiting, checkpoints, and what crashes lost. The gain is the mean reward of the last few steps
+    less that of the first few, per trajectory consumed: 0 until there are two steps, negative when
+    training makes it worse.
     """
     return _yield(
         seconds=_seconds(steps),
@@ -253,7 +279,10 @@ def domain_yield(steps: Sequence[pb.StepMetrics], domain: str) -> float:
 
 
 def _seconds(steps: Sequence[pb.StepMetrics]) -> float:
-    return sum(step.step_s + step.wait_s + step.publish_s for step in steps)
+    return sum(
+        step.step_s + step.wait_s + step.publish_s + step.checkpoint_s + step.lost_s
+        for step in steps
+    )
 
 
 def _yield(*, seconds: float, tokens: int, trajectories: int, rewards: Sequence[float]) -> float:
@@ -279,6 +308,9 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
     _THROUGHPUT.set(metrics.trained_tokens_per_s)
     _WAIT_S.set(metrics.wait_s)
     _PUBLISH_S.set(metrics.publish_s)
+    _CAPTURE_S.set(metrics.checkpoint_s)
+    _LOST_S.inc(metrics.lost_s)
+    _RUN_S.set(metrics.run_s)
     for name, shown in _GAUGES.items():
         shown.set(getattr(metrics, name))
     for head, accepted in metrics.mtp_acceptance.items():

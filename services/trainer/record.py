@@ -53,6 +53,11 @@ class TrainingRecord:
         return self._steps[-1].step if self._steps else 0
 
     @property
+    def run_s(self) -> float:
+        """Of the run at the end of that step; 0 where it was not recorded."""
+        return self._steps[-1].run_s if self._steps else 0.0
+
+    @property
     def steps(self) -> Sequence[pb.StepMetrics]:
         """All steps, oldest first."""
         return self._steps

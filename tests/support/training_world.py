@@ -41,13 +41,22 @@ class World:
     """The checkpoint that each publication was read from; "" for the learner's memory."""
     evaluated: list[str] = field(default_factory=list)
     """What the evaluator was told."""
+    now_s: float = 0.0
+    """Moves when something is done that takes time."""
+    takes_s: dict[str, float] = field(default_factory=dict)
+    """How long each event takes, by its first word."""
 
     def do(self, event: str) -> None:
+        self.spend(event)
         fault = self.faults.pop(event.split()[0], None)
         if fault is not None:
             self.events.append(f"{event} fails")
             raise fault
         self.events.append(event)
+
+    def spend(self, event: str) -> None:
+        """The time of an event that is not told."""
+        self.now_s += self.takes_s.get(event.split()[0], 0.0)
 
 
 class FakeLearner(Actor):
@@ -66,7 +75,7 @@ class FakeLearner(Actor):
                     grad_norm=1.0,
                     skipped=skipped,
                     stats=stats,
-                    compute_s=0.0,
+                    compute_s=world.takes_s.get("step", 0.0),
                     plan=BatchPlan(trees=(), plan_s=0.0, token_budget=64),
                     memory_retries=world.retries,
                     shortage="no memory" if world.retries else "",
@@ -75,6 +84,7 @@ class FakeLearner(Actor):
                 world.kept.append(str(checkpoint or ""))
                 return Snapshot(step=step, tensors=[])
             case Capture():
+                world.spend("capture")
                 return None
             case Restore():
                 world.do("restore")

@@ -30,6 +30,7 @@ from services.trainer.checkpoints import Checkpoint
 from services.trainer.config import TrainerConfig
 from services.trainer.evaluation import Evaluator
 from services.trainer.record import TrainingRecord
+from services.trainer.run_clock import RunClock
 from services.trainer.weights import Publisher
 
 UNBOUNDED_S = 7 * 24 * 3600.0
@@ -64,6 +65,7 @@ class Training(Actor):
         record: TrainingRecord,
         make_publisher: Callable[[int], Publisher],
         evaluator: Evaluator | None = None,
+        clock: RunClock | None = None,
     ) -> None:
         """`make_publisher` takes the highest weight version known to be used."""
         self._config = config
@@ -73,6 +75,7 @@ class Training(Actor):
         self._record = record
         self._make_publisher = make_publisher
         self._evaluator = evaluator
+        self._clock = clock or RunClock()
         self._publisher: Publisher | None = None
         self._consistent = False
         """The learner holds what the books say; otherwise the next thing to do is resume."""
@@ -88,6 +91,8 @@ class Training(Actor):
         self._failing = False
         """The newest attempt at a checkpoint failed, and was told about."""
         self._idle_since_s = 0.0
+        self._capture_s = 0.0
+        """Copying for checkpoints since the newest step."""
 
     async def stopped(self) -> None:
         if self._saving is not None:
@@ -132,6 +137,8 @@ class Training(Actor):
             self._kept_step = checkpoint.step
         self._record.oldest_checkpoint_step = await self._flush()
         self._consistent = True
+        self._clock.begin(self._record.run_s)
+        self._capture_s = 0.0
         self._idle_since_s = self._now_s()
         if self._evaluator is not None:
             self._evaluator.resumed()
@@ -150,7 +157,14 @@ class Training(Actor):
             await self._give_up(batch, result, step)
         elif await self._committed(batch, step):
             publish_s = await self._publish_if_possible(step)
-            times = metrics.StepTimes(step_s=result.compute_s, wait_s=wait_s, publish_s=publish_s)
+            times = metrics.StepTimes(
+                step_s=result.compute_s,
+                wait_s=wait_s,
+                publish_s=publish_s,
+                checkpoint_s=self._capture_s,
+                run_s=self._clock.run_s(),
+            )
+            self._capture_s = 0.0
             self._tell(batch, result, step, times)
             self._consistent = True
             self._skipped = 0
@@ -274,8 +288,11 @@ class Training(Actor):
 
     async def _begin_save(self, step: int) -> asyncio.Task[Path]:
         """Copy what is to be saved; training may go on while it is written."""
+        began_s = self._now_s()
+        contents = await self._ask(Capture())
+        self._capture_s += self._now_s() - began_s
         write = Write(
-            contents=await self._ask(Capture()),
+            contents=contents,
             step=step,
             weight_version=self._record.weight_version,
             history=self._record.history,
@@ -322,11 +339,11 @@ class Training(Actor):
         if self._evaluator is not None:
             self._evaluator.reached(self._record.step)
         self._record.phase = pb.TRAINER_PHASE_FINISHED
+        self._clock.stop()
         log.info("finished", step=self._record.step, weight_version=self._record.weight_version)
 
     async def _ask(self, message: Any) -> Any:
         return await self._learner.ask(message, timeout_s=UNBOUNDED_S)
 
-    @staticmethod
-    def _now_s() -> float:
-        return asyncio.get_running_loop().time()
+    def _now_s(self) -> float:
+        return self._clock.now_s()

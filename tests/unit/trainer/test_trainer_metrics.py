@@ -37,6 +37,9 @@ ELSEWHERE = {
     "step_s": "step_seconds_sum",
     "wait_s": "wait_seconds",
     "publish_s": "publish_seconds",
+    "checkpoint_s": "checkpoint_capture_seconds",
+    "lost_s": "lost_seconds_total",
+    "run_s": "run_seconds",
     "trained_tokens": "trained_tokens_total",
     "trained_tokens_per_s": "trained_tokens_per_second",
     "memory_retries": "memory_retries_total",
@@ -52,6 +55,7 @@ COUNTED = (
     "truncated_turns_total",
     "truncated_turns_left_out_total",
     "sampling_unknown_turns_total",
+    "lost_seconds_total",
 )
 """Of those, the ones that add up over steps."""
 
@@ -95,7 +99,9 @@ def one_step(*earlier: pb.StepMetrics) -> pb.StepMetrics:
         weight_version=VERSION + 1,
         batch=BATCH,
         result=result,
-        times=metrics.StepTimes(step_s=2.0, wait_s=1.5, publish_s=0.5),
+        times=metrics.StepTimes(
+            step_s=2.0, wait_s=1.5, publish_s=0.5, checkpoint_s=0.25, run_s=9.0
+        ),
         earlier=earlier,
     )
 
@@ -103,7 +109,7 @@ def one_step(*earlier: pb.StepMetrics) -> pb.StepMetrics:
 def test_a_domains_numbers_are_of_its_own_part_of_the_batch() -> None:
     """Rewards and lengths over its trajectories, the rest over its trained tokens; a domain of
     which nothing was trained has the former alone. J is over the seconds of both steps."""
-    before = pb.StepMetrics(mean_reward=0.0, trajectories=4, trained_tokens=7, step_s=6.0)
+    before = pb.StepMetrics(mean_reward=0.0, trajectories=4, trained_tokens=7, step_s=5.75)
     for domain, reward in (("code", 0.1), ("qa", 0.5)):
         own = pb.DomainMetrics(mean_reward=reward, trained_tokens=3, trajectories=1)
         before.domains[domain].CopyFrom(own)

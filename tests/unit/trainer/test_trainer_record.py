@@ -33,7 +33,7 @@ def step(number: int, *, reward: float = 0.0) -> pb.StepMetrics:
 
 
 def evaluation(step: int, *, reward: float = 0.5) -> pb.Evaluation:
-    own = pb.DomainEvaluation(mean_reward=reward, rollouts=2)
+    own = pb.DomainEvaluation(mean_reward=reward, rollouts=2, task_outcomes={"7": reward})
     return pb.Evaluation(step=step, mean_reward=reward, tag=f"eval-s{step}", domains={"code": own})
 
 
@@ -148,6 +148,7 @@ def test_evaluations_have_lines_of_their_own_and_follow_the_lineage(tmp_path: Pa
     assert [line.get("step") for line in lines] == [None, 1, 2, None, 3, None]
     assert lines[3]["evaluation"]["domains"]["code"] == {
         "mean_reward": 0.75, "solved_share": 0.0, "length_tokens": 0.0, "rollouts": 2, "failed": 0,
+        "mean_reward_low": 0.0, "mean_reward_high": 0.0, "task_outcomes": {"7": 0.75},
     }  # fmt: skip
 
     one.rewind(history)
