@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -27,6 +28,7 @@ from forge.core.trajectory import sequence_lengths
 from forge.v1 import common_pb2
 from services.pool import validation
 from services.pool.changes import change_key, decode_change, newest_change, number_of_change_key
+from services.pool.digests import Mark, marks_of, rewards_damage, turns_damage
 from services.pool.freeing import parse_settled_key
 from services.pool.keys import (
     group_key,
@@ -44,6 +46,7 @@ from services.pool.records import (
     Table,
     TrajectoryHeader,
     TurnHead,
+    checksum_of,
     decode_header,
     decode_turn_head,
     open_value,
@@ -155,9 +158,11 @@ class Checker:
             entries, key=lambda entry: trajectory_of_turn_key(entry[0])
         ):
             heads: list[TurnHead] = []
+            marks: list[Mark] = []
             size_bytes = 0
             for key, payload in turns:
                 size_bytes += len(payload)
+                marks.append((key, checksum_of(key, payload)))
                 head = self._turn(key, payload)
                 if head is not None:
                     heads.append(head)
@@ -171,7 +176,7 @@ class Checker:
             header = self._header(trajectory)
             # What is being freed is gone in part.
             if header is not None and not header.is_open and not header.freed:
-                self._check_seal(trajectory, header, heads, size_bytes)
+                self._check_seal(trajectory, header, heads, size_bytes, marks)
 
     def _turn(self, key: bytes, payload: Payload) -> TurnHead | None:
         index = index_of_turn_key(key)
@@ -188,7 +193,12 @@ class Checker:
         return head
 
     def _check_seal(
-        self, trajectory: bytes, header: TrajectoryHeader, heads: list[TurnHead], size_bytes: int
+        self,
+        trajectory: bytes,
+        header: TrajectoryHeader,
+        heads: list[TurnHead],
+        size_bytes: int,
+        marks: list[Mark],
     ) -> None:
         counted = count_turns(header, heads)
         if header.turn_bytes:
@@ -199,6 +209,8 @@ class Checker:
                 trajectory,
                 f"was closed with {_counts(header)}, but there are {_counts(counted)}",
             )
+        elif damage := turns_damage(header, marks):
+            self._add(Table.TRAJECTORIES, trajectory, damage)
         if header.state == _SEALED:
             try:
                 sequence_lengths(heads)
@@ -217,6 +229,10 @@ class Checker:
                 self._add(
                     Table.TRAJECTORIES, key, f"was closed with {header.turns} turns: all gone"
                 )
+            with suppress(DataLoss, lmdb.Error):  # Noted where the rewards are gone through.
+                rewards = marks_of(self._records, Table.REWARDS, key)
+                if damage := rewards_damage(key, header, rewards):
+                    self._add(Table.TRAJECTORIES, key, damage)
             logged = header.closed_change
             if (
                 not header.is_open

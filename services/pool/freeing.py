@@ -35,7 +35,7 @@ from services.pool.records import (
     encode_header,
     open_value,
 )
-from services.pool.summaries import count_turns, stored_rewards, turns_of
+from services.pool.summaries import count_turns, rewards_of, turns_of
 
 _SETTLED_KEY = struct.Struct(">Q")
 _STEP = struct.Struct(">Q")
@@ -268,15 +268,15 @@ def _marked_trajectories(records: Records, task_id: str) -> list[tuple[bytes, Tr
                 state=common_pb2.TRAJECTORY_STATE_ABANDONED,
                 reason="its group was settled without it",
             )
-        outcome = _outcome(records, key)
+        outcome = _outcome(records, key, header)
         marked.append((key, msgspec.structs.replace(header, freed=True, outcome=outcome)))
     return marked
 
 
-def _outcome(records: Records, trajectory: bytes) -> float | None:
+def _outcome(records: Records, trajectory: bytes, header: TrajectoryHeader) -> float | None:
     outcomes = [
         event.value
-        for event in stored_rewards(records, trajectory)
+        for event in rewards_of(records, trajectory, header)
         if event.kind == common_pb2.REWARD_KIND_OUTCOME
     ]
     return sum(outcomes) if outcomes else None

@@ -41,7 +41,7 @@ def orphans_after(records: Records, after: bytes, *, limit: int) -> OrphanPage:
         # The trajectories of a task lie together.
         if not key.startswith(task_prefix(task_id)):
             task_id = name_of_trajectory_key(key).task_id
-            if records.get_sealed(Table.STATES, group_key(task_id)) is None:
+            if not records.has(Table.STATES, group_key(task_id)):
                 found.append(TaskId(task_id))
         if seen == limit:
             return OrphanPage(task_ids=tuple(found), last_key=key)

@@ -14,6 +14,7 @@ from forge.core.errors import DataLoss, NotFound
 from forge.core.trajectory import TrajectoryName
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
+from services.pool.digests import checked_rewards, checked_turns
 from services.pool.keys import (
     SHARD_KEY,
     group_key,
@@ -23,8 +24,8 @@ from services.pool.keys import (
     task_prefix,
     trajectory_key,
 )
-from services.pool.records import Payload, Records, Table, turn_of_payload
-from services.pool.summaries import header_of, rewards_of, summarize
+from services.pool.records import Payload, Records, Table, open_value, turn_of_payload
+from services.pool.summaries import header_of, summarize
 
 _LENGTH_DELIMITED = 2
 
@@ -73,10 +74,10 @@ def _trajectory(records: Records, name: TrajectoryName) -> bytes:
         closing_agent_s=header.closing_agent_s,
     )
     pieces: list[Payload] = [message.SerializeToString()]
-    for _, payload in records.scan(Table.TURNS, prefix=key):
+    for payload in checked_turns(records, key, header):
         turn = turn_of_payload(payload)
         pieces += (_frame(common_pb2.Trajectory.TURNS_FIELD_NUMBER, len(turn)), turn)
-    for reward in rewards_of(records, key):
+    for reward in checked_rewards(records, key, header):
         pieces += (_frame(common_pb2.Trajectory.REWARDS_FIELD_NUMBER, len(reward)), reward)
     return b"".join(pieces)
 
@@ -102,6 +103,8 @@ class GroupPage:
     groups: list[pool_pb2.ScanGroupsResponse]
     last_key: bytes
     """Continue after it; b"" when nothing is left."""
+    whole: int
+    """How many of the groups have a record."""
 
 
 def groups(
@@ -109,14 +112,34 @@ def groups(
 ) -> GroupPage:
     """The groups whose queue key follows `after`, until one of the limits is reached."""
     page: list[pool_pb2.ScanGroupsResponse] = []
-    size_bytes = 0
-    for key, _ in records.scan_sealed(Table.QUEUE, after=after):
+    size_bytes = whole = 0
+    for key, value in records.scan_sealed(Table.QUEUE, after=after):
+        if not is_intact_entry(key, value):
+            # It may name another group, or another place: the group's record tells.
+            log.error("queue_entry_damaged", key=key.hex())
+            continue
         response = _scanned(records, queued_group(records, key), brief=brief)
         page.append(response)
+        whole += records.has(Table.GROUPS, group_key(response.group.task.task_id))
         size_bytes += response.ByteSize()
         if len(page) >= limit or size_bytes >= limit_bytes:
-            return GroupPage(groups=page, last_key=key)
-    return GroupPage(groups=page, last_key=b"")
+            return GroupPage(groups=page, last_key=key, whole=whole)
+    return GroupPage(groups=page, last_key=b"", whole=whole)
+
+
+def is_intact_entry(key: bytes, value: bytes) -> bool:
+    """Whether the key of an entry in the queue is the one it was stored under."""
+    try:
+        open_value(Table.QUEUE, key, value)
+        task_of_queue_key(key)
+    except (DataLoss, ValueError):
+        return False
+    return True
+
+
+def scanned_group(records: Records, task_id: str, *, brief: bool) -> pool_pb2.ScanGroupsResponse:
+    """One group by its record. Raises `DataLoss` when that cannot be read."""
+    return _scanned(records, _stored_group(records, task_id), brief=brief)
 
 
 def groups_of(
@@ -129,7 +152,7 @@ def groups_of(
     for taken, task_id in enumerate(task_ids):
         if taken >= limit or size_bytes >= limit_bytes:
             return page, taken
-        if records.get_sealed(Table.GROUPS, group_key(task_id)) is None:
+        if not records.has(Table.GROUPS, group_key(task_id)):
             continue
         try:
             group = _stored_group(records, task_id)

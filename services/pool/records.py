@@ -88,6 +88,11 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=Tru
     """Sum of its outcome rewards, once freed; None when it had none."""
     closing_agent_s: float | None = None
     """From the end of its last turn to the end of the agent, by its seal; None when not known."""
+    reward_events: int = 0
+    """This and the two below are kept from the closing on; see `digests`."""
+    turns_digest: bytes = b""
+    """Empty for one that was closed by a version without digests."""
+    rewards_digest: bytes = b""
 
     @property
     def is_open(self) -> bool:
@@ -161,6 +166,11 @@ def seal_value(key: bytes, *payload: bytes) -> bytes:
     return b"".join((_CHECKSUM.pack(checksum), *payload))
 
 
+def checksum_of(key: bytes, payload: Payload) -> bytes:
+    """As it lies on disk before `payload`."""
+    return _CHECKSUM.pack(crc32(payload, crc32(key)))
+
+
 def open_value(table: Table, key: bytes, value: Payload) -> Payload:
     """The payload of `value`; raises `DataLoss` naming the record when it is not intact."""
     payload = value[_CHECKSUM.size :]
@@ -212,6 +222,10 @@ class Records:
     def get(self, table: Table, key: bytes) -> Payload | None:
         value = self._transaction.get(key, db=self._databases[table])
         return None if value is None else open_value(table, key, value)
+
+    def has(self, table: Table, key: bytes) -> bool:
+        """Whether there is a record, be it damaged."""
+        return self._transaction.get(key, db=self._databases[table]) is not None
 
     def put(self, table: Table, key: bytes, *payload: bytes) -> None:
         """Stores the pieces of `payload` as one record."""
@@ -281,6 +295,12 @@ class Records:
         """Records whose key starts with `prefix` and is greater than `after`, in key order."""
         for key, value in self._scan(table, prefix, after):
             yield key, open_value(table, key, value)
+
+    def scan_stored(self, table: Table, *, prefix: bytes) -> Iterator[tuple[bytes, bytes, Payload]]:
+        """As `scan`, with the checksum that each record was stored with."""
+        for key, value in self._scan(table, prefix, b""):
+            payload = open_value(table, key, value)
+            yield key, bytes(value[: _CHECKSUM.size]), payload
 
     def scan_sealed(self, table: Table, *, after: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Records whose key is greater than `after`, as they lie on disk."""

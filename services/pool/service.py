@@ -93,12 +93,9 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def _every_group(
         self, *, brief: bool
     ) -> AsyncIterator[Sequence[pool_pb2.ScanGroupsResponse]]:
-        read = partial(self._store.groups, brief=brief)
-        page = await self._readers.run(read)
-        yield page.groups
-        while page.last_key:
-            page = await self._readers.run(partial(read, after=page.last_key))
-            yield page.groups
+        scan = self._store.scan(brief=brief)
+        while (page := await self._readers.run(scan.next_page)) is not None:
+            yield page
 
     async def _groups_of(
         self, task_ids: Sequence[str]

@@ -23,6 +23,7 @@ from services.pool.commands import AppendTurns, Command
 from services.pool.compaction import Compactor
 from services.pool.environment import DISK_RETRY_S, Environment, OnPanic
 from services.pool.freeing import SettledGroup, settled_after
+from services.pool.group_scan import PAGE_BYTES, PAGE_GROUPS, GroupScan
 from services.pool.journal import (
     LOCAL,
     Changes,
@@ -35,9 +36,6 @@ from services.pool.keys import LINEAGE_KEY, SHARD_KEY
 from services.pool.orphans import OrphanPage, orphans_after
 from services.pool.recent import RecentChanges, Since
 from services.pool.records import Records, Table
-
-PAGE_GROUPS, PAGE_BYTES = 512, 1 << 20
-"""Of the groups in one message."""
 
 T = TypeVar("T")
 OnCommit = Callable[[int, Changes], None]
@@ -192,6 +190,10 @@ class PoolStore:
         return self._environment.read(
             lambda records: reads.trajectories(records, names, limit_bytes=limit_bytes)
         )
+
+    def scan(self, *, brief: bool = False) -> GroupScan:
+        """Every group, in queue order but for those whose place in the queue is lost."""
+        return GroupScan(self.read, brief=brief)
 
     def groups(
         self,

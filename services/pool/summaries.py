@@ -11,6 +11,7 @@ import msgspec
 
 from forge.core.trajectory import TrajectoryName
 from forge.v1 import common_pb2
+from services.pool.digests import checked_rewards
 from services.pool.keys import index_of_turn_key, trajectory_key
 from services.pool.records import (
     Payload,
@@ -37,16 +38,15 @@ def turns_of(records: Records, trajectory: bytes) -> Iterator[tuple[TurnHead, Pa
         yield decode_turn_head(index_of_turn_key(key), payload), payload
 
 
-def rewards_of(records: Records, trajectory: bytes) -> Iterator[Payload]:
-    """Every serialized RewardEvent, in order of event id."""
-    for _, payload in records.scan(Table.REWARDS, prefix=trajectory):
-        yield payload
-
-
-def stored_rewards(records: Records, trajectory: bytes) -> list[common_pb2.RewardEvent]:
-    """The same, parsed."""
-    found = rewards_of(records, trajectory)
-    return [common_pb2.RewardEvent.FromString(bytes(reward)) for reward in found]
+def rewards_of(
+    records: Records, trajectory: bytes, header: TrajectoryHeader
+) -> list[common_pb2.RewardEvent]:
+    """Every reward, in order of event id. Raises `DataLoss` for a closed trajectory that lacks
+    one."""
+    return [
+        common_pb2.RewardEvent.FromString(bytes(payload))
+        for payload in checked_rewards(records, trajectory, header)
+    ]
 
 
 def count_turns(header: TrajectoryHeader, heads: Sequence[TurnHead]) -> TrajectoryHeader:
@@ -99,7 +99,7 @@ def _rewards(
     records: Records, trajectory: bytes, header: TrajectoryHeader
 ) -> list[common_pb2.RewardEvent]:
     if not header.freed:
-        return stored_rewards(records, trajectory)
+        return rewards_of(records, trajectory, header)
     if header.outcome is None:
         return []
     return [

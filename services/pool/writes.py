@@ -34,20 +34,36 @@ from services.pool.commands import (
     SealTrajectory,
     SetGroupStates,
 )
+from services.pool.digests import (
+    Mark,
+    checked_rewards,
+    is_compared,
+    marks_of,
+    with_rewards,
+    with_turns,
+)
 from services.pool.freeing import check_not_freed, forget_orphan, free, put_state, state_of
 from services.pool.journal import follow
-from services.pool.keys import group_key, queue_key, reward_key, trajectory_key, turn_key
+from services.pool.keys import (
+    group_key,
+    index_of_turn_key,
+    queue_key,
+    reward_key,
+    trajectory_key,
+    turn_key,
+)
 from services.pool.orphans import mark
 from services.pool.records import (
     Records,
     Table,
     TrajectoryHeader,
     TurnHead,
+    decode_turn_head,
     encode_header,
     encode_turn_head,
     turn_of_payload,
 )
-from services.pool.summaries import count_turns, header_of, stored_rewards, summarize, turns_of
+from services.pool.summaries import count_turns, header_of, rewards_of, summarize
 
 _FENCE_KEY = b"fence"
 _FENCE = struct.Struct(">Q")
@@ -134,14 +150,24 @@ def _put_rewards(
     header: TrajectoryHeader,
     rewards: Sequence[common_pb2.RewardEvent],
 ) -> None:
-    """Adds what is new among `rewards`; `header` is what the trajectory had before."""
-    added = False
+    """Adds what is new among `rewards`; `header` is what the trajectory had before.
+
+    Raises `DataLoss` before it writes when that has lost a reward: a new digest would vouch for
+    what is left.
+    """
+    new: dict[bytes, bytes] = {}
     for reward in rewards:
         key = reward_key(trajectory, reward.event_id)
-        if records.get(Table.REWARDS, key) is None:
-            records.put(Table.REWARDS, key, reward.SerializeToString())
-            added = True
-    if added and not header.is_open:
+        if key not in new and records.get(Table.REWARDS, key) is None:
+            new[key] = reward.SerializeToString()
+    if new and not header.is_open:
+        checked_rewards(records, trajectory, header)
+    for key, serialized in new.items():
+        records.put(Table.REWARDS, key, serialized)
+    if new and not header.is_open:
+        if is_compared(header):
+            marks = marks_of(records, Table.REWARDS, trajectory)
+            header = with_rewards(header, marks)
         header = log_rewarded(records, trajectory, header)
         records.put(Table.TRAJECTORIES, trajectory, encode_header(header))
 
@@ -168,31 +194,44 @@ def _seal(records: Records, command: SealTrajectory) -> common_pb2.TrajectorySum
         _check_credits(command.trajectory, command.rewards, turns=command.turns)
     if not header.is_open:
         _check_same_seal(command, header)
+        if not header.freed:
+            _put_rewards(records, trajectory, header, command.rewards)
     else:
-        # Reading every turn back is on purpose: nothing is sealed that could not be trained on.
-        turns = [(head, len(payload)) for head, payload in turns_of(records, trajectory)]
-        heads = [head for head, _ in turns]
-        if sealing:
-            _check_complete(command, heads)
-            # What came before the seal could credit any turn.
-            _check_credits(
-                command.trajectory, stored_rewards(records, trajectory), turns=command.turns
-            )
-        sealed = TrajectoryHeader(
-            state=command.state,
-            domain=command.domain,
-            sealed_unix_s=command.sealed_unix_s,
-            reason=command.reason,
-            turn_bytes=sum(size for _, size in turns),
-            closing_agent_s=command.closing_agent_s,
-        )
-        sealed = log_closed(records, trajectory, count_turns(sealed, heads))
-        records.put(Table.TRAJECTORIES, trajectory, encode_header(sealed))
-    if not header.freed:
-        _put_rewards(records, trajectory, header, command.rewards)
+        _close(records, command, trajectory, header)
     summary = summarize(records, command.trajectory)
     assert summary is not None
     return summary
+
+
+def _close(
+    records: Records, command: SealTrajectory, trajectory: bytes, header: TrajectoryHeader
+) -> None:
+    # Reading every turn back is on purpose: nothing is sealed that could not be trained on.
+    heads: list[TurnHead] = []
+    marks: list[Mark] = []
+    size_bytes = 0
+    for key, checksum, payload in records.scan_stored(Table.TURNS, prefix=trajectory):
+        heads.append(decode_turn_head(index_of_turn_key(key), payload))
+        marks.append((key, checksum))
+        size_bytes += len(payload)
+    if command.state == common_pb2.TRAJECTORY_STATE_SEALED:
+        _check_complete(command, heads)
+        # What came before the seal could credit any turn.
+        stored = rewards_of(records, trajectory, header)
+        _check_credits(command.trajectory, stored, turns=command.turns)
+    closed = TrajectoryHeader(
+        state=command.state,
+        domain=command.domain,
+        sealed_unix_s=command.sealed_unix_s,
+        reason=command.reason,
+        turn_bytes=size_bytes,
+        closing_agent_s=command.closing_agent_s,
+    )
+    closed = with_turns(count_turns(closed, heads), marks)
+    _put_rewards(records, trajectory, header, command.rewards)
+    closed = with_rewards(closed, marks_of(records, Table.REWARDS, trajectory))
+    closed = log_closed(records, trajectory, closed)
+    records.put(Table.TRAJECTORIES, trajectory, encode_header(closed))
 
 
 def _check_same_seal(command: SealTrajectory, header: TrajectoryHeader) -> None:
