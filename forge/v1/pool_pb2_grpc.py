@@ -180,7 +180,8 @@ class PoolServiceServicer(object):
 
     def FetchTrajectories(self, request, context):
         """Whole trajectories, each a serialized Trajectory in chunks, in the order asked.
-        NOT_FOUND names the first unknown or freed id. DATA_LOSS when a stored checksum does not match.
+        NOT_FOUND names the first unknown or freed id. DATA_LOSS when a stored checksum does not match,
+        or a closed trajectory lacks a turn or a reward that it was closed with: do not retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

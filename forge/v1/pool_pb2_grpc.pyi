@@ -87,7 +87,8 @@ class PoolServiceStub:
     """Summaries by id. Unknown ids are left out."""
     FetchTrajectories: _grpc.UnaryStreamMultiCallable[_pool_pb2.FetchTrajectoriesRequest, _pool_pb2.FetchTrajectoriesResponse]
     """Whole trajectories, each a serialized Trajectory in chunks, in the order asked.
-    NOT_FOUND names the first unknown or freed id. DATA_LOSS when a stored checksum does not match.
+    NOT_FOUND names the first unknown or freed id. DATA_LOSS when a stored checksum does not match,
+    or a closed trajectory lacks a turn or a reward that it was closed with: do not retry.
     """
     QueryTrajectories: _grpc.UnaryUnaryMultiCallable[_pool_pb2.QueryTrajectoriesRequest, _pool_pb2.QueryTrajectoriesResponse]
     """Trajectories that fit a filter, without their tokens, page by page. Each page is one snapshot
@@ -175,7 +176,8 @@ class PoolServiceAsyncStub(PoolServiceStub):
     """Summaries by id. Unknown ids are left out."""
     FetchTrajectories: _aio.UnaryStreamMultiCallable[_pool_pb2.FetchTrajectoriesRequest, _pool_pb2.FetchTrajectoriesResponse]  # type: ignore[assignment]
     """Whole trajectories, each a serialized Trajectory in chunks, in the order asked.
-    NOT_FOUND names the first unknown or freed id. DATA_LOSS when a stored checksum does not match.
+    NOT_FOUND names the first unknown or freed id. DATA_LOSS when a stored checksum does not match,
+    or a closed trajectory lacks a turn or a reward that it was closed with: do not retry.
     """
     QueryTrajectories: _aio.UnaryUnaryMultiCallable[_pool_pb2.QueryTrajectoriesRequest, _pool_pb2.QueryTrajectoriesResponse]  # type: ignore[assignment]
     """Trajectories that fit a filter, without their tokens, page by page. Each page is one snapshot
@@ -308,7 +310,8 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pool_pb2.FetchTrajectoriesResponse], _abc.AsyncIterator[_pool_pb2.FetchTrajectoriesResponse]]:
         """Whole trajectories, each a serialized Trajectory in chunks, in the order asked.
-        NOT_FOUND names the first unknown or freed id. DATA_LOSS when a stored checksum does not match.
+        NOT_FOUND names the first unknown or freed id. DATA_LOSS when a stored checksum does not match,
+        or a closed trajectory lacks a turn or a reward that it was closed with: do not retry.
         """
 
     @_abc_1.abstractmethod
