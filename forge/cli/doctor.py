@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import shutil
@@ -18,8 +19,12 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.markup import escape
 
+from forge.cli.clocks import compare_clocks
+from forge.cli.connection import Connection
 from forge.cli.stack import etcd_binary
+from forge.core.clocks import AGREE_S
 from forge.core.errors import ForgeError
+from forge.runtime.clock_watch import REMEDY
 
 GIB = 1 << 30
 EXTRAS = ("gateway", "pool", "inference", "trainer", "agents")
@@ -40,8 +45,11 @@ class Finding:
     remedy: str = ""
 
 
-def examine(root: Path, console: Console) -> int:
-    """Print every finding. Returns the exit code: 0 when all is well, 1 otherwise."""
+def examine(root: Path, console: Console, *, cluster: Connection | None = None) -> int:
+    """Print every finding, of the clocks of `cluster` as well.
+
+    Returns the exit code: 0 when all is well, 1 otherwise.
+    """
     checks: list[Callable[[], Finding]] = [
         _python,
         _packages,
@@ -53,12 +61,28 @@ def examine(root: Path, console: Console) -> int:
         _files,
     ]
     findings = [check() for check in checks]
+    if cluster is not None:
+        findings += asyncio.run(_clocks(cluster))
     for finding in findings:
         mark = "[green]ok [/green]" if finding.ok else "[red]BAD[/red]"
         console.print(f"{mark} {escape(finding.text)}", highlight=False, soft_wrap=True)
         if finding.remedy and not finding.ok:
             console.print(f"    {escape(finding.remedy)}", highlight=False, soft_wrap=True)
     return 0 if all(finding.ok for finding in findings) else 1
+
+
+async def _clocks(cluster: Connection) -> list[Finding]:
+    """One for each clock that is off, or one for all."""
+    try:
+        async with cluster.open() as (coordinator, channels):
+            services, found = await compare_clocks(coordinator, channels)
+    except ForgeError as error:
+        return [Finding(ok=False, text=f"cluster {cluster.cluster}: {error}")]
+    if not found.off:
+        agree = f"clocks of this machine and {services} services agree within {AGREE_S:g} s"
+        return [Finding(ok=True, text=agree)]
+    remedy = f"On the host of that address, {REMEDY}."
+    return [Finding(ok=False, text=line, remedy=remedy) for line in found.lines()]
 
 
 def _python() -> Finding:

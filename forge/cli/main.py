@@ -157,14 +157,16 @@ def plot(
 
 
 @app.command()
-def doctor(root: Root = Path(".forge")) -> None:
+@reading
+def doctor(named: Connection | None, root: Root = Path(".forge")) -> None:
     """Check this machine: Python, packages, torch, etcd, loopback, disk, memory, open files.
 
-    Each line says what was checked and, where something is wrong, what to do about it.
+    With --etcd or --run-dir also compare the clocks of that system's hosts. Each line says what was
+    checked and, where something is wrong, what to do about it.
     """
     from forge.cli.doctor import examine
 
-    raise typer.Exit(examine(root, console))
+    raise typer.Exit(examine(root, console, cluster=named))
 
 
 @app.command()

@@ -124,16 +124,30 @@ def _found_later(**options: Any) -> Callable[[], Connection]:
 
 _found_later.__signature__ = inspect.signature(connection, eval_str=True)  # type: ignore[attr-defined]
 
+
+def _if_named(*, run_dir: Path | None, etcd: str, **options: Any) -> Connection | None:
+    if run_dir is None and not etcd:
+        return None
+    return connection(run_dir=run_dir, etcd=etcd, **options)
+
+
+_OF_CONNECTION = inspect.signature(connection, eval_str=True)
+_if_named.__signature__ = _OF_CONNECTION.replace(  # type: ignore[attr-defined]
+    parameters=[one for name, one in _OF_CONNECTION.parameters.items() if name != "root"]
+)
+
 _SOURCES: dict[str, Callable[..., Any]] = {
     "at": connection,
     "find": _found_later,
+    "named": _if_named,
     "wanted": trajectory_filter,
 }
 
 
 def reading(command: Callable[..., None]) -> Callable[..., None]:
     """`command` with the options of a connection in place of its parameter `at`, or of `find` where
-    it may need none; and those of a filter in place of `wanted`."""
+    it may need none, or of `named`, which is None without them; and those of a filter in place of
+    `wanted`."""
     own = inspect.signature(command, eval_str=True).parameters
     sources = {name: make for name, make in _SOURCES.items() if name in own}
     options = {

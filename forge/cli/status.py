@@ -9,11 +9,13 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from forge.cli.clocks import compare_clocks
 from forge.cli.connection import Connection
 from forge.cli.stack import READY_KINDS
 from forge.cli.trouble import troubles
 from forge.client.operator import Operator
 from forge.core.errors import ForgeError, Unavailable
+from forge.runtime.clock_watch import REMEDY
 from forge.runtime.coordination import Coordinator
 
 
@@ -34,6 +36,9 @@ async def show_status(at: Connection, console: Console) -> None:
         for name, said in zip(asked, await gather(*map(_said, asked.values())), strict=True):
             console.print(Text(name, style="bold"))
             console.print(said, soft_wrap=True)
+        _, clocks = await compare_clocks(coordinator, channels)
+        for line in clocks.lines():
+            console.print(Text(f"{line}: {REMEDY}", style="yellow"), soft_wrap=True)
 
 
 async def _trainer_status(operator: Operator) -> object:

@@ -49,6 +49,10 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+CLOCK_TOLERANCE_S = 86_400.0
+"""More than any wrong time zone, less than a wrong date."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
     """What every service has."""
@@ -82,6 +86,12 @@ class ServiceConfig:
         True, help="demand a client certificate signed by tls_ca (mutual TLS)"
     )
     insecure: bool = setting(False, help="allow plain TCP beyond the loopback interface")
+    clock_tolerance_s: float = setting(
+        CLOCK_TOLERANCE_S,
+        help="how long after its expiry a token is accepted, for hosts whose clocks differ",
+        minimum=0,
+        maximum=604_800,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,10 @@
 A token is `v1.<claims>.<mac>`: claims as JSON, mac = HMAC-SHA256 under the cluster's key, both
 base64url. Every process of a cluster holds the key file, so verification asks nobody. TLS guards
 the wire; without it Forge listens on the loopback interface only, unless told otherwise.
+
+Issuer and verifier of a token are different hosts, whose clocks differ. An expired token is
+therefore accepted for `clock_tolerance_s` more, so that one wrong clock does not stop a cluster; a
+captured token can be replayed for as much longer. docs/runtime.md has the reasons.
 """
 
 from __future__ import annotations
@@ -15,14 +19,16 @@ import ipaddress
 import json
 import os
 import secrets
+import socket
 import time
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import grpc
 
 from forge.core.errors import ConfigError, Unauthenticated
-from forge.runtime.config import ServiceConfig
+from forge.runtime.config import CLOCK_TOLERANCE_S, ServiceConfig
 
 _VERSION = "v1"
 _MIN_KEY_BYTES = 32
@@ -131,8 +137,11 @@ class Keyring:
         body = f"{_VERSION}.{_encode(json.dumps(compact, separators=(',', ':')).encode())}"
         return f"{body}.{_encode(_mac(self._keys[0], body))}"
 
-    def verify(self, token: str, *, now_s: float) -> Claims:
-        """The claims of a genuine token that has not expired; Unauthenticated otherwise."""
+    def verify(self, token: str, *, now_s: float, tolerance_s: float = 0.0) -> Claims:
+        """The claims of a genuine token that has not expired; Unauthenticated otherwise.
+
+        `now_s`: Unix time; `tolerance_s`: how long after its expiry a token is still accepted.
+        """
         claims = self._verified.get(token)
         if claims is None:
             claims = self._verify_mac(token)
@@ -140,8 +149,12 @@ class Keyring:
                 # Live tokens come back at the price of one HMAC each; no LRU needed.
                 self._verified.clear()
             self._verified[token] = claims
-        if claims.expires_unix_s and now_s >= claims.expires_unix_s:
-            raise Unauthenticated(f"the token of {claims.subject} has expired")
+        if claims.expires_unix_s and now_s >= claims.expires_unix_s + tolerance_s:
+            raise Unauthenticated(
+                f"the token of {claims.subject} has expired: {now_s - claims.expires_unix_s:.0f} s "
+                f"ago by the clock of {socket.gethostname()}, and {tolerance_s:g} s are tolerated; "
+                "`forge doctor` compares the clocks"
+            )
         return claims
 
     def _verify_mac(self, token: str) -> Claims:
@@ -183,6 +196,7 @@ class Security:
         tls_ca: str = "",
         tls_client_auth: bool = True,
         insecure: bool = False,
+        clock_tolerance_s: float = CLOCK_TOLERANCE_S,
     ) -> None:
         if bool(tls_cert) != bool(tls_key):
             raise ConfigError("tls_cert and tls_key must be set together")
@@ -193,8 +207,9 @@ class Security:
         self._ca = read_pem("tls_ca", tls_ca)
         self._client_auth = tls_client_auth
         self._insecure = insecure
+        self._clock_tolerance_s = clock_tolerance_s
         self._token = ""
-        self._token_expires_unix_s = 0.0
+        self._token_made_s = -inf
 
     @classmethod
     def from_config(cls, config: ServiceConfig) -> Security:
@@ -211,21 +226,27 @@ class Security:
             tls_ca=config.tls_ca,
             tls_client_auth=config.tls_client_auth,
             insecure=config.insecure,
+            clock_tolerance_s=config.clock_tolerance_s,
         )
 
     def service_token(self) -> str:
         """A token with scope "service", renewed well before it expires."""
-        now_s = time.time()
-        if now_s > self._token_expires_unix_s - _SERVICE_TOKEN_S / 2:
-            self._token_expires_unix_s = now_s + _SERVICE_TOKEN_S
+        # Its age goes by the monotonic clock: the wall clock may be set back meanwhile.
+        now_s = time.monotonic()
+        if now_s > self._token_made_s + _SERVICE_TOKEN_S / 2:
+            self._token_made_s = now_s
             self._token = self.keyring.sign(
                 Claims(
                     subject=self._subject,
                     scopes=frozenset({"service"}),
-                    expires_unix_s=self._token_expires_unix_s,
+                    expires_unix_s=time.time() + _SERVICE_TOKEN_S,
                 )
             )
         return self._token
+
+    def verify(self, token: str) -> Claims:
+        """The claims of a token that a caller shows. Raises Unauthenticated."""
+        return self.keyring.verify(token, now_s=time.time(), tolerance_s=self._clock_tolerance_s)
 
     def server_credentials(self, host: str) -> grpc.ServerCredentials | None:
         """TLS when a certificate is set; None (plain TCP) only where that is allowed."""

@@ -31,8 +31,9 @@ import uvloop
 
 from forge.core.errors import ConfigError, ForgeError
 from forge.runtime.actor import ActorSystem
+from forge.runtime.clock_watch import ClockWatch
 from forge.runtime.config import ServiceConfig, load
-from forge.runtime.coordination import Coordinator, Registration
+from forge.runtime.coordination import Coordinator, Instance, Registration
 from forge.runtime.processes import CANNOT_START
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
@@ -40,6 +41,8 @@ from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security import Security
 from forge.runtime.telemetry import configure_logging, log, serve_metrics
 
+CLOCK_OFFSET_KEY = "clock_offset_s"
+"""Metadata of an instance whose host's clock is off: seconds ahead of its peers."""
 EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 
 Stub = TypeVar("Stub")
@@ -76,6 +79,16 @@ class ServiceContext:
         """Show the current metadata to everybody; at registration it goes without saying."""
         if self.registration is not None:
             await self.registration.update(self.metadata)
+
+    async def announce_clock_offset(self, offset_s: float | None) -> None:
+        """Show how far this host's clock is off; None: it is not."""
+        shown = self.metadata.get(CLOCK_OFFSET_KEY)
+        if offset_s is None:
+            if self.metadata.pop(CLOCK_OFFSET_KEY, None) is not None:
+                await self.announce()
+        elif shown is None or abs(float(shown) - offset_s) > 1:
+            self.metadata[CLOCK_OFFSET_KEY] = f"{offset_s:+.0f}"
+            await self.announce()
 
     def set_ready(self) -> None:
         """Now it can serve: register and answer SERVING."""
@@ -135,6 +148,7 @@ class _Process:
         self._app_started = False
         """It may hold work from now on, seen by others or not."""
         self._failure: BaseException | None = None
+        self._clock_watch: asyncio.Task[None] | None = None
 
     async def live(self) -> bool:
         """Returns whether it failed while serving. Raises ForgeError when it could not start."""
@@ -250,6 +264,13 @@ class _Process:
         if context.metadata != entered:
             # Others find and call this process before it knows that it is registered.
             await context.announce()
+        own = Instance(
+            kind=kind, instance_id=config.instance_id, address=address, metadata={}, revision=0
+        )
+        watch = ClockWatch(
+            context.coordinator, context.channels, own=own, on_offset=context.announce_clock_offset
+        )
+        self._clock_watch = asyncio.create_task(watch.run(), name="clock-watch")
         self._systemd.notify("READY=1")
         log.info("serving", kind=kind, address=address, metrics=context.metadata["metrics"])
 
@@ -264,6 +285,9 @@ class _Process:
         deadline_s = time.monotonic() + drain_s
         log.info("draining", at_most_s=drain_s)
         self._systemd.notify("STOPPING=1")
+        if self._clock_watch is not None:
+            self._clock_watch.cancel()
+            await asyncio.wait({self._clock_watch})
         if self._context.registration is not None:
             await self._context.registration.close()
         self._context.server.set_serving(False)

@@ -19,6 +19,8 @@ from services.scheduler.standby import ShardCopies
 from services.scheduler.term import Term
 
 ELECTION = "scheduler"
+TERM_ERROR_KEY = "term_error"
+"""Metadata of an instance whose last term failed: the reason."""
 _PAUSE_S = 1.0
 """After a term that could not begin, so that another instance may try."""
 
@@ -80,9 +82,11 @@ class SchedulerApp:
             await self._serve(term)
         except ForgeError as error:
             log.warning("term_failed", error=str(error))
-        except Exception:
+            await self._announce_failure(str(error))
+        except Exception as error:
             # An instance that no longer stands for election would look alive for ever.
             log.exception("term_crashed")
+            await self._announce_failure(repr(error))
         finally:
             await term.end()
 
@@ -112,9 +116,20 @@ class SchedulerApp:
             await asyncio.wait({begin, ended})
             await self._announce(leading=False)
 
+    async def _announce_failure(self, reason: str) -> None:
+        """Show why the last term ended, to callers and to everybody in discovery."""
+        self._servicer.last_failure = reason
+        if self._context.metadata.get(TERM_ERROR_KEY) != reason:
+            self._context.metadata[TERM_ERROR_KEY] = reason
+            with contextlib.suppress(Unavailable):
+                await self._context.announce()
+
     async def _announce(self, *, leading: bool) -> None:
         metrics.show_leading(leading)
         self._context.metadata["leader"] = "true" if leading else "false"
+        if leading:
+            self._servicer.last_failure = ""
+            self._context.metadata.pop(TERM_ERROR_KEY, None)
         # Without etcd nobody can be told; the entry is written whole when it is back.
         with contextlib.suppress(Unavailable):
             await self._context.announce()

@@ -50,6 +50,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._schedulers = schedulers
         self.office: Office | None = None
         """Of the term in force, while this instance leads."""
+        self.last_failure = ""
+        """Why the last term of this instance ended, until the next one begins."""
 
     async def SubmitTasks(
         self, request: scheduler_pb2.SubmitTasksRequest, context: Any
@@ -214,8 +216,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             (i.address for i in self._schedulers.instances if i.metadata.get("leader") == "true"),
             "",
         )
+        reason = f"; its last term failed: {self.last_failure}" if self.last_failure else ""
         error = Unavailable(
-            f"this scheduler stands by; {leader or 'none'} leads", retry_after_s=NO_LEADER_RETRY_S
+            f"this scheduler stands by; {leader or 'none'} leads{reason}",
+            retry_after_s=NO_LEADER_RETRY_S,
         )
         trailers = trailing_metadata(error) + (((LEADER_KEY, leader),) if leader else ())
         await context.abort(*to_status(error), trailers)

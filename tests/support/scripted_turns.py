@@ -69,12 +69,11 @@ class AnySession:
 async def served(turns: ScriptedTurns, *, max_body_bytes: int = 1 << 20) -> AsyncIterator[str]:
     """Where it listens; any key is a session's."""
     claims = Claims(subject="s", scopes=frozenset({"session"}), trajectory_id="t:0:0")
-    keyring = SimpleNamespace(verify=lambda token, now_s: claims)
     edge = Edge(
         turns=cast(Any, turns),
         sessions=cast(Any, AnySession()),
         pool=cast(Any, None),
-        security=cast(Any, SimpleNamespace(keyring=keyring)),
+        security=cast(Any, SimpleNamespace(verify=lambda token: claims)),
         model_names=frozenset({turns.model.name}),
     )
     server = HttpServer(edge, max_body_bytes=max_body_bytes)

@@ -14,7 +14,7 @@ import grpc
 
 from forge.core.errors import StaleFence, Unavailable
 from forge.runtime.coordination.claims import Claim, Fields, Owner, this_process
-from forge.runtime.coordination.directory import Contact
+from forge.runtime.coordination.directory import Contact, Instance
 from forge.runtime.coordination.discovery import Discovery
 from forge.runtime.coordination.etcd import Etcd, Versioned, open_channel
 from forge.runtime.coordination.leases import Leadership, Lease, OnConflict, Registration
@@ -147,6 +147,16 @@ class Coordinator:
         if kind not in self._discoveries:
             self._discoveries[kind] = Discovery(kind, self._etcd, self._contact)
         return self._discoveries[kind]
+
+    async def everybody(self) -> tuple[Instance, ...]:
+        """The instances of all kinds, as of now. Raises Unavailable."""
+        found = []
+        for key, entry in (await self._etcd.list("services/")).items():
+            _, kind, instance_id = key.split("/", 2)
+            # An entry that cannot be read is logged by the discovery of its kind.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                found.append(Instance.decode(kind, instance_id, entry.value, entry.mod_revision))
+        return tuple(found)
 
     async def campaign(self, name: str, instance_id: str, *, ttl_s: float = 5.0) -> Leadership:
         """Wait until elected the one leader of `name`; an outage of etcd only prolongs it."""

@@ -72,6 +72,13 @@ class Etcd:
             return Versioned(value=entry.value, mod_revision=entry.mod_revision)
         return None
 
+    async def list(self, prefix: str) -> dict[str, Versioned]:
+        """All values under a prefix, by key. Raises Unavailable."""
+        start = self._prefix + prefix
+        with self._reachable():
+            found = await self._kv.get(start, range_end=prefix_range_end(start), timeout=TIMEOUT_S)
+        return self._versioned(found.kvs)
+
     async def swap(
         self, key: str, value: bytes, *, expected_revision: int, lease_id: int = 0
     ) -> int | None:

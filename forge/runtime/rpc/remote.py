@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc.aio
 
-from forge.core.errors import ForgeError
+from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import from_rpc_error
 from forge.runtime.telemetry import counter, log
@@ -39,7 +39,11 @@ class Remote(Generic[Stub]):
         *,
         kind: str,
         stub: Callable[[grpc.aio.Channel], Stub],
+        why_none: Callable[[Sequence[Instance]], str] | None = None,
     ) -> None:
+        """`why_none`: from all instances of the kind, the reason that none of them fits; "" for
+        none that is known."""
+        self._why_none = why_none
         self._discovery = coordinator.discover(kind)
         self._channels = channels
         self._kind = kind
@@ -116,7 +120,13 @@ class Remote(Generic[Stub]):
         timeout_s: float,
         failed: frozenset[str] | set[str],
     ) -> tuple[Instance, Stub]:
-        fitting = await self._discovery.wait(timeout_s=timeout_s, where=where)
+        try:
+            fitting = await self._discovery.wait(timeout_s=timeout_s, where=where)
+        except Unavailable as error:
+            reason = self._why_none(self.instances()) if self._why_none else ""
+            if not reason:
+                raise
+            raise Unavailable(f"{error}: {reason}") from error
         # One that failed this call is asked again only when no other is left.
         fresh = [instance for instance in fitting if instance.instance_id not in failed]
         instance = self._random.choice(fresh or fitting)

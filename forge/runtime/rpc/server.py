@@ -18,13 +18,17 @@ from grpc_reflection.v1alpha import reflection
 
 from forge.core.errors import ConfigError
 from forge.runtime.rpc.channel import MAX_MESSAGE_BYTES, MAX_REFUSED_BYTES
+from forge.runtime.rpc.clock import ClockServicer
 from forge.runtime.rpc.interceptor import CallInterceptor, current_claims
 from forge.runtime.security import Security
+from forge.v1 import clock_pb2, clock_pb2_grpc
 
 __all__ = ["RpcServer", "current_claims"]
 
 MAX_CONCURRENT_CALLS = 32_768
 """Calls beyond it are refused with RESOURCE_EXHAUSTED before they cost memory."""
+
+_CLOCK_NAME = clock_pb2.DESCRIPTOR.services_by_name["ClockService"].full_name
 
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", MAX_REFUSED_BYTES),
@@ -85,8 +89,10 @@ class RpcServer:
         for register in self._registrations:
             register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        # Open like health: a token that is refused because of a clock must not hide the clock.
+        clock_pb2_grpc.add_ClockServiceServicer_to_server(ClockServicer(), server)
         reflection.enable_server_reflection(
-            [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+            [*self._names, _CLOCK_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME], server
         )
         await self._set_health(serving=False)
         address = f"{self._host}:{self._port}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import stat
+import time
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 from hypothesis import given
@@ -38,6 +40,37 @@ def test_expired_token_is_refused_even_when_it_was_verified_before() -> None:
     keyring.verify(token, now_s=999.0)
     with pytest.raises(Unauthenticated, match="runner-1 has expired"):
         keyring.verify(token, now_s=1000.0)
+
+
+def test_an_expired_token_is_tolerated_where_clocks_may_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For a day unless set otherwise; the refusal after it says by whose clock and what to do."""
+    keyring = Keyring.from_bytes(KEY)
+    token = keyring.sign(SESSION)
+    tolerant, strict = Security(keyring), Security(keyring, clock_tolerance_s=0.0)
+    monkeypatch.setattr(time, "time", lambda: 1000.0 + 7200.0)
+    assert tolerant.verify(token) == SESSION
+    with pytest.raises(Unauthenticated, match=f"7200 s ago by the clock of {gethostname()}"):
+        strict.verify(token)
+    monkeypatch.setattr(time, "time", lambda: 1000.0 + 86_400.0)
+    with pytest.raises(Unauthenticated, match="86400 s are tolerated; `forge doctor` compares"):
+        tolerant.verify(token)
+
+
+def test_a_service_token_is_renewed_after_the_clock_was_set_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its age goes by the monotonic clock: one minted a year ahead is not kept for a year."""
+    now_s = time.monotonic()
+    security = Security(Keyring.from_bytes(KEY), subject="pool-0")
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    ahead = security.service_token()
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 3600.0)
+    renewed = security.keyring.verify(security.service_token(), now_s=0)
+    assert renewed.expires_unix_s == 2e9 + 3600.0
+    assert security.service_token() != ahead
 
 
 def test_token_of_another_cluster_is_refused() -> None:

@@ -1,0 +1,14 @@
+"""The clocks of a running system, compared from this machine."""
+
+from __future__ import annotations
+
+from forge.core.clocks import Clock, Comparison, compare
+from forge.runtime.clock_watch import read_clocks
+from forge.runtime.coordination import Coordinator
+from forge.runtime.rpc import Channels
+
+
+async def compare_clocks(coordinator: Coordinator, channels: Channels) -> tuple[int, Comparison]:
+    """How many services answered, and their clocks with this machine's. Raises `Unavailable`."""
+    clocks = await read_clocks(channels, await coordinator.everybody())
+    return len(clocks), compare([Clock(name="this machine", offset_s=0.0), *clocks])
