@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.core.packing import Sample
+from forge.core.trajectory import TOKEN_BYTES
 from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.optimizers import NAMES, OptimizerConfig
@@ -52,11 +53,31 @@ class Course:
 
 
 def split(lessons: Lessons, *, share: float, seed: int) -> tuple[Lessons, Lessons]:
-    """(taught, held out), by conversation; the same for the same seed."""
-    order = list(range(len(lessons)))
-    Random(seed).shuffle(order)
-    held = round(len(order) * share)
-    return [lessons[i] for i in order[held:]], [lessons[i] for i in order[:held]]
+    """(taught, held out), the latter at most `share` of all; the same for the same seed.
+
+    Conversations that begin with the same prompt are on the same side, however often the data has
+    them and whatever the answers are. So no prompt is both taught and held out.
+    """
+    of_prompt: dict[bytes, list[int]] = {}
+    for number, samples in enumerate(lessons):
+        of_prompt.setdefault(_prompt(samples), []).append(number)
+    prompts = list(of_prompt)
+    Random(seed).shuffle(prompts)
+    most = round(len(lessons) * share)
+    held: set[int] = set()
+    for prompt in prompts:
+        if len(held) + len(of_prompt[prompt]) <= most:
+            held.update(of_prompt[prompt])
+    return (
+        [samples for number, samples in enumerate(lessons) if number not in held],
+        [lessons[number] for number in sorted(held)],
+    )
+
+
+def _prompt(samples: Sequence[Sample]) -> bytes:
+    """Ids up to the first answer; none where nothing is answered."""
+    first = next((each for each in samples if each.trained), None)
+    return first.ids[: first.trained[0][0] * TOKEN_BYTES] if first else b""
 
 
 def batches(lessons: Lessons, course: Course) -> Iterator[list[Sample]]:
@@ -88,7 +109,7 @@ def mean_loss(learner: Learner, lessons: Lessons) -> float:
 
 def teach(learner: Learner, taught: Lessons, held: Lessons, course: Course) -> None:
     """Tells of every update as a line of JSON. Raises `InvalidArgument` for one that failed."""
-    _tell(update=0, held_out_loss=mean_loss(learner, held))
+    _tell(update=0, taught=len(taught), held_out=len(held), held_out_loss=mean_loss(learner, held))
     for update, batch in enumerate(batches(taught, course), 1):
         result = learner.step(learner.plan(batch), weight_version=0)
         if result.skipped:

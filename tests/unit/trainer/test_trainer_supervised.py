@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from forge.core.errors import InvalidArgument
 from services.trainer.demonstrations import lesson_samples, read_conversations
-from services.trainer.supervised import main
+from services.trainer.supervised import main, split
 from services.trainer.trainee import load_model
 
 WORDS = ["end", "user", "assistant", "begin", "red", "blue", "one", "two", "call"]
@@ -57,6 +57,10 @@ TALK = [
     message("user", "red"), message("assistant", "one"),
     message("user", "blue"), message("assistant", "two"),
 ]  # fmt: skip
+
+
+TALKS = [[message("user", "red " * times), *TALK] for times in range(1, 11)]
+"""Of different beginnings."""
 
 
 def words(ids: array[int]) -> str:
@@ -117,7 +121,7 @@ def test_a_model_learns_what_it_is_shown(
 ) -> None:
     """The held-out loss falls, and what is written is a model directory with its tokenizer."""
     data, out = tmp_path / "data.jsonl", tmp_path / "taught"
-    data.write_text("\n".join(json.dumps({"messages": TALK}) for _ in range(10)))
+    data.write_text("\n".join(json.dumps({"messages": one}) for one in TALKS))
     argv = [
         *("--model", str(model), "--data", str(data), "--out", str(out), "--epochs", "20"),
         *("--learning-rate", "0.02", "--batch-tokens", "100", "--held-out", "0.2"),
@@ -125,6 +129,7 @@ def test_a_model_learns_what_it_is_shown(
     ]
     assert main(argv) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (told[0]["taught"], told[0]["held_out"]) == (8, 2)
     assert told[0]["held_out_loss"] > 1.5 and told[-1]["held_out_loss"] < 0.2
     assert load_model(out).config.vocab_size == 16
     assert PreTrainedTokenizerFast.from_pretrained(out).chat_template == TEMPLATE
@@ -132,12 +137,31 @@ def test_a_model_learns_what_it_is_shown(
     assert capsys.readouterr().err == f"supervised: out = {str(out)!r} is there already\n"
 
 
+def test_no_prompt_is_both_taught_and_held_out(tokenizer: PreTrainedTokenizerFast) -> None:
+    """A conversation that is in the data twice, or answered in two ways, stands on one side with
+    all its copies; the share is at most what was asked for."""
+    lessons = []
+    for times in range(1, 21):
+        for answer in ("one", "two", "one")[: 1 + times % 3]:
+            talk = [message("user", "red " * times), message("assistant", answer), *TALK]
+            lessons.append(lesson_samples({"messages": talk}, tokenizer, source="here"))
+    for seed in range(20):
+        taught, held = split(lessons, share=0.25, seed=seed)
+        assert len(taught) + len(held) == len(lessons)
+        assert 0.15 * len(lessons) < len(held) <= 0.25 * len(lessons)
+        sides = [{bytes(one[0].ids[: 4 * one[0].trained[0][0]]) for one in side}
+                 for side in (taught, held)]  # fmt: skip
+        assert not sides[0] & sides[1]
+        assert split(lessons, share=0.25, seed=seed) == (taught, held)
+    assert split([lessons[0]] * 10, share=0.5, seed=0) == ([lessons[0]] * 10, [])
+
+
 def test_what_is_held_out_may_be_looked_at_before_and_after_alone(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`--eval-every 0`."""
     data = tmp_path / "data.jsonl"
-    data.write_text("\n".join(json.dumps({"messages": TALK}) for _ in range(10)))
+    data.write_text("\n".join(json.dumps({"messages": one}) for one in TALKS))
     argv = ["--model", str(model), "--data", str(data), "--out", str(tmp_path / "out")]
     assert main([*argv, "--held-out", "0.2", "--batch-tokens", "30", "--eval-every", "0"]) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
