@@ -77,6 +77,9 @@ def submit(
     domain: Annotated[str, typer.Option(help="Of tasks that name none.")] = "",
     scaffold: Annotated[str, typer.Option(help="Of tasks that name none.")] = "blackbox",
     group_size: Annotated[int, typer.Option(min=1, help="Of tasks that name none.")] = 8,
+    held_out: Annotated[
+        Path | None, typer.Option(help="Refuse the file if it has a task of this one.")
+    ] = None,
 ) -> None:
     """Submit a file of tasks, epoch by epoch, and keep the queue filled until all are in it.
 
@@ -93,6 +96,7 @@ def submit(
         queued=queued,
         curriculum=curriculum,
         defaults=common_pb2.Task(domain=domain, scaffold=scaffold, group_size=group_size),
+        held_out=held_out,
     )
     finish(lambda: _submit(at, submission), "Interrupted. The same command goes on.")
 

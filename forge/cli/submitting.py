@@ -58,6 +58,8 @@ class Submission:
     """module:function; "": file order, shuffled or not."""
     defaults: common_pb2.Task
     """Of fields that a line leaves out."""
+    held_out: Path | None = None
+    """A file of tasks that none of these may be."""
 
 
 def load_curriculum(reference: str) -> Curriculum:
@@ -77,6 +79,8 @@ class Submitter:
         self._operator = operator
         self._submission = submission
         self._tasks = read_tasks(submission.file, submission.defaults)
+        if submission.held_out is not None:
+            self._check_disjoint(submission.held_out)
         self._curriculum = load_curriculum(submission.curriculum) if submission.curriculum else None
         task_id_of(submission.name, Place(0, len(self._tasks)))
         self.accepted = 0
@@ -108,6 +112,17 @@ class Submitter:
             shuffle=self._submission.shuffle,
             submitted=submitted,
         )
+
+    def _check_disjoint(self, file: Path) -> None:
+        """Raises InvalidArgument naming the first task that is held out."""
+        tasks = read_tasks(file, self._submission.defaults)
+        held_out = {_content(task): number for number, task in enumerate(tasks, 1)}
+        for number, task in enumerate(self._tasks, 1):
+            if same := held_out.get(_content(task)):
+                raise InvalidArgument(
+                    f"{self._submission.file}, task {number} ({task.domain}) is held out: "
+                    f"it is {file}, task {same}"
+                )
 
     def _choose(self, cursor: DatasetCursor, room: int, status: Any) -> Sequence[Place]:
         if room <= 0:
@@ -143,3 +158,8 @@ class Submitter:
         task.task_id = task_id_of(self._submission.name, place)
         task.tag = self._submission.name
         return task
+
+
+def _content(task: common_pb2.Task) -> tuple[str, str]:
+    """What makes two tasks the same: domain and payload, however it is written."""
+    return task.domain, json.dumps(json.loads(task.payload_json), sort_keys=True)

@@ -110,6 +110,21 @@ async def test_curriculum_that_returns_no_positions_is_said(tmp_path: Path) -> N
         await Submitter(Queue(), submission).run(lambda *_: None)
 
 
+def test_a_data_set_with_a_held_out_task_is_refused(tmp_path: Path) -> None:
+    """Before anything is submitted, naming both lines; however the payload is written, and only in
+    the domain that holds it out."""
+    rows = [{"payload": {"n": 1}}, {"payload": {"n": 2, "m": 3}}]
+    file = write(tmp_path / "t.jsonl", *rows)
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(
+        '{"domain": "code", "payload": {"n": 1}}\n\n{"domain": "qa", "payload": {"m":3, "n":2}}\n'
+    )
+    with pytest.raises(InvalidArgument, match=r"t\.jsonl, task 2 .*held_out\.jsonl, task 2"):
+        Submitter(Queue(), make_submission(file, held_out=held_out))
+    write(held_out, {"domain": "qa", "payload": {"n": 2}})
+    Submitter(Queue(), make_submission(file, held_out=held_out))
+
+
 def test_curriculum_that_is_none_is_said() -> None:
     """Before anything is submitted."""
     with pytest.raises(ConfigError, match="is no function"):
