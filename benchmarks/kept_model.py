@@ -6,11 +6,13 @@ For the last checkpoint of each run directory of `forge run`, which must be fini
 probability, at temperature 1, of the right answer and the token that ends it, mean over the
 held-out prompts that the run stored after training. Ways to compute it:
 
-    master     the float32 master weights in float32: what a checkpoint's model files once held
-    training   the master weights under bfloat16 autocast with a float32 head, as the trainer does
-    kept_fp32  the kept model, loaded by transformers from the checkpoint, in float32
-    kept_bf16  the same in bfloat16
-    kept_fp16  the same in float16
+    master           the float32 master weights in float32: once what a checkpoint kept
+    master_autocast  the same under bfloat16 autocast, embeddings, norms and head unrounded: once
+                     the trainer's forward pass
+    kept_autocast    the kept model likewise: the trainer's forward pass now
+    kept_fp32        the kept model, loaded by transformers from the checkpoint, in float32
+    kept_bf16        the same in bfloat16, as inference serves it
+    kept_fp16        the same in float16
 
 `gap.<way>` is the mean absolute difference of answer tokens' log-probs from kept_bf16, in nats.
 """
@@ -44,18 +46,19 @@ KEPT = {
     "kept_bf16": torch.bfloat16,
     "kept_fp16": torch.float16,
 }
-WAYS = ("master", "training", *KEPT)
+WAYS = ("master", "master_autocast", "kept_autocast", *KEPT)
 
 
 def ways(checkpoint: Path) -> Iterator[tuple[str, Any, torch.dtype | None]]:
     """Name, model and autocast type of each way; one model in memory at a time."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    yield "kept_autocast", model, torch.bfloat16
     with torch.no_grad():
         state = model.state_dict()
         for name, tensor in load_file(master_in(checkpoint, MASTER_FILE)).items():
             state[name].copy_(tensor)
     yield "master", model, None
-    yield "training", model, torch.bfloat16
+    yield "master_autocast", model, torch.bfloat16
     del model, state
     for way, dtype in KEPT.items():
         yield way, AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval(), None
@@ -81,8 +84,8 @@ def measure(run: Path, *, per_domain: int) -> dict[str, float]:
 
 def show(title: str, numbers: Mapping[str, float]) -> None:
     """A row for each domain, a column for each way."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("probability of the right answer")
+    table = Table(title=f"Probability of the right answer: {title}", title_justify="left")
+    table.add_column("domain", no_wrap=True)
     for way in WAYS:
         table.add_column(way, justify="right")
     for row in dict.fromkeys(name.rsplit(".", 1)[0] for name in numbers):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,6 +34,7 @@ from forge.rl.memory import memory_shortage, smaller_budgets
 from forge.rl.mtp import MtpStats, MtpTraining
 from forge.rl.optimizers import Optimizers
 from forge.rl.policy import TreePolicy
+from forge.rl.served import ServedValues
 from forge.rl.step import LearnerConfig, StepResult
 from forge.rl.tree_batch import TreeBatch
 
@@ -75,9 +77,15 @@ class Learner:
     """A policy with its optimizer. Not thread-safe."""
 
     def __init__(
-        self, policy: TreePolicy, config: LearnerConfig, *, reference: Reference | None = None
+        self,
+        policy: TreePolicy,
+        config: LearnerConfig,
+        *,
+        reference: Reference | None = None,
+        served: ServedValues | None = None,
     ) -> None:
-        """`reference` is needed for a KL penalty alone.
+        """`reference` is needed for a KL penalty alone; with `served` the loss is that of the
+        weights that inference gets.
 
         Raises `InvalidArgument` for an objective that cannot be.
         """
@@ -85,6 +93,7 @@ class Learner:
         self.config = config
         self.objective = Objective(config.objective)
         self._reference = reference
+        self._served = served
         if self.objective.needs_reference and reference is None:
             raise InvalidArgument(
                 f"kl_coef = {config.objective.kl_coef} is not allowed: there is no reference policy"
@@ -239,7 +248,12 @@ class Learner:
         `frozen` is filled by the first pass over a batch and used by the later ones.
         """
         self._optimizer.zero_grad()
-        frozen = [] if frozen is None else frozen
+        with self._served.in_place() if self._served else nullcontext():
+            return self._accumulate(plan, weight_version, [] if frozen is None else frozen)
+
+    def _accumulate(
+        self, plan: BatchPlan, weight_version: int, frozen: list[_Frozen]
+    ) -> tuple[float, list[TokenStats]]:
         size = plan.size
         loss = 0.0
         stats = []

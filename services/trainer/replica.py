@@ -21,6 +21,7 @@ from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.batch_plan import BatchPlan
 from forge.rl.learner import Learner, Reference
 from forge.rl.policy import TreePolicy
+from forge.rl.served import ServedValues
 from forge.rl.step import StepResult
 from services.trainer.config import TrainerConfig
 from services.trainer.contents import (
@@ -92,8 +93,11 @@ class Replica:
     @property
     def published_type(self) -> torch.dtype:
         """Of the tensors published; `auto` is what the model computes in."""
+        return self._published_type(self._learner.policy)
+
+    def _published_type(self, policy: TreePolicy) -> torch.dtype:
         if self._config.publish_dtype == "auto":
-            return self._learner.policy.autocast or torch.float32
+            return policy.autocast or torch.float32
         return DTYPES[self._config.publish_dtype]
 
     def check(self) -> None:
@@ -129,7 +133,9 @@ class Replica:
         policy = self._policy(model, balance_coef=self._config.balance_coef)
         reference = self._reference(policy)
         self._policies = [one for one in (policy, reference) if isinstance(one, TreePolicy)]
-        self._learner = Learner(policy, self._config.learner(), reference=reference)
+        self._learner = Learner(
+            policy, self._config.learner(), reference=reference, served=self._served(policy)
+        )
         heads = read_heads(self._model_path) if self._learner.mtp else {}
         if self._learner.mtp and heads:
             self._learner.mtp.heads.load_tensors(heads)
@@ -137,6 +143,13 @@ class Replica:
     def _policy(self, model: Any, *, balance_coef: float = 0.0) -> TreePolicy:
         autocast = trunk_type(self._config.autocast, model.device)
         return TreePolicy(model, autocast=autocast, balance_coef=balance_coef, group=self._group)
+
+    def _served(self, policy: TreePolicy) -> ServedValues | None:
+        """Adapters are published merged: their own values are served nowhere."""
+        published = self._published_type(policy)
+        if published == torch.float32 or isinstance(self._trainee, LoraTrainee):
+            return None
+        return ServedValues(policy.model, published=published, autocast=policy.autocast)
 
     def _reference(self, policy: TreePolicy) -> Reference | None:
         """A frozen copy of the model, but for adapters on it: their base is there already."""

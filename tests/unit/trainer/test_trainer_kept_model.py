@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from forge.core.errors import DataLoss
 from forge.rl.batch_plan import plan_batch
+from forge.rl.step import StepResult
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.history import History
@@ -34,11 +35,13 @@ def learner(model_path: Path, checkpoints: Path, settings: dict[str, Any]) -> Le
     return started_learner(model_path, checkpoints, learning_rate=1e-3, **settings)
 
 
-def take_step(actor: LearnerActor) -> None:
+def take_step(actor: LearnerActor) -> StepResult:
     rng = Random(3)
     samples = [make_sample([1, 2, 3, n, n + 1], (3, 5), rng=rng) for n in range(4)]
     plan = plan_batch(samples, token_budget=64, channels=32)
-    assert actor.receive(Step(plan=plan, weight_version=1)).skipped == ""
+    result: StepResult = actor.receive(Step(plan=plan, weight_version=1))
+    assert result.skipped == ""
+    return result
 
 
 async def received(actor: LearnerActor) -> dict[str, tuple[str, bytes]]:
@@ -183,3 +186,17 @@ async def test_the_last_publication_is_read_from_the_kept_model(
     take_step(actor)
     again = actor.receive(TakeSnapshot(step=1, checkpoint=path))
     assert {one.name: (one.dtype, bytes(one.data)) for one in again.tensors} == published
+
+
+@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
+async def test_a_step_trains_the_weights_published(
+    model_path: Path, tmp_path: Path, autocast: str
+) -> None:
+    """A second run that starts from the kept model computes the same loss, to the bit: the master
+    weights behind it are nobody's policy."""
+    settings = {"publish_dtype": "bfloat16", "autocast": autocast}
+    actor = learner(model_path, tmp_path / "a", settings)
+    take_step(actor)
+    path = saved(actor, tmp_path / "a", step=1)
+    fresh = learner(path, tmp_path / "b", settings)
+    assert take_step(actor).loss == take_step(fresh).loss
