@@ -12,9 +12,10 @@ from rich.console import Console
 from forge.cli import campaign as campaign_module
 from forge.cli import training_run
 from forge.cli.campaign import Campaign, Progress
-from forge.cli.display import RunDisplay, evaluations_table
+from forge.cli.display import RunDisplay, evaluation_line, evaluations_table
 from forge.cli.presets import preset_for
 from forge.cli.rundir import RunDirectory
+from forge.cli.status import _trainer_status
 from forge.cli.training_run import RunOptions, open_run, plan_of, preset_of
 from forge.client.task_files import read_tasks
 from forge.core.errors import InvalidArgument, Unavailable
@@ -174,3 +175,26 @@ def test_the_table_has_a_row_per_evaluation() -> None:
     shown = [[word for word in line if word not in "│┃"] for line in words]
     assert ["6", "v7", "0.625", "0.500", "-", "1"] in shown
     assert ["12", "v7-9", "0.625", "0.500", "0.38-0.62", "1"] in shown
+
+
+def test_a_line_of_an_evaluation_states_its_interval() -> None:
+    """If it has one: an earlier version of the trainer told none."""
+    told = pb.Evaluation()
+    told.CopyFrom(EVALUATION)
+    assert "95 %" not in evaluation_line(told)
+    told.mean_reward_low, told.mean_reward_high = 0.375, 0.625
+    assert "reward 0.50  (qa 0.62)  95 % 0.38 to 0.62  solved 0.25" in evaluation_line(told)
+
+
+async def test_status_tells_no_single_task_of_an_evaluation() -> None:
+    """A file of thousands of tasks would hide the rest."""
+
+    class Operator:
+        async def trainer_status(self) -> pb.GetTrainerStatusResponse:
+            own = pb.DomainEvaluation(mean_reward=0.625, task_outcomes={"31": 0.5})
+            evaluation = pb.Evaluation(domains={"qa": own})
+            return pb.GetTrainerStatusResponse(step=9, latest_evaluation=evaluation)
+
+    operator: Any = Operator()
+    shown = str(await _trainer_status(operator))
+    assert "mean_reward: 0.625" in shown and "31" not in shown
