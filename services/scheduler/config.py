@@ -74,8 +74,8 @@ class SchedulerConfig(ServiceConfig):
     )
     skip_equal_rewards: bool = setting(
         False,
-        help="give a training group up when all its rollouts have the same outcome: it has no "
-        "gradient",
+        help="give a training group up when all its rollouts have the same outcome, whatever their "
+        "process rewards and speeds",
     )
     rollout_lease_s: float = setting(
         20.0,

@@ -1,7 +1,8 @@
-"""Dynamic sampling: groups whose rollouts all have the same outcome teach nothing.
+"""Dynamic sampling: groups whose rollouts all have the same outcome are not trained on.
 
-Such a group has no advantage, and so no gradient. It is tombstoned as soon as it is complete, with
-`REASON`, so that no batch has it and the head passes it. Owns which groups these are, and how many.
+The outcomes of such a group have no advantage; what process rewards and speeds could teach in it is
+given up. It is tombstoned as soon as it is complete, with `REASON`, so that no batch has it and the
+head passes it. Owns which groups these are, and how many.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from forge.runtime.rpc.channel import Channels
 from forge.runtime.security import Keyring, Security
 from forge.v1 import common_pb2, scheduler_pb2
 from tests.support.etcd import EtcdServer
-from tests.support.gateway_stack import START_S, GatewayStack
+from tests.support.gateway_stack import START_S, GatewayStack, recorded
 from tests.support.log_lines import log_lines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -183,14 +183,21 @@ async def test_any_program_is_an_agent(system: Cluster, tmp_path: Path) -> None:
     assert (failed["program"]["returncode"], failed["program"]["stderr"]) == (3, ["no luck"])
 
 
-async def test_a_program_that_manages_its_context_is_recorded(system: Cluster) -> None:
-    """The white-box example folds twice and answers: five turns, each on record."""
+async def test_a_program_that_manages_its_context_is_recorded(
+    system: Cluster, own_coordinator: Coordinator
+) -> None:
+    """The white-box example folds twice and answers: five turns, each on record. A program is timed
+    as any agent is: each turn says what it followed, and its tools and its end have their time."""
     command = f"--command={sys.executable} {EXAMPLES / 'white_box.py'}"
     system.start_runner("runner-0", REWARDED, command)
     groups = await system.ended(task("program", size=1))
     assert outcomes(groups["program"]) == [1.0]
-    (trajectory,) = groups["program"].trajectories
-    assert trajectory.turns == 5
+    (summary,) = groups["program"].trajectories
+    assert summary.turns == 5
+    found = await recorded(system.stack, own_coordinator, summary.trajectory_id)
+    assert [turn.turns_before for turn in found.turns] == list(range(5))
+    assert all(turn.timings.agent_s > 0 for turn in found.turns[1:])
+    assert found.closing_agent_s > 0
 
 
 async def test_a_domain_of_ones_own_needs_one_setting(system: Cluster) -> None:
