@@ -126,6 +126,18 @@ def test_handles_follow_their_turns() -> None:
     assert recalled.held.facts == {"by": "b"}
 
 
+def test_a_turn_with_a_new_number_has_no_time() -> None:
+    """What had ended before it was counted in one gateway alone; a number that stays, keeps it."""
+    first, second = Gateway("a"), Gateway("b")
+    first.turn([user("One?")], "1")
+    second.turn([user("Two?")], "2")
+    second.waiting[0].turns_before = 0
+    _, (moved,) = rebase(MODEL, first.waiting, second.waiting)
+    assert not moved.HasField("turns_before")
+    _, (kept,) = rebase(MODEL, [], second.waiting)
+    assert kept.HasField("turns_before")
+
+
 def test_acknowledged_turns_that_are_gone_are_data_loss() -> None:
     """A pool that forgot what it acknowledged is not written to as if nothing had happened."""
     gateway = Gateway("a")
