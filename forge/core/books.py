@@ -219,8 +219,7 @@ class Books:
         self._counts[False, Phase.COMPLETE] += len(undone)
         for later in [known for known in self._trained if known > step]:
             del self._trained[later]
-        first = min((group.spec.index for group in undone), default=self.window.head)
-        self.window.rebuild(first)
+        self.window.rebuild(undone)
         if self.adaptive:
             self.adaptive.came_back(undone)
         return undone

@@ -14,8 +14,8 @@ Owns no order and no window: who is next is `forge.core.dispatch`, what may be t
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from forge.core.trajectory import TaskId, TrajectoryId, TrajectoryName
 
@@ -140,7 +140,7 @@ class Group:
     """In the order of starts: the queue index, less what its priority gains. The older one of two
     in the same place is first."""
     phase: Phase = Phase.QUEUED
-    rollouts: list[Rollout] = field(default_factory=list)
+    rollouts: Sequence[Rollout] = ()
     """Empty until something is known about one, and again once the group is closed: a million
     groups stay small."""
     sealed: int = 0
@@ -160,7 +160,7 @@ class Group:
     def close(self) -> None:
         """No rollout of it will be sampled any more."""
         self.counted = self._counted()
-        self.rollouts = []
+        self.rollouts = ()
 
     def trajectory_id(self, index: int, attempt: int) -> TrajectoryId:
         name = TrajectoryName(task_id=self.spec.task_id, rollout_index=index, attempt=attempt)

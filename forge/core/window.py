@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
 from operator import attrgetter, itemgetter
 
@@ -57,6 +57,7 @@ class Window:
         self._strict = strict
         self._shares = shares
         self._groups: dict[int, Group] = {}
+        """Those that are not consumed, by index."""
         self._counts: Counter[tuple[Phase, str, str]] = Counter()
         """Groups inside that are not consumed, by (phase, domain, pool shard)."""
         self._waiting = 0
@@ -74,12 +75,13 @@ class Window:
     def add(self, group: Group) -> None:
         """A group joined the queue, usually at its end."""
         index = group.spec.index
-        self._groups[index] = group
         self.next_index = max(self.next_index, index + 1)
-        if index < self.head:
-            self.rebuild(index)
-        elif index < self.edge:
-            self._count_in((group,))
+        if not group.phase.consumed:
+            self._groups[index] = group
+            if index < self.head:
+                self.rebuild((group,))
+            elif index < self.edge:
+                self._count_in((group,))
         self._advance()
 
     def add_in_order(self, groups: Sequence[Group]) -> None:
@@ -88,7 +90,8 @@ class Window:
             for group in groups:
                 self.add(group)
             return
-        self._groups.update(zip(map(_INDEX, groups), groups, strict=True))
+        left = [group for group in groups if not group.phase.consumed]
+        self._groups.update(zip(map(_INDEX, left), left, strict=True))
         if groups:
             self.next_index = groups[-1].spec.index + 1
         self._advance()
@@ -104,7 +107,7 @@ class Window:
             if group.phase is Phase.COMPLETE:
                 self._list(group)
         if group.phase.consumed:
-            self._passed.discard(spec.index)
+            self._forget((spec.index,))
             self._advance()
 
     def moved_together(self, groups: Sequence[Group], before: Phase) -> None:
@@ -117,12 +120,13 @@ class Window:
             self._count(before, domain, shard, -count)
         self._count_in(inside)
         if groups and groups[0].phase.consumed:
-            self._passed.difference_update(map(_INDEX, groups))
+            self._forget(map(_INDEX, groups))
         self._advance()
 
-    def rebuild(self, head: int) -> None:
-        """Start anew from what is consumed: groups from `head` on became visible again."""
-        self.head = self.edge = min(self.head, head, *self._passed)
+    def rebuild(self, undone: Sequence[Group]) -> None:
+        """Start anew from what is consumed; the groups `undone` are not any more."""
+        self._groups.update((group.spec.index, group) for group in undone)
+        self.head = self.edge = min((self.head, *self._passed, *map(_INDEX, undone)))
         self._passed.clear()
         self._filling.clear()
         self._counts.clear()
@@ -216,7 +220,7 @@ class Window:
         picked: list[Group] = []
         ahead = map(self._groups.get, range(self.head, self.edge))
         for group in chain(self._filling, ahead):
-            if group is None or group.phase.consumed or group.phase is Phase.BATCHED:
+            if group is None or group.phase is Phase.BATCHED:
                 continue
             if len(picked) == size or group.phase.open or group.spec.shard in away:
                 break
@@ -294,8 +298,8 @@ class Window:
         room = self.most_taken - len(self._passed)
         while head < self.next_index:
             group = groups.get(head)
-            # An index nobody holds belonged to a submission that failed: nothing to wait for.
-            if group is not None and not group.phase.consumed:
+            # An index without a group is consumed, or belonged to a submission that failed.
+            if group is not None:
                 taken = group.phase is Phase.BATCHED or head in assigned
                 if not taken or room <= 0:
                     break
@@ -309,6 +313,12 @@ class Window:
             fresh = [groups[index] for index in inside if index in groups]
             self.edge = edge
             self._count_in(fresh)
+
+    def _forget(self, indices: Iterable[int]) -> None:
+        """Their groups are consumed."""
+        for index in indices:
+            self._groups.pop(index, None)
+            self._passed.discard(index)
 
     def _count_in(self, groups: Sequence[Group]) -> None:
         """Groups inside, all of them as they are now."""

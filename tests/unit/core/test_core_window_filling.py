@@ -350,6 +350,24 @@ def test_shares_hold_in_the_long_run(domains: list[str], seed: int) -> None:
             queue.batches.commit(batch.batch_id, step=1)
 
 
+@pytest.mark.parametrize("mode", Mode)
+def test_window_keeps_nothing_of_what_is_consumed(mode: Mode) -> None:
+    """Its memory follows what is queued, in every mode; a rewind brings back what it undid."""
+    queue = make_queue("a" * 40, mode=mode, batch_groups=4, window=8, max_staleness_p99=20.0)
+    complete(queue, *(f"a{index}" for index in range(40)))
+    step = 0
+    while batch := take(queue, 4):
+        step += 1
+        queue.batches.commit(batch.batch_id, step=step)
+    window = queue.books.window
+    assert queue.books.status().trained == 40
+    assert not window._groups
+    assert not any(window._complete.values())
+    queue.batches.prepare_rewind(step - 1)
+    assert queue.batches.rewind(step - 1) == 4
+    assert len(window._groups) == 4
+
+
 def test_status_counts_what_is_assigned_as_complete() -> None:
     """The books are of phases: an assigned group is in no batch that anybody holds."""
     queue = make_queue("aaa", window=2)

@@ -321,7 +321,7 @@ def test_group_that_was_given_up_stays_small() -> None:
     assert fail(queue, *lease(queue, 1), permanent=True)
     assert lease(queue) == ["b:0:0"]
     assert group.phase is Phase.TOMBSTONED
-    assert group.rollouts == []
+    assert not group.rollouts
 
 
 def test_next_event_is_the_earliest_thing_time_alone_brings() -> None:
