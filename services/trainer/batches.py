@@ -19,7 +19,7 @@ from forge.core.packing import Sample
 from forge.rl.batch_plan import BatchPlan
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.remote import Remote
-from forge.runtime.rpc.status import translated
+from forge.runtime.rpc.streams import flowing
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from services.trainer.samples import BatchSamples, CreditRules, build_samples
@@ -27,7 +27,8 @@ from services.trainer.samples import BatchSamples, CreditRules, build_samples
 Planner = Callable[[Sequence[Sample]], BatchPlan]
 
 _CALL_S = 30.0
-_FETCH_S = 600.0
+_SILENCE_S = 30.0
+"""Longest pause in the middle of a fetch; a long fetch has no other deadline."""
 _LEASE_WAIT_S = 5.0
 _HURRIED_S = 3.0
 """What a call may still take once the process is told to stop."""
@@ -299,12 +300,12 @@ class BatchSource:
         )
         request = pool_pb2.FetchTrajectoriesRequest(trajectory_ids=trajectory_ids)
         joiner = Joiner()
-        stream: Any = stub.FetchTrajectories(request, timeout=_FETCH_S)
-        async with translated():
-            async for response in stream:
-                whole = joiner.add(response.trajectory)
-                if whole is not None:
-                    found[response.trajectory_id] = common_pb2.Trajectory.FromString(whole)
+        # The stub's own type knows only blocking streams.
+        stream: Any = stub.FetchTrajectories(request)
+        async for response in flowing(stream, silence_s=_SILENCE_S, source=f"pool shard {shard}"):
+            whole = joiner.add(response.trajectory)
+            if whole is not None:
+                found[response.trajectory_id] = common_pb2.Trajectory.FromString(whole)
 
     async def _call(self, method: str, request: Any) -> Any:
         call = asyncio.ensure_future(

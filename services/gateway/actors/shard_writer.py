@@ -24,7 +24,13 @@ from typing import Any, ClassVar, Protocol
 
 import grpc.aio
 
-from forge.core.errors import FailedPrecondition, ForgeError, ResourceExhausted, Unavailable
+from forge.core.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    ForgeError,
+    ResourceExhausted,
+    Unavailable,
+)
 from forge.runtime.actor import Actor
 from forge.runtime.rpc.chunks import CHUNK_BYTES, split
 from forge.runtime.rpc.status import from_rpc_error
@@ -33,6 +39,8 @@ from forge.v1 import common_pb2, pool_pb2
 from services.gateway.metrics import BACKLOG, CONTESTED_TURNS, REFUSED_TURNS
 
 _RETRY_S = 0.5
+_SILENCE_S = 30.0
+"""A pool that answers nothing for so long, while it owes answers, gets another stream."""
 GATHER_TURNS = 64
 """So many turns are sent at once, whatever the pool still has to answer."""
 KEPT_REFUSALS = 10_000
@@ -216,6 +224,8 @@ class ShardWriter(Actor):
         self._more = asyncio.Event()
         self._unanswered = 0
         """Turns sent on this stream that have no answer yet."""
+        self._answers = 0
+        """Messages received."""
         self._pump: asyncio.Task[None] | None = None
 
     async def started(self) -> None:
@@ -278,6 +288,7 @@ class ShardWriter(Actor):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write(stream))
                 tasks.create_task(self._read(stream))
+                tasks.create_task(self._expect_answers())
         finally:
             stream.cancel()
 
@@ -291,6 +302,17 @@ class ShardWriter(Actor):
                         # What grpc says when the call has ended but its status was not read yet.
                         raise Unavailable("the pool ended the stream") from None
             await self._wait_for_more()
+
+    async def _expect_answers(self) -> None:
+        """Raises `DeadlineExceeded` when turns are out and nothing comes back."""
+        while True:
+            owes, answers = self._unanswered > 0, self._answers
+            await asyncio.sleep(_SILENCE_S)
+            if owes and self._unanswered > 0 and self._answers == answers:
+                raise DeadlineExceeded(
+                    f"pool shard {self._backlog.pool_shard} acknowledged nothing for "
+                    f"{_SILENCE_S:g} s"
+                )
 
     def _is_due(self) -> bool:
         """Whether turns are to be sent now."""
@@ -323,6 +345,7 @@ class ShardWriter(Actor):
             response = await stream.read()
             if not isinstance(response, pool_pb2.AppendTurnsResponse):
                 raise Unavailable("the pool ended the stream")
+            self._answers += 1
             self._unanswered -= 1 + len(response.more)
             self._acknowledged(response)
             for each in response.more:

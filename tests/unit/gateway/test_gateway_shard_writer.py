@@ -160,6 +160,23 @@ async def test_flush_waits_for_every_acknowledgement(writer: ActorRef, shard: Fa
     assert (await flush(writer, "never-seen:0:0")).done()
 
 
+async def test_a_pool_that_acknowledges_nothing_gets_another_stream(
+    shard: FakeShard, backlog: Backlog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that takes turns and stays silent is given up, and the turns are sent again."""
+    monkeypatch.setattr(shard_writer, "_SILENCE_S", 0.05)
+    system = ActorSystem("test")
+    writer = await system.spawn(
+        lambda: ShardWriter(backlog, shard.open, lambda _: None), name="writer"
+    )
+    writer.tell(turn(0))
+    silent = await shard.next_stream()
+    sequence, _ = await silent.turn()
+    answering = await shard.next_stream()
+    assert await answering.turn() == (sequence, 0)
+    await system.stop()
+
+
 async def test_turn_waits_for_the_one_before(writer: ActorRef, shard: FakeShard) -> None:
     """Of one trajectory a turn is sent once its predecessor is durable; others do not wait."""
     for index in range(2):

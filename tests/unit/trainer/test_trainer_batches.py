@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import pytest
 import pytest_asyncio
 
 from forge.core.errors import DataLoss, ForgeError, NotFound
@@ -13,6 +14,7 @@ from forge.core.rewards import RewardWeights
 from forge.rl.batch_plan import BatchPlan
 from forge.runtime.rpc.chunks import split
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
+from services.trainer import batches
 from services.trainer.batches import BatchSource, SourceSettings
 from services.trainer.samples import CreditRules
 from tests.support.pool_records import make_reward, make_turn
@@ -96,13 +98,14 @@ class FakePool:
     def __init__(self) -> None:
         self.fault: ForgeError | None = None
         self.damaged: set[str] = set()
+        self.silent_after_first = False
         self.fetched: list[list[str]] = []
 
     async def pick(self, *, where: Callable[[Any], bool], timeout_s: float) -> tuple[None, Any]:
         return None, self
 
     async def FetchTrajectories(
-        self, request: pool_pb2.FetchTrajectoriesRequest, timeout: float
+        self, request: pool_pb2.FetchTrajectoriesRequest
     ) -> AsyncIterator[pool_pb2.FetchTrajectoriesResponse]:
         self.fetched.append(list(request.trajectory_ids))
         for trajectory_id in request.trajectory_ids:
@@ -118,6 +121,9 @@ class FakePool:
                 yield pool_pb2.FetchTrajectoriesResponse(
                     trajectory_id=trajectory_id, trajectory=chunk
                 )
+            if self.silent_after_first:
+                self.silent_after_first = False
+                await asyncio.Event().wait()
             fault, self.fault = self.fault, None
             if fault is not None:
                 raise fault
@@ -222,6 +228,18 @@ async def test_a_cut_stream_is_taken_up_where_it_broke(cluster: Cluster) -> None
     """What has arrived is not fetched again."""
     cluster.pool.fault = ForgeError("cut")
     cluster.pool.fault.retryable = True  # type: ignore[misc]
+    cluster.scheduler.available.release()
+    batch = await cluster.source.take(wait_s=30)
+    assert batch is not None and batch.samples.trajectories == 2
+    assert cluster.pool.fetched[1] == ["batch-0-task:2:0"]
+
+
+async def test_a_silent_stream_is_given_up(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard that stops in the middle is asked again for the rest, without a deadline for all."""
+    monkeypatch.setattr(batches, "_SILENCE_S", 0.05)
+    cluster.pool.silent_after_first = True
     cluster.scheduler.available.release()
     batch = await cluster.source.take(wait_s=30)
     assert batch is not None and batch.samples.trajectories == 2
