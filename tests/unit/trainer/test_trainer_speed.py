@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,10 @@ from forge.core.trajectory import float32_array
 from forge.runtime.config import load
 from forge.v1 import common_pb2 as pb
 from forge.v1 import trainer_pb2
+from services.trainer.checkpoints import CheckpointStore
 from services.trainer.config import TrainerConfig
+from services.trainer.history import History
+from services.trainer.record import TrainingRecord
 from services.trainer.samples import BatchSamples, CreditRules, build_samples
 from services.trainer.speed import speed_baselines
 from tests.unit.trainer.test_trainer_samples import outcome, reward, trajectory, turn
@@ -164,16 +168,32 @@ def test_the_tasks_own_speed_counts_instead_of_the_measured_one() -> None:
     assert found[0] < 0 < found[1]
 
 
+def step(number: int = 0, **domains: tuple[int, float]) -> trainer_pb2.StepMetrics:
+    """Per domain how many rollouts have a completion time, and the median."""
+    metrics = trainer_pb2.StepMetrics(step=number)
+    for name, (timed_trajectories, median_s) in domains.items():
+        own = metrics.domains[name]
+        own.timed_trajectories, own.completion_s = timed_trajectories, median_s
+    return metrics
+
+
+def test_a_restart_has_the_baselines_of_its_checkpoint(tmp_path: Path) -> None:
+    """Those of the steps up to it; a checkpoint of before this measure has none."""
+    steps = [step(number, code=(8, float(number))) for number in range(1, 6)]
+    before = trainer_pb2.StepMetrics(step=1)
+    before.domains["code"].mean_reward = 1.0
+    for history, expected in ((steps, {"code": 2.0}), ([before] * 3, {})):
+        store = CheckpointStore(tmp_path / str(len(history)))
+        kept = History(history)
+        store.save(lambda path: None, step=3, weight_version=3, history=kept)
+        (checkpoint,) = CheckpointStore(tmp_path / str(len(history))).newest_first()
+        record = TrainingRecord(max_steps=0, metrics_file="")
+        record.rewind(checkpoint.history)
+        assert speed_baselines(record.steps) == expected
+
+
 def test_a_baseline_is_measured_in_the_steps_before() -> None:
     """Per domain, over the last steps, once two groups of eight are known."""
-
-    def step(**domains: tuple[int, float]) -> trainer_pb2.StepMetrics:
-        metrics = trainer_pb2.StepMetrics()
-        for name, (timed_trajectories, median_s) in domains.items():
-            own = metrics.domains[name]
-            own.timed_trajectories, own.completion_s = timed_trajectories, median_s
-        return metrics
-
     assert speed_baselines([step(code=(15, 3.0))]) == {}
     steps = [step(code=(8, 3.0), qa=(8, 1.0)), step(code=(8, 5.0)), step(qa=(0, 0.0))]
     assert speed_baselines(steps) == {"code": 4.0}
