@@ -38,14 +38,27 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object a line, for 
 
 
 @pool_app.command()
-def check(directory: Directory) -> None:
+def check(
+    directory: Directory,
+    repair: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="COPY",
+            help="Directory of a replica or a backup: take from it what is damaged here.",
+        ),
+    ] = None,
+) -> None:
     """Verify every record of a shard: checksums, encodings, and what they say of each other.
 
     Turns must form a tree, seals match their turns, queue entries have their groups. Each damaged
     record is a line on stdout with its key; the exit code is then 1. Reads one snapshot, so the
     shard may be served meanwhile; a busy one grows while that lasts, so rather check a backup.
+
+    With --repair the shard must be stopped. A closed trajectory becomes exactly what it was closed
+    with, or stays as it is; what is left of the damage is then told in the same way.
     """
-    _tool("check", directory)
+    options = [] if repair is None else [f"--repair={repair}"]
+    _tool("check", directory, *options)
 
 
 @pool_app.command()

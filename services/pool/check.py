@@ -61,12 +61,12 @@ _SEALED = common_pb2.TRAJECTORY_STATE_SEALED
 class Damage:
     """One thing that is wrong."""
 
-    record: str
-    """Table and key, as people read them."""
+    table: Table
+    key: bytes
     what: str
 
     def __str__(self) -> str:
-        return f"{self.record}: {self.what}"
+        return f"{self.table.value} {describe(self.table, self.key)}: {self.what}"
 
 
 class Checker:
@@ -106,7 +106,7 @@ class Checker:
         return found
 
     def _add(self, table: Table, key: bytes, what: str) -> None:
-        self._found.append(Damage(record=f"{table.value} {describe(table, key)}", what=what))
+        self._found.append(Damage(table=table, key=key, what=what))
 
     def _scan(self, table: Table) -> Iterator[tuple[bytes, Payload]]:
         """Intact records; the others are noted and passed over."""

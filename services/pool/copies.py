@@ -57,7 +57,7 @@ def check(directory: Path, progress: Progress) -> Iterator[Damage]:
     Raises `ConfigError` when there is no shard, or one of another schema version; `DataLoss` when
     there is nothing that can be read at all.
     """
-    with _snapshot(directory) as (transaction, databases):
+    with snapshot(directory) as (transaction, databases):
         version = stored_version(Records(transaction, databases))
         if version != SCHEMA_VERSION:
             raise ConfigError(
@@ -82,7 +82,8 @@ def check(directory: Path, progress: Progress) -> Iterator[Damage]:
 
 
 @contextmanager
-def _snapshot(directory: Path) -> Iterator[tuple[Any, dict[Table, Any]]]:
+def snapshot(directory: Path) -> Iterator[tuple[Any, dict[Table, Any]]]:
+    """Transaction and tables of the shard in `directory`, to read. Raises as `check` does."""
     with _opened(directory) as environment:
         try:
             databases = {
@@ -202,7 +203,7 @@ def compact(directory: Path, progress: Progress) -> tuple[int, int]:
 
 def shard_name(directory: Path) -> str:
     """Of the shard in `directory`, served or not. Raises as `check` does."""
-    with _snapshot(directory) as (transaction, databases):
+    with snapshot(directory) as (transaction, databases):
         name = Records(transaction, databases).get(Table.META, SHARD_KEY)
         if name is None:
             raise DataLoss(f"{directory} holds a shard without a name")

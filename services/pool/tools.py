@@ -20,6 +20,7 @@ from forge.core.errors import ForgeError
 from services.pool import copies
 from services.pool.check import Damage
 from services.pool.files import InUse
+from services.pool.repair import repair
 
 DAMAGED, REFUSED, SERVED = 1, 2, 3
 SHOWN_DAMAGE = 1000
@@ -40,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
         for argument in names:
             command.add_argument(argument, type=Path)
         command.set_defaults(run=run)
+        if name == "check":
+            command.add_argument("--repair", type=Path, metavar="COPY")
     options = parser.parse_args(argv)
     try:
         code: int = options.run(options)
@@ -51,6 +54,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     with _bar("checking") as progress:
+        if options.repair is not None:
+            left = repair(options.directory, options.repair, progress)
+            return _tell(iter(left), f"{options.directory} is whole")
         return _tell(copies.check(options.directory, progress), f"{options.directory} is whole")
 
 
