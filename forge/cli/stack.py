@@ -8,6 +8,7 @@ either way.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -160,11 +161,21 @@ class Stack:
             try:
                 await coordinator.discover(kind).wait(timeout_s=timeout_s)
             except Unavailable as error:
-                log = self.plan.directory.log_file(kind)
                 raise Unavailable(
-                    f"{kind} did not become ready within {timeout_s:.0f} s; see {log}"
+                    f"{kind} did not become ready within {timeout_s:.0f} s; "
+                    f"{await self._why_not_ready(coordinator, kind)}"
                 ) from error
             on_ready(kind)
+
+    async def _why_not_ready(self, coordinator: Coordinator, kind: str) -> str:
+        """Where to look: a service waits for the weights, the trainer that has them for the
+        scheduler, and that one for pool shards."""
+        with contextlib.suppress(Unavailable):
+            for scheduler in await coordinator.discover("scheduler").wait(timeout_s=1.0):
+                if awaited := scheduler.metadata.get("awaits_shards"):
+                    which = f"pool shard {awaited}" if awaited != "any" else "any pool shard"
+                    return f"the scheduler waits for {which}: start it"
+        return f"see {self.plan.directory.log_file(kind)}"
 
     async def stop(self) -> None:
         """Stop everything, in the reverse order of the start."""

@@ -20,6 +20,8 @@ from forge.core.groups import Group, Lease, Phase, Rollout, RolloutPhase
 from forge.core.renewals import Renewals
 from forge.core.trajectory import TaskId, TrajectoryId, parse_trajectory_id
 
+MOST_UNREAD = 65_536
+"""Claims remembered on groups that are not known."""
 TERM_ATTEMPTS = 1_000
 """Attempt numbers per leader's term, so that two leaders never give two attempts one name."""
 
@@ -50,6 +52,8 @@ class Rollouts:
         """Rollouts sealed under this leader."""
         self.adopted = 0
         """Claims of earlier terms that were taken over."""
+        self._unread: dict[str, float] = {}
+        """Claims that runners renewed on groups of shards that have not been read, and when."""
         self.retries = 0
         self.surplus = 0
         """Reports of trajectories sealed after another attempt, or after the group was closed."""
@@ -89,6 +93,22 @@ class Rollouts:
         self._renewals.renewed(lease.runner_id, pause_s=pause_s, now_s=now_s)
         lease.expires_s = min(now_s + self._renewals.lease_s(lease.runner_id), lease.deadline_s)
         return lease.expires_s > now_s
+
+    def renew_unread(self, trajectory_id: str, *, now_s: float) -> bool:
+        """The same while a pool shard has not been read: the claim may be on a group of it, and is
+        kept until that is known."""
+        if parse_trajectory_id(trajectory_id).task_id in self._books:
+            return self.renew(trajectory_id, now_s=now_s)
+        if len(self._unread) < MOST_UNREAD:
+            self._unread[trajectory_id] = now_s
+        return True
+
+    def all_read(self, *, now_s: float) -> None:
+        """Every pool shard has been read: take over what runners renewed of late."""
+        unread, self._unread = self._unread, {}
+        for trajectory_id, renewed_s in unread.items():
+            if now_s - renewed_s <= self._settings.rollout_lease_s:
+                self.renew(trajectory_id, now_s=now_s)
 
     def complete(self, trajectory_id: str, *, now_s: float = 0.0) -> bool:
         """Its trajectory is sealed in the pool; False when that changes nothing.

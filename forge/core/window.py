@@ -24,7 +24,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from operator import attrgetter, itemgetter
 
 from forge.core.admission import UNBOUNDED
@@ -54,6 +54,11 @@ class Window:
         """One above the highest index inside; at most `next_index`."""
         self.next_index = 0
         """One above the highest index known."""
+        self.unknown_from: int | None = None
+        """From this index on, an index that nobody holds may be a group's on a pool shard that has
+        not been read: the head waits there. None: every shard has been read."""
+        self._known_consumed: set[int] = set()
+        """Indices from there on whose groups are consumed."""
         self._strict = strict
         self._shares = shares
         self._groups: dict[int, Group] = {}
@@ -82,6 +87,8 @@ class Window:
                 self.rebuild((group,))
             elif index < self.edge:
                 self._count_in((group,))
+        else:
+            self._note_consumed(index)
         self._advance()
 
     def add_in_order(self, groups: Sequence[Group]) -> None:
@@ -94,6 +101,10 @@ class Window:
         self._groups.update(zip(map(_INDEX, left), left, strict=True))
         if groups:
             self.next_index = groups[-1].spec.index + 1
+        if self.unknown_from is not None and len(left) < len(groups):
+            for group in groups:
+                if group.phase.consumed:
+                    self._note_consumed(group.spec.index)
         self._advance()
 
     def moved(self, group: Group, before: Phase) -> None:
@@ -218,7 +229,8 @@ class Window:
 
     def _take_next(self, size: int, away: frozenset[str], *, waiting: bool) -> list[Group]:
         picked: list[Group] = []
-        ahead = map(self._groups.get, range(self.head, self.edge))
+        known = takewhile(lambda index: not self._is_unknown(index), range(self.head, self.edge))
+        ahead = map(self._groups.get, known)
         for group in chain(self._filling, ahead):
             if group is None or group.phase is Phase.BATCHED:
                 continue
@@ -298,7 +310,9 @@ class Window:
         room = self.most_taken - len(self._passed)
         while head < self.next_index:
             group = groups.get(head)
-            # An index without a group is consumed, or belonged to a submission that failed.
+            if group is None and self._is_unknown(head):
+                break
+            # Else an index without a group is consumed, or belonged to a submission that failed.
             if group is not None:
                 taken = group.phase is Phase.BATCHED or head in assigned
                 if not taken or room <= 0:
@@ -319,6 +333,26 @@ class Window:
         for index in indices:
             self._groups.pop(index, None)
             self._passed.discard(index)
+            self._note_consumed(index)
+
+    @property
+    def lowest_pending(self) -> int:
+        """Every group with a lower index is consumed, of those that are known."""
+        return min(self._passed, default=self.head)
+
+    def all_known(self) -> None:
+        """Every pool shard has been read."""
+        self.unknown_from = None
+        self._known_consumed.clear()
+        self._advance()
+
+    def _is_unknown(self, index: int) -> bool:
+        unread = self.unknown_from is not None and index >= self.unknown_from
+        return unread and index not in self._groups and index not in self._known_consumed
+
+    def _note_consumed(self, index: int) -> None:
+        if self.unknown_from is not None and index >= self.unknown_from:
+            self._known_consumed.add(index)
 
     def _count_in(self, groups: Sequence[Group]) -> None:
         """Groups inside, all of them as they are now."""

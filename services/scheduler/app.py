@@ -21,6 +21,8 @@ from services.scheduler.term import Term
 ELECTION = "scheduler"
 TERM_ERROR_KEY = "term_error"
 """Metadata of an instance whose last term failed: the reason."""
+AWAITS = "awaits_shards"
+"""Metadata of an elected instance whose term has not begun: the pool shards it waits for."""
 _PAUSE_S = 1.0
 """After a term that could not begin, so that another instance may try."""
 
@@ -77,7 +79,14 @@ class SchedulerApp:
         leadership = await self._until_elected()
         timeout_s = self._config.pool_timeout_s
         shards = PoolShards(self._pools, self._pool, leadership, timeout_s=timeout_s)
-        term = Term(self._config, self._context.coordinator, leadership, shards, self._copies)
+        term = Term(
+            self._config,
+            self._context.coordinator,
+            leadership,
+            shards,
+            self._copies,
+            awaiting=self._await_shards,
+        )
         try:
             await self._serve(term)
         except ForgeError as error:
@@ -123,6 +132,15 @@ class SchedulerApp:
             self._context.metadata[TERM_ERROR_KEY] = reason
             with contextlib.suppress(Unavailable):
                 await self._context.announce()
+
+    async def _await_shards(self, missing: frozenset[str]) -> None:
+        """Tell whoever looks for a leader which pool shards it waits for."""
+        awaited = ",".join(sorted(missing))
+        if self._context.metadata.get(AWAITS, "") == awaited:
+            return
+        self._context.metadata[AWAITS] = awaited
+        with contextlib.suppress(Unavailable):
+            await self._context.announce()
 
     async def _announce(self, *, leading: bool) -> None:
         metrics.show_leading(leading)

@@ -142,8 +142,14 @@ class SchedulerConfig(ServiceConfig):
     pool_timeout_s: float = setting(
         5.0, help="how long one attempt at a call to a pool shard may take", minimum=0.1
     )
+    shard_wait_s: float = setting(
+        10.0,
+        help="how long a new leader waits for a pool shard that is away; then it begins without it",
+        minimum=0,
+        maximum=3600,
+    )
     lost_shards: tuple[str, ...] = setting(
-        (), help="pool shards whose disks are gone for good: a new leader does not wait for them"
+        (), help="pool shards whose disks are gone for good: a new leader awaits them no more"
     )
 
     def queue_settings(self) -> QueueSettings:

@@ -155,6 +155,8 @@ class RewindPlan:
     """Of the batches that are taken back for good; for the term record."""
     groups: Mapping[str, Sequence[str]]
     """Task ids by pool shard, to be stored as PENDING."""
+    head: int
+    """Where the head will be at the lowest; for the term record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +193,8 @@ class SetAway:
     """Pool shards that hold groups and do not answer."""
 
     shards: frozenset[str]
+    unread: frozenset[str] = frozenset()
+    """Those of them that have not been read in this term."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +209,12 @@ class ViewGroups:
     """Answered by a GroupView each."""
 
     task_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class NoteHead:
+    """To the ledger, which writes into the term record what the queue answers: an index below which
+    every group is consumed."""
 
 
 @dataclass(frozen=True, slots=True)

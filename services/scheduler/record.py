@@ -31,6 +31,8 @@ class TermRecord:
     """What an operator lets the queue do."""
     void_before: tuple[int, int] = (0, 0)
     """Term and number: batches granted before were taken back by a rewind, for good."""
+    head: int | None = None
+    """Every group with a lower queue index was consumed; None where no leader has told."""
     revision: int = 0
     """Of the key in etcd; 0 before the first."""
 
@@ -47,6 +49,7 @@ class TermRecord:
             claims=fields["claims"],
             activity=Activity(fields.get("activity", Activity.RUNNING.value)),
             void_before=(term, number),
+            head=fields.get("head"),
             revision=stored.mod_revision,
         )
 
@@ -58,6 +61,7 @@ class TermRecord:
             "claims": self.claims,
             "activity": self.activity.value,
             "void_before": self.void_before,
+            "head": self.head,
         }
         revision = await coordinator.compare_and_swap(
             TERM_KEY, json.dumps(fields).encode(), expected_revision=self.revision

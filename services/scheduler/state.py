@@ -14,7 +14,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from forge.core.books import BookStatus
-from forge.core.errors import InvalidArgument, ResourceExhausted
+from forge.core.errors import InvalidArgument, ResourceExhausted, Unavailable
 from forge.core.failures import FailureKind
 from forge.core.generation import GenerationQueue
 from forge.core.groups import Group, Phase, RolloutPhase
@@ -57,6 +57,8 @@ class TermState:
         self.queue = queue
         self.watch = Watch()
         self._stall_after_s = stall_after_s
+        self._unread: frozenset[str] = frozenset()
+        """Pool shards that have not been read in this term."""
         self.catalog = Catalog()
         self.progress = Progress()
         self._max_pending = max_pending
@@ -120,6 +122,9 @@ class TermState:
                 raise InvalidArgument(
                     f"task_id {task_id!r} was submitted before with different content"
                 )
+        if fresh:
+            # The shard may hold them: they would be sampled and trained on twice.
+            self.check_all_read()
         books = self.queue.books.status()
         pending = books.pending + books.eval_pending
         if fresh and pending + len(fresh) > self._max_pending:
@@ -161,6 +166,37 @@ class TermState:
             fates.append((group.spec.shard, fate))
         return fates
 
+    # Shards
+
+    def set_away(self, shards: frozenset[str], *, unread: frozenset[str], now_s: float) -> None:
+        """`unread`: those of them that have not been read in this term."""
+        self.queue.books.away = shards
+        was_unread, self._unread = self._unread, unread
+        if was_unread and not unread:
+            self.queue.books.window.all_known()
+            self.queue.rollouts.all_read(now_s=now_s)
+
+    def unread_error(self, what: str) -> Unavailable | None:
+        """What to answer instead of `what`, a task that is not known; None when all shards have
+        been read."""
+        if not self._unread:
+            return None
+        names = ", ".join(sorted(self._unread))
+        return Unavailable(f"{what}; it may be on pool shard {names}, which is awaited")
+
+    def check_read(self, task_ids: Iterable[str]) -> None:
+        """Raises Unavailable for a task that may be on a shard that has not been read."""
+        for task_id in task_ids:
+            if task_id not in self.queue.books and (
+                error := self.unread_error(f"task_id {task_id!r} is not known")
+            ):
+                raise error
+
+    def check_all_read(self) -> None:
+        """Raises Unavailable while a shard has not been read."""
+        if error := self.unread_error("not all tasks are known"):
+            raise error
+
     # Rollouts
 
     def grant(self, *, runner_id: str, max_rollouts: int, now_s: float) -> tuple[Grant, ...]:
@@ -186,7 +222,8 @@ class TermState:
 
     def renew(self, lease_ids: Iterable[str], *, now_s: float) -> tuple[str, ...]:
         """The ids that are lost."""
-        renew = self.queue.rollouts.renew
+        rollouts = self.queue.rollouts
+        renew = rollouts.renew_unread if self._unread else rollouts.renew
         return tuple(lease for lease in lease_ids if not renew(lease, now_s=now_s))
 
     def locate(self, trajectory_ids: Iterable[str]) -> dict[str, list[str]]:
@@ -267,8 +304,16 @@ class TermState:
         self.watch.progressed(now_s)
 
     def prepare_rewind(self, step: int) -> RewindPlan:
-        groups = self.by_shard(self.queue.batches.prepare_rewind(step))
-        return RewindPlan(void_before=self.queue.batches.void_before, groups=groups)
+        """Raises Unavailable while a shard has not been read: it may have groups to take back."""
+        self.check_all_read()
+        undone = self.queue.batches.prepare_rewind(step)
+        books = self.queue.books
+        indices = [books.group(task_id).spec.index for task_id in undone]
+        return RewindPlan(
+            void_before=self.queue.batches.void_before,
+            groups=self.by_shard(undone),
+            head=min([books.window.lowest_pending, *indices]),
+        )
 
     def prepare_release(self, batch_id: str, *, now_s: float) -> dict[str, list[str]]:
         return self.by_shard(self.queue.batches.prepare_release(batch_id, now_s=now_s))

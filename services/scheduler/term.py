@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from forge.core.errors import ForgeError
@@ -27,7 +28,7 @@ from services.scheduler.actors.queue import QueueActor
 from services.scheduler.actors.registrar import Registrar
 from services.scheduler.clock import ListeningClock
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.messages import Connect, GetStatus, RestoreGroups, SetAway
+from services.scheduler.messages import Connect, GetStatus, NoteHead, RestoreGroups, SetAway
 from services.scheduler.record import OwnRecord, TermRecord
 from services.scheduler.recovery import enlist, wait_for_shards
 from services.scheduler.shards import PoolShards
@@ -37,6 +38,8 @@ from services.scheduler.stored import StoredGroup
 
 RETRY_S = 1.0
 ASK_S = 30.0
+NOTE_HEAD_S = 10.0
+"""How old the head in the term record may be."""
 RESTORED_AT_ONCE = 1000
 """Groups; for as long as that takes, the process does nothing else."""
 
@@ -62,13 +65,17 @@ class Term:
         leadership: Leadership,
         shards: PoolShards,
         copies: ShardCopies,
+        *,
+        awaiting: Callable[[frozenset[str]], Awaitable[None]],
     ) -> None:
-        """`copies`: what this instance knows of the shards from the time it stood by."""
+        """`copies`: what this instance knows of the shards from the time it stood by. `awaiting` is
+        told which shards are waited for before the term begins."""
         self._config = config
         self._coordinator = coordinator
         self._leadership = leadership
         self._shards = shards
         self._copies = copies
+        self._awaiting = awaiting
         self._failed = asyncio.Event()
         # A crash leaves state nobody can vouch for: end the term, and rebuild it from the pool.
         self._actors = ActorSystem("scheduler-term", on_escalate=lambda *_: self._failed.set())
@@ -78,14 +85,24 @@ class Term:
         self._clock = ListeningClock(time.monotonic)
         self._enlisted: frozenset[str] = frozenset()
         """Pool shards that have been fenced and scanned."""
+        self._unread: frozenset[str] = frozenset()
+        """Those that may hold groups and were away when the term began."""
+        self._noting: asyncio.Task[None] | None = None
 
     async def begin(self) -> Office:
         """Rebuild the queue and start the actors. Raises ForgeError when something gave way."""
         started_s = time.monotonic()
         last = await TermRecord.read(self._coordinator)
         lost = frozenset(self._config.lost_shards)
-        await wait_for_shards(self._shards, last.shards, lost=lost)
-        enlisted = self._shards.live()
+        enlisted = await wait_for_shards(
+            self._shards,
+            last.shards,
+            lost=lost,
+            # Without a bound on the head, groups of a shard that is away could be passed.
+            patience_s=math.inf if last.head is None else self._config.shard_wait_s,
+            awaiting=self._awaiting,
+        )
+        self._unread = last.shards - lost - enlisted
         record = replace(
             last, term=last.term + 1, shards=(last.shards - lost) | enlisted, claims=True
         )
@@ -95,6 +112,7 @@ class Term:
         self._office = office = await self._start_actors(state)
         self._keeper = asyncio.create_task(self._keep_shards(office), name="shard-keeper")
         self._keeper.add_done_callback(lambda _: self._failed.set())
+        self._noting = asyncio.create_task(self._note_head(office), name="head-note")
         books = state.queue.books.status()
         log.info(
             "term_began",
@@ -103,6 +121,7 @@ class Term:
             head=state.queue.books.window.head,
             accepted=books.accepted,
             pending=books.pending,
+            awaited_shards=sorted(self._unread),
             rebuilt_s=time.monotonic() - started_s,
         )
         return office
@@ -121,9 +140,10 @@ class Term:
 
     async def end(self) -> None:
         """Stop the actors, answering whoever waits, and leave the office to the next."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait({self._keeper})
+        for task in (self._keeper, self._noting):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
         await self._note_that_no_claims_are_out()
         await self._actors.stop()
         metrics.clear()
@@ -138,12 +158,14 @@ class Term:
             void_before=last.void_before,
         )
         queue.books.activity = last.activity
+        queue.books.window.unknown_from = last.head if self._unread else None
         state = TermState(
             queue,
             max_pending=self._config.max_queued_groups,
             skip_equal_rewards=self._config.skip_equal_rewards,
             stall_after_s=self._config.stall_after_s,
         )
+        state.set_away(self._unread, unread=self._unread, now_s=self._clock())
         # A million groups live as long as the term. The collector need not walk them each time, and
         # least of all now: it stops the process for longer than the lease may wait.
         gc.disable()
@@ -206,8 +228,8 @@ class Term:
             changed = asyncio.create_task(self._shards.changed())
             try:
                 live = self._shards.live()
-                away = self._enlisted - live
-                office.queue.tell(SetAway(shards=away))
+                away = (self._enlisted - live) | self._unread
+                office.queue.tell(SetAway(shards=away, unread=self._unread))
                 if away != told:
                     told = away
                     log.warning("pool_shards_away", pool_shards=sorted(away))
@@ -229,6 +251,16 @@ class Term:
         for part in _parts(found):
             await office.queue.ask(RestoreGroups(groups=part), timeout_s=ASK_S)
         self._enlisted |= joined
+        self._unread -= joined
+
+    async def _note_head(self, office: Office) -> None:
+        """Keep the head in the term record: a later leader may have to begin without a shard."""
+        while True:
+            try:
+                await office.ledger.ask(NoteHead(), timeout_s=ASK_S)
+            except ForgeError as error:
+                log.info("head_not_noted", error=str(error))
+            await asyncio.sleep(NOTE_HEAD_S)
 
     def _record(self) -> OwnRecord:
         return OwnRecord(self._coordinator, self._number)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import resource
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ RESTARTS = 5
 """More than a rollout has attempts."""
 BUSY_PROCESSES = 32
 LOST_TO_THE_DISK = 3
+ROOM_BYTES = 1 << 30
+"""Free for the pool, above its reserve, until the disk is full."""
 MORE = 4
 """Steps that are taken afterwards."""
 
@@ -81,16 +84,19 @@ def test_overloaded_host_trains_and_tombstones_nothing(run: ForgeRun) -> None:
     assert run.interrupt() == 130, run.explain()
 
 
-def test_full_pool_disk_tombstones_nothing(run: ForgeRun) -> None:
+def test_full_pool_disk_tombstones_nothing(tmp_path: Path, forge_root: Path) -> None:
     """While the pool's disk takes no more, rollouts are lost; with room again, training goes on."""
+    # The pool refuses turns below its reserve: that is where a file of ours takes the disk.
+    reserve_bytes = shutil.disk_usage(tmp_path).free - ROOM_BYTES
+    setting = ("--set", f"pool.disk_reserve_bytes={reserve_bytes}")
+    run = ForgeRun(tmp_path / "run", root=forge_root, steps=1000, extra=setting)
+    run.start()
     run.wait_for_step(1)
-    pool = run.pid_of("pool")
-    _, hard = resource.prlimit(pool, resource.RLIMIT_FSIZE)
-    # No file of the pool's process gets any longer, as on a full disk.
-    resource.prlimit(pool, resource.RLIMIT_FSIZE, (4096, hard))
-    run.wait_until(lambda: faults(run) >= LOST_TO_THE_DISK, "rollouts lost to the full disk")
-    step = run.last_step()
-    resource.prlimit(pool, resource.RLIMIT_FSIZE, (hard, hard))
+    with (tmp_path / "ballast").open("wb") as ballast:
+        os.posix_fallocate(ballast.fileno(), 0, 2 * ROOM_BYTES)
+        run.wait_until(lambda: faults(run) >= LOST_TO_THE_DISK, "rollouts lost to the full disk")
+        step = run.last_step()
+        os.ftruncate(ballast.fileno(), 0)
     run.wait_for_step(step + MORE)
     assert logged(run, "group_tombstoned") == []
     assert run.interrupt() == 130, run.explain()

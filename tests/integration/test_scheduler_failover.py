@@ -304,24 +304,6 @@ async def test_outage_that_let_others_overtake_the_head_ends(forge: SchedulerClu
         await forge.commit(batch, step)
 
 
-async def test_new_leader_waits_for_every_shard_that_holds_groups(
-    forge: SchedulerCluster,
-) -> None:
-    """Without all of them it cannot know the head: it serves when the last one is back."""
-    forge.start_pool("s1")
-    await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
-    first = forge.start_scheduler()
-    await forge.submit([make_task(f"task-{i}") for i in range(8)])
-    await forge.kill(first)
-    await forge.kill(forge.pools["s1"])
-    second = forge.start_scheduler()
-    # It may know of no shard at first.
-    while ["s1"] not in [one["missing"] for one in second.logged("waiting_for_pool_shards")]:
-        await asyncio.sleep(0.05)
-    forge.start_pool("s1")
-    assert (await forge.status()).pending == 8
-
-
 async def test_leader_stands_down_while_etcd_is_frozen_and_comes_back(
     tmp_path: Path, own_etcd: EtcdServer, cluster: str
 ) -> None:

@@ -28,6 +28,8 @@ class Ledger(Actor):
         self._queue = queue
         self._shards = shards
         self._record = record
+        self._noted_head = -1
+        """As it stands in the record."""
 
     async def receive(self, message: Any) -> Any:
         match message:
@@ -37,6 +39,12 @@ class Ledger(Actor):
                 return await self._release(message)
             case m.Rewind(step=step):
                 return await self._rewind(step)
+            case m.NoteHead():
+                head: int = await self._queue.ask(message, timeout_s=ASK_S)
+                if head != self._noted_head:
+                    await self._record.amend(head=head)
+                    self._noted_head = head
+                return None
             case m.SetActivity(activity=activity):
                 await self._record.amend(activity=activity)
                 log.info("activity_set", activity=activity.value)
@@ -75,7 +83,8 @@ class Ledger(Actor):
         plan: m.RewindPlan = await self._queue.ask(m.PrepareRewind(step=step), timeout_s=ASK_S)
         # The mark first: between the two, a new leader would take the step of a trainer that was
         # replaced for one that may still count.
-        await self._record.amend(void_before=plan.void_before)
+        self._noted_head = plan.head
+        await self._record.amend(void_before=plan.void_before, head=plan.head)
         await self._shards.set_states(_changes(plan.groups, common_pb2.GROUP_STATE_PENDING))
         undone: int = await self._queue.ask(m.ApplyRewind(step=step), timeout_s=ASK_S)
         log.info("rewound", step=step, groups=undone)

@@ -11,9 +11,10 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, ClassVar
 
-from forge.core.errors import ActorStopped, MailboxFull, Unavailable
+from forge.core.errors import ActorStopped, MailboxFull, NotFound, Unavailable
 from forge.runtime.actor import Actor
 from forge.runtime.telemetry import log
 from forge.v1.scheduler_pb2 import GetSchedulerStatusResponse
@@ -64,6 +65,9 @@ class QueueActor(Actor):
             self._clock.missed(self._loop_time() - self._tick_due_s)
         try:
             return self._handle(message)
+        except NotFound as error:
+            # It may be on a shard that has not been read: nobody must take it for lost.
+            raise self._state.unread_error(str(error)) or error from None
         finally:
             # Any change may serve a waiting call. Trainers first: what is assigned to a batch moves
             # the head, so that more rollouts may start.
@@ -89,6 +93,7 @@ class QueueActor(Actor):
                 self._runners.dismiss(lambda ask: ask.runner_id == runner_id, answer=())
             case m.TakeBatch():
                 state.watch.trainer_called(now_s)
+                state.check_read(chain.from_iterable(message.held.values()))
                 return self._trainers.enter(message)
             case m.RenewRollouts(lease_ids=ids):
                 state.watch.runner_called(now_s)
@@ -103,6 +108,7 @@ class QueueActor(Actor):
             case m.GetStatus():
                 return state.status(now_s=now_s)
             case m.ListTagged(tag=tag):
+                state.check_all_read()
                 return state.catalog.tagged(tag)
             case m.ViewGroups(task_ids=ids):
                 return state.view(ids)
@@ -126,8 +132,10 @@ class QueueActor(Actor):
                 state.restore(groups, now_s=now_s)
             case m.SetActivity(activity=activity):
                 state.queue.books.activity = activity
-            case m.SetAway(shards=shards):
-                state.queue.books.away = shards
+            case m.SetAway(shards=shards, unread=unread):
+                state.set_away(shards, unread=unread, now_s=now_s)
+            case m.NoteHead():
+                return state.queue.books.window.lowest_pending
             case m.RenewBatch(batch_id=batch_id):
                 state.watch.trainer_called(now_s)
                 state.queue.batches.renew(batch_id, now_s=now_s)

@@ -38,7 +38,7 @@ async def test_instance_that_leads_no_more_shows_no_queue() -> None:
     assert shown("groups", state="accepted") == 5
     assert shown("activity", state="paused") == 1
     assert shown("completed_rollouts", domain="code") == 7
-    await Term(SchedulerConfig(), None, Leadership(), None, None).end()
+    await Term(SchedulerConfig(), None, Leadership(), None, None, awaiting=None).end()
     assert shown("groups", state="accepted") == shown("head") == 0
     assert shown("activity", state="paused") == 0
     assert shown("completed_rollouts", domain="code") is None

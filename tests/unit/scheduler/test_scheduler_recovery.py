@@ -65,7 +65,7 @@ async def test_leader_keeps_its_lease_while_it_rebuilds_a_long_queue() -> None:
     their time after the last."""
     shards = FakeShards()
     shards.scanned = [scanned(f"t{index}", index) for index in range(5000)]
-    term = Term(SchedulerConfig(), None, None, shards, ShardCopies(shards))
+    term = Term(SchedulerConfig(), None, None, shards, ShardCopies(shards), awaiting=None)
     turns = 0
 
     async def count() -> None:

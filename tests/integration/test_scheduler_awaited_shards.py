@@ -1,0 +1,86 @@
+"""A leader that is elected while a pool shard is away. Real processes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from forge.core.errors import Unavailable
+from forge.v1 import scheduler_pb2
+from services.scheduler.record import TermRecord
+from tests.support.scheduler_cluster import (
+    START_S,
+    SchedulerCluster,
+    assert_books_balance,
+    ids_of,
+    make_task,
+)
+
+
+async def test_new_leader_begins_without_a_shard_that_is_away(forge: SchedulerCluster) -> None:
+    """The other shard's groups are trained on; what may be on the one that is away waits for it,
+    and is there when it comes: its groups, and the claims of runners on them."""
+    forge.start_pool("s1")
+    await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
+    first = forge.start_scheduler(window="8")
+    await forge.submit([make_task(f"task-{i}") for i in range(8)])
+    shards = {g.group.task.task_id: g.group.pool_shard for g in await forge.groups()}
+    claims = await forge.lease(8)
+    lost = [claim for claim in claims if shards[claim.task.task_id] == "s1"]
+    there = [claim for claim in claims if shards[claim.task.task_id] == "s0"]
+    assert lost and there
+    # It keeps a bound on the head from the start of its term on.
+    while (await TermRecord.read(forge.coordinator)).head is None:
+        await asyncio.sleep(0.05)
+    await forge.kill(first)
+    await forge.kill(forge.pools["s1"])
+    second = forge.start_scheduler(window="8", shard_wait_s="0.5", rollout_lease_s="120")
+    status = await forge.status()
+    assert (status.pending, list(status.shards_away)) == (len(there), ["s1"])
+    assert await forge.renew(claims) == []
+    for claim in there:
+        await forge.seal(claim)
+    await forge.finish(there)
+    batch = await forge.take(groups=8)
+    assert set(ids_of(batch)) <= {claim.task.task_id for claim in there}
+    await forge.commit(batch, 1)
+    with pytest.raises(Unavailable, match="pool shard s1, which is awaited"):
+        request = scheduler_pb2.SubmitTasksRequest(tasks=[make_task("another")])
+        await forge.ask("SubmitTasks", request, retry_for_s=0.0)
+
+    forge.start_pool("s1")
+    await second.until_logged("pool_shard_enlisted", times=2)
+    while (status := await forge.status()).shards_away:
+        await asyncio.sleep(0.05)
+    assert status.pending == 8 - len(ids_of(batch))
+    assert status.running_rollouts == len(lost), "runners keep what they renewed meanwhile"
+    for claim in lost:
+        await forge.seal(claim)
+    await forge.finish(lost)
+    assert await forge.submit([make_task("another")]) == 1
+    assert_books_balance(await forge.status())
+
+
+async def test_leader_waits_for_all_shards_where_nothing_bounds_the_head(
+    forge: SchedulerCluster,
+) -> None:
+    """The record of an earlier version has no bound: groups of the shard could be passed."""
+    forge.start_pool("s1")
+    await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
+    first = forge.start_scheduler()
+    await forge.submit([make_task(f"task-{i}") for i in range(8)])
+    await forge.kill(first)
+    await forge.kill(forge.pools["s1"])
+    record = await TermRecord.read(forge.coordinator)
+    await replace(record, head=None).write(forge.coordinator)
+    second = forge.start_scheduler(shard_wait_s="0")
+    # It may know of no shard at first.
+    while ["s1"] not in [one["missing"] for one in second.logged("waiting_for_pool_shards")]:
+        await asyncio.sleep(0.05)
+    schedulers = forge.coordinator.discover("scheduler")
+    while not any(i.metadata.get("awaits_shards") == "s1" for i in schedulers.instances):
+        await schedulers.changed()
+    forge.start_pool("s1")
+    assert (await forge.status()).pending == 8

@@ -1,0 +1,107 @@
+"""What a leader answers while a pool shard has not been read: wait; never that it is unknown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forge.core.errors import NotFound, Unavailable
+from services.scheduler import messages as m
+from tests.support.scheduler_cluster import make_task
+from tests.support.scheduler_term import ASK_S, FakeShards, TermActors
+
+AWAY = frozenset({"s1"})
+
+
+async def submit(term: TermActors, *task_ids: str) -> None:
+    tasks = {task_id: make_task(task_id) for task_id in task_ids}
+    await term.registrar.ask(m.Submit(tasks=tasks), timeout_s=ASK_S)
+
+
+@pytest.fixture
+async def unread(term: TermActors) -> TermActors:
+    """A term with one known group that is complete, and a shard that has not been read."""
+    term.shards.shards = {"s0"}
+    await submit(term, "a")
+    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
+    (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
+    term.shards.seal(grant.trajectory_id)
+    summary = term.shards.stored[grant.trajectory_id]
+    report = m.Report(trajectory_id=grant.trajectory_id, summary=summary)
+    await term.queue.ask(m.SettleRollouts(reports=[report]), timeout_s=ASK_S)
+    await term.queue.ask(m.SetAway(shards=AWAY, unread=AWAY), timeout_s=ASK_S)
+    return term
+
+
+QUESTIONS = [
+    pytest.param("queue", m.LocateRollouts(trajectory_ids=["x:0:0"]), id="a report"),
+    pytest.param("queue", m.ViewGroups(task_ids=["x"]), id="a group"),
+    pytest.param("queue", m.ListTagged(tag=""), id="a list"),
+    pytest.param("queue", m.RenewBatch(batch_id="batch-0-7"), id="a batch"),
+    pytest.param(
+        "queue",
+        m.TakeBatch(trainer_id="t", max_groups=1, held={"b": ["a", "x"]}),
+        id="a held batch",
+    ),
+    pytest.param(
+        "ledger", m.CommitBatch(batch_id="batch-0-0", step=1, task_ids=["a", "x"]), id="a commit"
+    ),
+    pytest.param("ledger", m.Rewind(step=0), id="a rewind"),
+    pytest.param("registrar", m.Submit(tasks={"x": make_task("x")}), id="a new task"),
+]
+
+
+@pytest.mark.parametrize(("actor", "question"), QUESTIONS)
+async def test_what_may_be_on_the_shard_is_waited_for(
+    unread: TermActors, actor: str, question: Any
+) -> None:
+    """Told that it is unknown, a trainer would discard its step, and a runner its rollout."""
+    with pytest.raises(Unavailable, match="pool shard s1, which is awaited"):
+        await getattr(unread, actor).ask(question, timeout_s=ASK_S)
+
+
+@pytest.mark.parametrize(("actor", "question"), QUESTIONS[:2])
+async def test_once_the_shard_is_read_the_answer_is_final(
+    unread: TermActors, actor: str, question: Any
+) -> None:
+    """What it does not hold either is unknown."""
+    await unread.queue.ask(m.SetAway(shards=frozenset()), timeout_s=ASK_S)
+    with pytest.raises(NotFound):
+        await getattr(unread, actor).ask(question, timeout_s=ASK_S)
+
+
+async def test_what_is_known_goes_on(unread: TermActors, shards: FakeShards) -> None:
+    """Batches of the shards that answer are handed out and committed; claims are kept."""
+    take = m.TakeBatch(trainer_id="t", max_groups=1)
+    batch = await (await unread.queue.ask(take, timeout_s=ASK_S))
+    commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
+    await unread.ledger.ask(commit, timeout_s=ASK_S)
+    await submit(unread, "a")
+    lost = await unread.queue.ask(m.RenewRollouts(lease_ids=["x:0:0"]), timeout_s=ASK_S)
+    assert lost == ()
+    status = await unread.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+    assert (status.trained, list(status.shards_away)) == (1, ["s1"])
+
+
+async def test_record_has_a_bound_on_the_head(term: TermActors) -> None:
+    """It follows the head, and a rewind lowers it before the first group is taken back."""
+    await submit(term, "a", "b")
+    ask = m.LeaseRollouts(runner_id="r", max_rollouts=2)
+    grants = await (await term.queue.ask(ask, timeout_s=ASK_S))
+    for grant in grants:
+        term.shards.seal(grant.trajectory_id)
+    reports = [
+        m.Report(trajectory_id=g.trajectory_id, summary=term.shards.stored[g.trajectory_id])
+        for g in grants
+    ]
+    await term.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
+    batch = await (await term.queue.ask(m.TakeBatch(trainer_id="t", max_groups=1), timeout_s=ASK_S))
+    await term.ledger.ask(m.NoteHead(), timeout_s=ASK_S)
+    assert term.record.fields["head"] == 0, "what is only handed out is not consumed"
+    commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
+    await term.ledger.ask(commit, timeout_s=ASK_S)
+    await term.ledger.ask(m.NoteHead(), timeout_s=ASK_S)
+    assert term.record.fields["head"] == 1
+    await term.ledger.ask(m.Rewind(step=0), timeout_s=ASK_S)
+    assert term.record.fields["head"] == 0
