@@ -104,7 +104,7 @@ class Learner:
         """In force: lowered when memory did not suffice, until the process ends."""
         self._critic: Critic | None = None
         if self.objective.critic:
-            size = policy.model.config.get_text_config().hidden_size
+            size = policy.model.config.get_text_config(decoder=True).hidden_size
             self._critic = Critic(
                 size, config.critic, device=policy.device, dtype=policy.model.dtype
             )
@@ -259,8 +259,9 @@ class Learner:
         stats = []
         if self.mtp is not None:
             self.mtp.begin()
-        self.policy.begin(plan.trees)
-        for index, tree in enumerate(one.to(self.policy.device) for one in plan.trees):
+        trees = [self.policy.arranged(tree) for tree in plan.trees]
+        self.policy.begin(trees)
+        for index, tree in enumerate(one.to(self.policy.device) for one in trees):
             logprobs_T, values_T, entropy_T = self._evaluate(tree)
             if index == len(frozen):
                 frozen.append(self._freeze(tree, logprobs_T.detach(), values_T))

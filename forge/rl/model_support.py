@@ -14,12 +14,23 @@ LENGTH_ROTARY = ("dynamic", "longrope")
 """Rotary embeddings that differ with the length of the whole sequence, not only with position."""
 
 
+def _number(config: Any, name: str) -> int:
+    """An attribute that is one number; 0 where there is none, or where layers differ in it."""
+    try:
+        value = getattr(config, name, None)
+    except Exception:  # of whatever kind: an error where layers have values of their own
+        value = vars(config).get(name)
+    if isinstance(value, (list, tuple)) and value:
+        value = max(value)
+    return value if isinstance(value, int) else 0
+
+
 def attention_channels(config: Any) -> int:
     """Query heads times head size of a transformers configuration."""
-    text = config.get_text_config()
-    heads: int = getattr(text, "num_attention_heads", None) or 1
-    size: int = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return heads * size
+    text = config.get_text_config(decoder=True)
+    heads = _number(text, "num_attention_heads") or 1
+    size = _number(text, "head_dim") or _number(text, "hidden_size") // heads
+    return heads * max(1, size)
 
 
 def pair_cost(channels: int) -> float:
@@ -38,12 +49,13 @@ def prefix_cost(config: Any) -> float:
     input and its output: six times its width, five times that of queries and of keys, seven times
     that of the feed-forward layer.
     """
-    text = config.get_text_config()
+    text = config.get_text_config(decoder=True)
     queries = attention_channels(config)
-    heads = getattr(text, "num_attention_heads", None) or 1
-    keys = queries * (getattr(text, "num_key_value_heads", None) or heads) // heads
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    return 2 * keys / layer_elements(text.hidden_size, inner, queries=queries, keys=keys)
+    heads = _number(text, "num_attention_heads") or 1
+    keys = queries * (_number(text, "num_key_value_heads") or heads) // heads
+    width = _number(text, "hidden_size") or queries
+    inner = _number(text, "intermediate_size") or 4 * width
+    return 2 * keys / layer_elements(width, inner, queries=queries, keys=keys)
 
 
 def layer_elements(width: int, inner: int, *, queries: int, keys: int) -> int:
@@ -61,19 +73,39 @@ def logit_scale(config: Any) -> float:
 
 def unmergeable(model: Any) -> str:
     """Why a token's state is more than a function of its ancestors' keys and values; "" if not."""
-    config = model.config.get_text_config()
+    config = model.config.get_text_config(decoder=True)
     layers = set(getattr(config, "layer_types", None) or ())
     others = sorted(map(str, layers.difference(MERGED_LAYERS)))
     if others:
         return f"layer types {', '.join(others)}"
     if getattr(model, "_is_stateful", False):
         return "its layers carry a state from token to token"
-    lengths = sorted(
-        set(_rotary_types(getattr(config, "rope_parameters", None))) & {*LENGTH_ROTARY}
-    )
-    if lengths:
-        return f"rotary embeddings of type {', '.join(lengths)}"
-    return ""
+    lengths = _length_rotary(config)
+    return f"rotary embeddings of type {', '.join(lengths)}" if lengths else ""
+
+
+def depends_on_length(model: Any) -> bool:
+    """Whether the configuration says that states differ with the length of the sequence."""
+    return bool(_length_rotary(model.config.get_text_config(decoder=True)))
+
+
+def _length_rotary(config: Any) -> list[str]:
+    return sorted(set(_rotary_types(getattr(config, "rope_parameters", None))) & {*LENGTH_ROTARY})
+
+
+def forget_lengths(model: Any) -> None:
+    """Make the next pass independent of how long the sequences before it were.
+
+    Dynamic rotary embeddings of transformers keep the frequencies of the longest sequence seen.
+    """
+    for module in model.modules():
+        for name in [one for one in vars(module) if one.endswith("max_seq_len_cached")]:
+            prefix = name.removesuffix("max_seq_len_cached")
+            original = getattr(module, f"{prefix}original_inv_freq", None)
+            current = getattr(module, f"{prefix}inv_freq", None)
+            if original is not None and current is not None:
+                setattr(module, f"{prefix}inv_freq", original.to(current.device))
+                setattr(module, name, getattr(module, "original_max_seq_len", 0))
 
 
 def _rotary_types(parameters: Any) -> Iterator[str]:

@@ -10,8 +10,8 @@ elsewhere.
 from __future__ import annotations
 
 import logging
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from itertools import accumulate
@@ -22,18 +22,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.core.errors import InvalidArgument
-from forge.core.packing import Sample, Span, plan_trees
+from forge.core.packing import Span
 from forge.rl.balance import RouterBalance
 from forge.rl.context_parallel import GatheredPrefix, gather_edges, rank_part, sum_gradients
 from forge.rl.exchange import all_reduce
 from forge.rl.logprobs import edge_logprobs, logits_logprobs
+from forge.rl.model_probe import Way, examine, told
 from forge.rl.model_support import attention_channels as attention_channels
-from forge.rl.model_support import logit_scale, pair_cost, prefix_cost, unmergeable
+from forge.rl.model_support import (
+    depends_on_length,
+    forget_lengths,
+    logit_scale,
+    pair_cost,
+    prefix_cost,
+    unmergeable,
+)
 from forge.rl.passes import Passes, PassOutput, run_passes, with_loss
 from forge.rl.rank_balance import rank_spans
 from forge.rl.relay import Relay, RelayPrefix, shared_slots
+from forge.rl.separate_samples import separated
 from forge.rl.tree_attention import TREE_ATTENTION, Prefix, TreeInput, register
-from forge.rl.tree_batch import TreeBatch, build_tree_batch
+from forge.rl.tree_batch import TreeBatch
 from forge.rl.tree_parts import HeadRows, TreePart, single_sequences
 from forge.rl.tree_states import TreeStates
 from forge.rl.trunk import Trunk, TrunkOutput
@@ -51,44 +60,67 @@ class TreePolicy:
         autocast: torch.dtype | None = None,
         balance_coef: float = 0.0,
         group: dist.ProcessGroup | None = None,
+        way: Way | None = None,
+        own_attention: str = "",
     ) -> None:
         """Takes over `model`'s attention implementation. `autocast` is the trunk's type, None
-        for the parameters' own; the head is always fp32 or wider.
+        for the parameters' own; the head is always fp32 or wider. `way` is how trees are computed,
+        None: as the configuration says; `own_attention` the stock one, "": what the model has.
+        Raises `InvalidArgument` for a model without a language-model head.
 
         `balance_coef` weighs the load-balance loss of a mixture of experts, which then is part of
         every gradient. The ranks of `group` compute each tree together: they must hold the same
         weights and be given the same batches.
         """
         register()
-        config = model.config.get_text_config()
+        config = model.config.get_text_config(decoder=True)
         self.model = model
         self.autocast = autocast
         self.channels = attention_channels(config)
         self.balance = RouterBalance(config, coef=balance_coef) if balance_coef else None
-        self.unmerged = ""
-        """Why trees are computed sequence by sequence; "" if they are not."""
         self.value_head: torch.nn.Linear | None = None
         """Set by who has a critic: values then come with the log-probs, edge by edge."""
         self.states: TreeStates | None = None
         """Set by who wants the trunk's last states of each tree, without their gradient."""
         self._group = group
-        self._own_attention: str = model.config._attn_implementation
+        self.own_attention: str = own_attention or model.config._attn_implementation
+        """The model's stock one."""
         self._pair_cost = pair_cost(self.channels)
         self._prefix_cost = prefix_cost(config)
         self._trunk = Trunk(model)
-        self._head: Tensor = model.get_output_embeddings().weight
+        self._head = _head_of(model)
         self._logit_scale = logit_scale(config)
         self._softcap: float = getattr(config, "final_logit_softcapping", None) or 0.0
-        reason = unmergeable(model)
-        if reason:
-            self._compute_sequences(reason)
+        self.way = Way()
+        """How trees are computed."""
+        if way is None:
+            self._settle(Way(unmerged=unmergeable(model), separate=depends_on_length(model)))
         else:
-            model.set_attn_implementation(TREE_ATTENTION)
+            self.take(way)
+
+    @property
+    def unmerged(self) -> str:
+        """Why trees are computed sequence by sequence; "" if they are not."""
+        return self.way.unmerged
+
+    @property
+    def family(self) -> str:
+        """What the model's class is called."""
+        return type(self.model).__name__
+
+    @property
+    def head_type(self) -> torch.dtype:
+        """Of the language-model head's weights."""
+        return self._head.dtype
 
     @property
     def device(self) -> torch.device:
         """Where log-probs are."""
         return self._head.device
+
+    def arranged(self, batch: TreeBatch) -> TreeBatch:
+        """The tree as this model computes it: taken apart where samples are computed alone."""
+        return separated(batch) if self.way.separate else batch
 
     def begin(self, trees: Sequence[TreeBatch]) -> None:
         """Announce the trees of one gradient. The load-balance loss is over all of them, so where
@@ -99,7 +131,7 @@ class TreePolicy:
         if len(trees) > 1:
             with torch.no_grad():
                 for tree in trees:
-                    self._edges(tree)
+                    self._edges(self.arranged(tree))
             self.balance.sealed = True
 
     def logprobs(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
@@ -115,6 +147,7 @@ class TreePolicy:
     def _tokens(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
         if self.balance is not None and not self.balance.sealed:
             self.balance.reset()
+        batch = self.arranged(batch)
         columns_E, entropy_E = self._edges(batch)
         edges_T = batch.edges_T.to(columns_E.device)
         return columns_E[edges_T], entropy_E[edges_T]
@@ -186,8 +219,7 @@ class TreePolicy:
     def _by_sequence(self, batch: TreeBatch) -> tuple[Tensor, Tensor]:
         if self._group is not None:
             raise InvalidArgument(
-                f"{type(self.model).__name__} cannot be trained by a group of ranks per tree: "
-                f"{self.unmerged}"
+                f"{self.family} cannot be trained by a group of ranks per tree: {self.unmerged}"
             )
         parts = [
             part
@@ -259,6 +291,8 @@ class TreePolicy:
             self.device.type, dtype=self.autocast, enabled=self.autocast is not None
         ):
             if self.unmerged:
+                if self.way.separate:
+                    forget_lengths(self.model)
                 wanted = self.value_head is not None or self.states is not None
                 trunk, logits_RV = self._trunk.with_head(inputs, head.places_R, states=wanted)
             else:
@@ -298,68 +332,68 @@ class TreePolicy:
             values_R: Tensor = states_RC.to(wide) @ weight[0] + bias
         return values_R[head.rows_E]
 
-    def _compute_sequences(self, reason: str) -> None:
-        self.unmerged = reason
-        self.model.set_attn_implementation(self._own_attention)
-        log.warning(
-            "%s is trained sequence by sequence, without merging prefixes: %s",
-            type(self.model).__name__,
-            reason,
-        )
-
-    @torch.no_grad()
     def check(self) -> None:
-        """Compare a small forked tree, whole and relayed, with the model's own forward.
+        """Compare merged trees with the model's own forward, and train it in a way that equals it.
 
         A model that computes something else than causal attention over ancestors and a plain head
-        (soft-capped logits, attention sinks) is trained sequence by sequence from then on.
+        is trained sequence by sequence from then on, each sample alone where it depends on the
+        length. Raises `InvalidArgument` for a model that cannot be trained in any way.
         """
-        if self.unmerged:
-            return
-        ids = [[3, 5, 7, 11, 13, 17], [3, 5, 7, 19, 23], [3, 5, 29, 31], [3, 5, 29, 31, 2]]
-        samples = [_probe([token % self.vocabulary for token in one]) for one in ids]
-        # In the master weights' own type: what autocast rounds differs with the shape of a pass.
+        known = self.unmerged
+        self._settle(examine(self), known=known)
+
+    def over(self, model: Any, way: Way) -> TreePolicy:
+        """The same with another model's weights, in a way given."""
+        return TreePolicy(model, way=way, own_attention=self.own_attention)
+
+    def take(self, way: Way) -> None:
+        """Compute trees like that from now on."""
+        self.way = way
+        attention = self.own_attention if way.unmerged else TREE_ATTENTION
+        self.model.set_attn_implementation(attention)
+
+    def _settle(self, way: Way, *, known: str = "") -> None:
+        """Compute trees like that, and tell it unless that is `known`."""
+        try:
+            self.take(way)
+        except (ValueError, AttributeError) as error:
+            way = Way(unmerged=f"it takes no other attention ({told(error)})", separate=True)
+            self.take(way)
+        if way.unmerged and way.unmerged != known:
+            alone = ", each sample alone" if way.separate else ""
+            log.warning(
+                "%s is trained sequence by sequence, without merging prefixes%s: %s",
+                self.family,
+                alone,
+                way.unmerged,
+            )
+
+    @contextmanager
+    def stock_attention(self) -> Iterator[None]:
+        """Meanwhile the model computes as transformers has it."""
+        self.model.set_attn_implementation(self.own_attention)
+        try:
+            yield
+        finally:
+            self.take(self.way)
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Meanwhile passes are this process's own, in the master weights' type."""
+        # What autocast rounds differs with the shape of a pass.
         autocast, self.autocast = self.autocast, None
         group, self._group = self._group, None
         try:
-            error = max(self._deviation(samples, budget) for budget in (1 << 30, 4))
-            reason = f"merged log-probs differ from its own forward by {error:.3g}"
-        except InvalidArgument as refusal:
-            error, reason = float("inf"), str(refusal)
+            yield
         finally:
             self.autocast, self._group = autocast, group
-        # bf16 weights read about 0.02 here; a model that is not merged exactly, whole nats.
-        allowed = 0.2 if self._head.dtype != torch.float32 else 1e-3
-        if not error <= allowed:
-            self._compute_sequences(reason)
-
-    def _deviation(self, samples: Sequence[Sample], budget: int) -> float:
-        """Largest difference of a log-prob from the model's own, in trees within a budget."""
-        error = 0.0
-        for plan in plan_trees(samples, token_budget=budget):
-            merged_T, _ = self.logprobs(build_tree_batch(plan, samples, channels=self.channels))
-            own_T = torch.cat([self._own_logprobs(samples[index]) for index in plan.samples])
-            error = max(error, float((merged_T - own_T).abs().max()))
-        return error
-
-    def _own_logprobs(self, sample: Sample) -> Tensor:
-        ids_L = torch.frombuffer(bytearray(sample.ids), dtype=torch.int32).long().to(self.device)
-        self.model.set_attn_implementation(self._own_attention)
-        try:
-            with torch.autocast(self.device.type, enabled=False):
-                logits_LV = self.model(input_ids=ids_L[None], use_cache=False).logits[0]
-        finally:
-            self.model.set_attn_implementation(TREE_ATTENTION)
-        wide: Tensor = logits_LV[:-1].to(torch.promote_types(logits_LV.dtype, torch.float32))
-        return wide.log_softmax(-1).gather(-1, ids_L[1:, None])[:, 0]
 
 
-def _probe(ids: list[int]) -> Sample:
-    columns = bytes(4 * (len(ids) - 1))
-    return Sample(
-        ids=array("i", ids).tobytes(),
-        trained=((1, len(ids)),),
-        behavior_logprobs=columns,
-        weight_versions=columns,
-        advantages=columns,
-    )
+def _head_of(model: Any) -> Tensor:
+    head = model.get_output_embeddings()
+    if head is None or not isinstance(getattr(head, "weight", None), Tensor):
+        raise InvalidArgument(
+            f"{type(model).__name__} cannot be trained: it has no language-model head"
+        )
+    weight: Tensor = head.weight
+    return weight

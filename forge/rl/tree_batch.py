@@ -42,8 +42,12 @@ class TreeBatch:
     domains_S: tuple[str, ...]
     sample_tokens: int
     """What the samples would cost unmerged."""
+    lasts_S: Tensor
+    """Layout index of each sample's last token."""
     token_budget: int = 0
     """Most tokens that a pass was to have; 0: any number."""
+    separate: bool = False
+    """Each distinct sample is a sequence of its own (`forge.rl.separate_samples`)."""
 
     @property
     def tokens(self) -> int:
@@ -105,6 +109,7 @@ def build_tree_batch(
         returns_T=_returns(chosen),
         domains_S=tuple(one.domain for one in chosen),
         sample_tokens=sum(one.tokens for one in chosen),
+        lasts_S=torch.tensor(plan.lasts, dtype=torch.long),
         token_budget=token_budget,
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ class Trunk:
         self._model = model
         norms = [one for one in model.base_model.children() if "Norm" in type(one).__name__]
         self._norm: nn.Module | None = norms[-1] if norms else None
+        self._keeps_logits = "logits_to_keep" in signature(model.forward).parameters
 
     def __call__(self, inputs: dict[str, Any], *, normed: bool) -> TrunkOutput:
         """One pass, `inputs` being keywords of the model's forward."""
@@ -67,7 +69,9 @@ class Trunk:
     ) -> tuple[TrunkOutput, Tensor]:
         """The same with the model's own head: logits [R, V] of those tokens. Without `states` there
         are none, and with them they are behind the norm."""
-        output = self._model(**inputs, logits_to_keep=places_R, output_hidden_states=states)
+        kept = {"logits_to_keep": places_R} if self._keeps_logits else {}
+        output = self._model(**inputs, **kept, output_hidden_states=states)
+        logits_RV = output.logits[0] if kept else output.logits[0].index_select(0, places_R)
         states_LC = output.hidden_states[-1][0] if states else output.logits.new_empty(0, 0)
         trunk = TrunkOutput(
             states_LC=states_LC,
@@ -75,4 +79,4 @@ class Trunk:
             normed_LC=states_LC.detach(),
             router_logits=getattr(output, "router_logits", None) or (),
         )
-        return trunk, output.logits[0]
+        return trunk, logits_RV

@@ -101,9 +101,15 @@ class Replica:
         return DTYPES[self._config.publish_dtype]
 
     def check(self) -> None:
-        """Compare merged trees with the model's own forward, before anything is trained."""
+        """Compare merged trees with the model's own forward, before anything is trained.
+
+        Raises `ConfigError` for a model that cannot be trained, or not by several ranks.
+        """
         for policy in self._policies:
-            policy.check()
+            try:
+                policy.check()
+            except InvalidArgument as error:
+                raise ConfigError(f"model_path = {str(self._model_path)!r}: {error}") from error
             if policy.unmerged and self._group is not None:
                 raise ConfigError(
                     f"ranks = {self._config.ranks} is not allowed: {type(policy.model).__name__} "

@@ -88,7 +88,7 @@ class MtpTraining:
         self.config = config
         self._policy = policy
         self._embedding: torch.nn.Embedding = policy.model.get_input_embeddings()
-        channels = policy.model.config.get_text_config().hidden_size
+        channels = policy.model.config.get_text_config(decoder=True).hidden_size
         # Heads or not, what is random in the policy's training stays the same.
         with torch.random.fork_rng(devices=[]):
             self.heads = MtpHeads(

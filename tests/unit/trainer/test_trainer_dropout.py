@@ -26,9 +26,7 @@ SHAPE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("family", ["phi", "opt"])
-def test_a_model_with_dropout_is_merged_and_computes_what_the_engine_does(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_model_with_dropout_computes_what_the_engine_does(family: str, tmp_path: Path) -> None:
     """Log-probs of a step are those of the model as it samples, whoever asks and how often."""
     if family == "phi":
         shape = PhiConfig(**SHAPE, intermediate_size=32, resid_pdrop=0.1, embd_pdrop=0.1)
@@ -38,7 +36,7 @@ def test_a_model_with_dropout_is_merged_and_computes_what_the_engine_does(
     saved.save_pretrained(tmp_path)
     policy = TreePolicy(load_model(tmp_path))
     policy.check()
-    assert policy.unmerged == ""
+    assert bool(policy.unmerged) == (family == "phi")  # its head has a bias
     rng = Random(0)
     samples = [make_sample([1, 2, 3, 4, 5, n], (3, 6), rng=rng) for n in range(6, 9)]
     (tree,) = Learner(policy, LearnerConfig()).plan(samples).trees

@@ -1,0 +1,356 @@
+"""Which way a model can be trained, found by computing: merged, by sequence, or not at all.
+
+Owns the comparison of every way with the model's own forward, one sequence at a time. It is made
+twice: on a copy of the model with every size made small (`forge.rl.small_config`), in fp64, by
+gradients too, with sequences beyond every window and threshold; and on the model itself, whose
+weights and code may differ from what its configuration says, with a few tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from forge.core.errors import InvalidArgument
+from forge.core.packing import Sample, plan_trees
+from forge.rl.model_support import forget_lengths
+from forge.rl.small_config import THRESHOLD, small_config
+from forge.rl.tree_batch import build_tree_batch
+
+if TYPE_CHECKING:
+    from forge.rl.policy import TreePolicy
+
+UNSPLIT = 1 << 30
+SMALL_BUDGETS = (UNSPLIT, 24)
+"""Whole, and relayed in several passes."""
+OWN_BUDGETS = (UNSPLIT, 4)
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+"""Largest difference that is rounding, of a log-prob and relative of a parameter's gradient, by the
+model's type. In fp64 models compute norms, softmaxes and rotary embeddings in fp32 all the same."""
+ALPHABET = 12
+"""Distinct tokens of a small model's samples."""
+SEED = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How a model's trees are computed."""
+
+    unmerged: str = ""
+    """Why sequence by sequence; "" if merged."""
+    separate: bool = False
+    """Each sample is computed alone, rather than as the beginning of a longer one."""
+
+
+def examine(policy: TreePolicy) -> Way:
+    """The fastest way that equals the model's own forward, from the policy's present one on.
+
+    Raises `InvalidArgument` for a model that no way computes.
+    """
+    way = _on_small_copy(policy)
+    with policy.exact():
+        if not way.unmerged:
+            reason = _difference(policy, way, _short_samples(policy.vocabulary), OWN_BUDGETS)
+            if not reason:
+                return way
+            way = Way(unmerged=f"merged, {reason}", separate=way.separate)
+        reason = _difference(policy, way, _short_samples(policy.vocabulary), OWN_BUDGETS[:1])
+    if reason:
+        raise InvalidArgument(f"{policy.family} cannot be trained: by sequence, {reason}")
+    return way
+
+
+def _on_small_copy(policy: TreePolicy) -> Way:
+    try:
+        copy = small_copy(policy.model, policy.own_attention)
+    except Exception as error:
+        return _unprobed(policy, f"a small copy of it cannot be built ({told(error)})")
+    missing = kinds_of_modules(policy.model) - kinds_of_modules(copy)
+    if missing:
+        return _unprobed(policy, f"a small copy of it is without {', '.join(sorted(missing))}")
+    try:
+        probe = SmallProbe(copy, policy)
+    except Exception as error:
+        return _unprobed(policy, f"a small copy of it does not run ({told(error)})")
+    return probe.way()
+
+
+def _unprobed(policy: TreePolicy, reason: str) -> Way:
+    """What is safe without a probe of windows and lengths."""
+    with policy.exact(), policy.stock_attention():
+        try:
+            _refuse_later_tokens(policy, policy.model, _short_samples(policy.vocabulary))
+        except InvalidArgument:
+            raise
+        except Exception as error:
+            raise InvalidArgument(
+                f"{policy.family} cannot be trained: its own forward fails: {told(error)}"
+            ) from error
+    return Way(unmerged=policy.way.unmerged or reason, separate=True)
+
+
+class SmallProbe:
+    """A small model, its samples, and what its own forward makes of each of them alone."""
+
+    def __init__(self, model: Any, policy: TreePolicy) -> None:
+        """`policy` is over the model that this is a copy of. Raises whatever its forward does."""
+        self.model = model
+        self._policy = policy
+        self.samples = long_samples(model.get_input_embeddings().weight.shape[0])
+        try:
+            self._reference = self._own()
+        except Exception:
+            # Some models have constants in fp32.
+            model.to(torch.float32)
+            self._reference = self._own()
+        self._tolerance = TOLERANCE[model.dtype]
+
+    def way(self) -> Way:
+        """The fastest exact one. Raises `InvalidArgument` where there is none."""
+        reason = self._policy.unmerged
+        _refuse_later_tokens(self._policy, self.model, self.samples)
+        if not reason:
+            found = self.difference(Way())
+            if not found:
+                return Way()
+            reason = f"merged, a small copy's {found}"
+        for separate in (True,) if self._policy.way.separate else (False, True):
+            way = Way(unmerged=reason, separate=separate)
+            found = self.difference(way)
+            if not found:
+                return way
+        raise InvalidArgument(
+            f"{self._policy.family} cannot be trained: by sequence, a small copy's {found}"
+        )
+
+    def difference(self, way: Way) -> str:
+        """What a way computes differently from the model's own forward; "" if nothing."""
+        budgets = SMALL_BUDGETS if not way.unmerged else SMALL_BUDGETS[:1]
+        try:
+            small = self._policy.over(self.model, way)
+            errors = [self._errors(small, budget) for budget in budgets]
+        except Exception as error:
+            return f"pass fails: {told(error)}"
+        finally:
+            with suppress(Exception):
+                self.model.set_attn_implementation(self._policy.own_attention)
+        loss, gradient = torch.tensor(errors).amax(0).tolist()  # NaN where there is one
+        if loss <= self._tolerance and gradient <= self._tolerance:
+            return ""
+        return (
+            f"log-probs differ from its own forward by {loss:.3g}, gradients by {gradient:.3g} "
+            f"of their size"
+        )
+
+    def _errors(self, policy: TreePolicy, budget: int) -> tuple[float, float]:
+        own, expected = self._reference
+        self.model.zero_grad()
+        differences = []
+        for plan in plan_trees(self.samples, token_budget=budget):
+            batch = build_tree_batch(plan, self.samples, channels=policy.channels)
+            logprobs_T, _ = policy.logprobs(batch)
+            own_T = torch.cat([own[index] for index in plan.samples])
+            weights = [_weights(self.samples[index], own_T.dtype) for index in plan.samples]
+            differences.append((logprobs_T.detach() - own_T).abs().max())
+            (logprobs_T * torch.cat(weights)).sum().backward()  # type: ignore[no-untyped-call]
+        error = float(torch.stack(differences).max())
+        return error, relative_error(gradients_of(self.model), expected)
+
+    def _own(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Log-probs of each sample, and the gradient of their weighed sum."""
+        self.model.zero_grad()
+        found = []
+        for sample in self.samples:
+            logprobs_T = own_logprobs(self.model, sample)
+            weighed = (logprobs_T * _weights(sample, logprobs_T.dtype)).sum()
+            weighed.backward()  # type: ignore[no-untyped-call]
+            found.append(logprobs_T.detach())
+        if not all(one.isfinite().all() for one in found):
+            raise ValueError("its log-probs are not finite")
+        return found, gradients_of(self.model)
+
+
+@torch.no_grad()
+def sight_of_later_tokens(model: Any, samples: Sequence[Sample]) -> float:
+    """How much log-probs change with tokens behind them, in sequences of one length."""
+    ids = array("i", max(samples, key=lambda one: one.tokens).ids)
+    cut = len(ids) // 2
+    turned = ids[:cut] + ids[cut:][::-1]
+    first, second = (own_logprobs(model, as_sample(one))[: cut - 1] for one in (ids, turned))
+    return float((first - second).abs().max())
+
+
+def _refuse_later_tokens(policy: TreePolicy, model: Any, samples: Sequence[Sample]) -> None:
+    """Raises `InvalidArgument` for a model that is not causal."""
+    later = sight_of_later_tokens(model, samples)
+    if not later <= TOLERANCE.get(model.dtype, min(TOLERANCE.values())):
+        raise InvalidArgument(
+            f"{policy.family} cannot be trained: a token's log-prob depends on later tokens, by "
+            f"{later:.3g}, so it is not that of the distribution sampled from"
+        )
+
+
+def _difference(
+    policy: TreePolicy, way: Way, samples: Sequence[Sample], budgets: Sequence[int]
+) -> str:
+    """Of the model itself, by log-probs alone; "" if there is none."""
+    try:
+        policy.take(way)
+        found = float(torch.tensor([_deviation(policy, samples, one) for one in budgets]).max())
+    except Exception as error:
+        return f"a pass fails: {told(error)}"
+    # bf16 weights read about 0.02 here; a model that is not merged exactly, whole nats.
+    if found <= TOLERANCE.get(policy.head_type, min(TOLERANCE.values())):
+        return ""
+    return f"log-probs differ from its own forward by {found:.3g}"
+
+
+@torch.no_grad()
+def _deviation(policy: TreePolicy, samples: Sequence[Sample], budget: int) -> float:
+    """Largest difference of a log-prob from the model's own, in trees within a budget."""
+    differences = []
+    for plan in plan_trees(samples, token_budget=budget):
+        batch = build_tree_batch(plan, samples, channels=policy.channels)
+        logprobs_T, _ = policy.logprobs(batch)
+        with policy.stock_attention():
+            own_T = torch.cat([own_logprobs(policy.model, samples[one]) for one in plan.samples])
+        differences.append((logprobs_T - own_T).abs().max())
+    return float(torch.stack(differences).max())
+
+
+def small_copy(model: Any, attention: str) -> Any:
+    """A model of the same class with small sizes and large random weights, in fp64 on the CPU.
+
+    Raises whatever the class does with such a configuration.
+    """
+    config = small_config(model.config)
+    config._attn_implementation = attention
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        copy = type(model)(config)
+        randomize(copy)
+    if hasattr(copy.config, "_experts_implementation"):
+        copy.set_experts_implementation("eager")  # grouped kernels take no fp64
+    copy.to(torch.float64)
+    for name, buffer in copy.named_buffers():
+        if name.endswith("inv_freq"):  # some releases of transformers multiply it by fp32 positions
+            buffer.data = buffer.to(torch.float32)
+    return copy.train(model.training)
+
+
+@torch.no_grad()
+def randomize(model: Any) -> None:
+    """So large that scores, caps and gates are far from where they are linear."""
+    for parameter in model.parameters():
+        noise = torch.randn_like(parameter)
+        if parameter.dim() < 2:
+            parameter.add_(0.1 * noise)
+        else:
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+    embedding = model.get_input_embeddings().weight
+    embedding.copy_(torch.randn_like(embedding))
+
+
+def kinds_of_modules(model: Any) -> set[str]:
+    """The classes of transformers that a model consists of, each with what tells two modules of a
+    class apart: switches and names, and which sizes there are."""
+    found = set()
+    for module in model.modules():
+        if not type(module).__module__.startswith("transformers."):
+            continue
+        traits = [
+            f"{name}={_trait(value)}"
+            for name, value in sorted(vars(module).items())
+            if not name.startswith("_") and name not in ("training", "gradient_checkpointing")
+            if value is None or isinstance(value, (bool, str, int))
+        ]
+        found.add(f"{type(module).__name__}({', '.join(traits)})")
+    return found
+
+
+def _trait(value: Any) -> str:
+    return "number" if type(value) is int else str(value)
+
+
+def own_logprobs(model: Any, sample: Sample) -> Tensor:
+    """Of every token but the first, by the model's own forward on the sequence alone."""
+    ids_L = torch.frombuffer(bytearray(sample.ids), dtype=torch.int32).long().to(model.device)
+    forget_lengths(model)
+    with torch.autocast(model.device.type, enabled=False):
+        logits_LV = model(input_ids=ids_L[None], use_cache=False).logits[0]
+    wide: Tensor = logits_LV[:-1].to(torch.promote_types(logits_LV.dtype, torch.float32))
+    return wide.log_softmax(-1).gather(-1, ids_L[1:, None])[:, 0]
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """A copy of every parameter's gradient."""
+    named = model.named_parameters()
+    return {name: one.grad.clone() for name, one in named if one.grad is not None}
+
+
+def relative_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest of any parameter's gradient, over its norm.
+
+    A gradient that is zero but for rounding is measured against a thousandth of the largest.
+    """
+    floor = 1e-3 * max(float(one.norm()) for one in expected.values())
+    worst = 0.0
+    for name in actual.keys() | expected.keys():
+        one, other = actual.get(name), expected.get(name)
+        size = float(other.norm()) if other is not None else 0.0
+        apart = torch.zeros(()) if other is None else other
+        error = float(((0.0 if one is None else one) - apart).norm()) / max(size, floor)
+        worst = max(worst, error) if error == error else float("inf")
+    return worst
+
+
+def _weights(sample: Sample, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(sample.advantages), dtype=torch.float32).to(dtype)
+
+
+def long_samples(vocabulary: int) -> list[Sample]:
+    """Of up to 50 tokens, in a tree with forks below forks; two begin another one, the shorter of
+    them below every threshold. Tokens recur: which of two like ones counts is for the model."""
+    rng = Random(SEED)
+    low, high = (3, min(vocabulary, 64) - 4) if vocabulary > 16 else (0, vocabulary)
+    alphabet = rng.sample(range(low, high), min(ALPHABET, high - low))
+
+    def ids(count: int) -> list[int]:
+        return rng.choices(alphabet, k=count)
+
+    prompt = ids(20)
+    first = prompt + ids(30)
+    leaves = [first, first[:34], first[:40] + ids(5), prompt + ids(6), prompt[:8] + ids(14)]
+    return [as_sample(one, rng) for one in [*leaves, first[: THRESHOLD - 4]]]
+
+
+def _short_samples(vocabulary: int) -> list[Sample]:
+    """Few tokens: a pass of the whole model costs what its weights do."""
+    ids = [[3, 5, 7, 11, 13, 17], [3, 5, 7, 19, 23], [3, 5, 29, 31], [3, 5, 29, 31, 2]]
+    return [as_sample([token % vocabulary for token in one]) for one in ids]
+
+
+def as_sample(ids: Sequence[int], rng: Random | None = None) -> Sample:
+    """All its tokens but the first are trained."""
+    count = len(ids) - 1
+    advantages = [rng.uniform(-1, 1) if rng else 0.0 for _ in range(count)]
+    return Sample(
+        ids=array("i", ids).tobytes(),
+        trained=((1, len(ids)),),
+        behavior_logprobs=bytes(4 * count),
+        weight_versions=bytes(4 * count),
+        advantages=array("f", advantages).tobytes(),
+    )
+
+
+def told(error: BaseException) -> str:
+    """One short line."""
+    (line, *_) = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {line[:160]}" if line else type(error).__name__

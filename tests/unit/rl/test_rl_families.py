@@ -1,0 +1,134 @@
+"""Every family of models is trained exactly, in whichever way, or refused: never silently wrong.
+
+The whole table is `make families`; here are those of which each had a way to be wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.support.model_families import NEEDED, VARIANTS, Family, deep_samples, errors_of
+from benchmarks.support.model_families import build as build_family
+from forge.core.errors import InvalidArgument
+from forge.rl.batch_plan import plan_batch
+from forge.rl.model_probe import Way, kinds_of_modules, small_copy
+from forge.rl.policy import TreePolicy
+from forge.rl.separate_samples import separated
+from forge.rl.tree_states import TreeStates
+from tests.support.rl_forests import KINDS, forest
+from tests.support.rl_models import SHAPE, tiny_model
+
+NAMED = {one.name: one for one in VARIANTS}
+WAYS = {
+    "llama": "merged",
+    "gpt2": "merged",
+    "mixtral, windows": "merged",
+    "llama, yarn rotary": "merged",
+    "gemma4_text": "merged",
+    "llama, dynamic rotary": "alone",
+    "phi3, longrope rotary": "alone",
+    "doge": "alone",
+    "qwen2_moe, windows": "by sequence",
+    "phimoe, windows": "by sequence",
+    "nanochat": "by sequence",
+    "gemma3n_text": "by sequence",
+    "llama4_text": "by sequence",
+    "llama4_text, full attention": "by sequence",
+    "deepseek_v3": "by sequence",
+    "phi": "by sequence",
+    "gpt_oss": "by sequence",
+}
+
+
+def family(name: str) -> Family:
+    return NAMED.get(name, Family(name=name, model_type=name, settings=NEEDED.get(name, {})))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_family_is_trained_exactly(name: str) -> None:
+    """In the way expected; loss and gradients equal those of each sample alone, beyond every
+    window and threshold."""
+    policy = TreePolicy(build_family(family(name)))
+    policy.check()
+    alone = "alone" if policy.way.separate else "by sequence"
+    assert max(errors_of(policy, deep_samples(policy.model))) <= 1e-5
+    assert (alone if policy.unmerged else "merged") == WAYS[name], policy.unmerged
+
+
+def test_a_model_that_sees_later_tokens_is_refused() -> None:
+    """Its log-probs are not those that an engine samples from; the line names the family."""
+    with pytest.raises(InvalidArgument, match=r"^BertLMHeadModel cannot be trained: .* later tok"):
+        TreePolicy(build_family(family("bert"))).check()
+
+
+def test_a_model_whose_own_forward_fails_is_refused() -> None:
+    """One line names the family and the error, of whatever kind."""
+
+    class BrokenForCausalLM(LlamaForCausalLM):
+        def forward(self, *_: Any, **__: Any) -> Any:
+            raise KeyError("no such expert")
+
+    policy = TreePolicy(BrokenForCausalLM(LlamaConfig(**SHAPE)))
+    with pytest.raises(InvalidArgument, match=r"^BrokenForCausalLM cannot be trained: .*KeyError"):
+        policy.check()
+
+
+def test_any_error_of_a_merged_pass_means_by_sequence() -> None:
+    """Whatever the model's code raises there, its own forward still trains it."""
+
+    class PickyForCausalLM(LlamaForCausalLM):
+        def forward(self, *places: Any, **named: Any) -> Any:
+            return super().forward(*places, **named)
+
+    model = PickyForCausalLM(LlamaConfig(**SHAPE))
+    model.model.layers[1].self_attn.switched_on = "elsewhere"
+    policy = TreePolicy(model)
+    policy.check()
+    assert "is without LlamaAttention" in policy.unmerged and policy.way.separate
+
+
+def test_a_model_unlike_its_small_copy_is_not_merged() -> None:
+    """A layer that no small copy has is one that the probe has not seen."""
+    model = tiny_model("gemma3", torch.float32)
+    assert kinds_of_modules(model) == kinds_of_modules(small_copy(model, "sdpa"))
+    model.model.layers[0].self_attn.is_sliding = None
+    assert kinds_of_modules(model) != kinds_of_modules(small_copy(model, "sdpa"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_taken_apart_are_the_same_samples(kind: str) -> None:
+    """Columns stay, and every trained token has the log-prob that it has in the merged tree; states
+    are there for each sample's tokens."""
+    samples = forest(kind)
+    model = tiny_model("qwen3", torch.float64)
+    merged = TreePolicy(model)
+    alone = merged.over(model, Way(unmerged="for the test", separate=True))
+    (tree,) = plan_batch(samples, token_budget=1 << 30, channels=merged.channels).trees
+    apart = separated(tree)
+    assert apart.tokens == sum(len(one) // 4 for one in {one.ids for one in samples})
+    assert float(apart.layout.weights_L.sum()) == sum(one.tokens for one in samples)
+    assert torch.equal(separated(apart).edges_T, apart.edges_T)
+    alone.states = TreeStates()
+    found_T, _ = alone.logprobs(tree)
+    assert alone.states.whole.shape[0] == apart.tokens
+    merged.take(Way())
+    for batch in (tree, apart):
+        assert torch.allclose(merged.logprobs(batch)[0], found_T, atol=1e-6)
+
+
+def test_a_dynamic_rotary_embedding_forgets_longer_sequences() -> None:
+    """The same tree gives the same log-probs, whatever was computed before it."""
+    policy = TreePolicy(build_family(family("llama, dynamic rotary")))
+    samples = deep_samples(policy.model)
+    plans = [
+        plan_batch(some, token_budget=1 << 30, channels=policy.channels)
+        for some in (samples[2:3], samples)
+    ]
+    short, everything = (plan.trees[0] for plan in plans)
+    before = policy.logprobs(short)[0].detach()
+    policy.logprobs(everything)
+    assert torch.equal(policy.logprobs(short)[0].detach(), before)
