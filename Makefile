@@ -5,7 +5,7 @@ SEED ?= 0
 
 ROUNDS ?= 10
 
-.PHONY: run setup test test-clients lint protos chaos crash fuzz bench bench-peers
+.PHONY: run setup test test-clients lint protos chaos crash fuzz bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -69,6 +69,9 @@ bench: setup  ## What training and the services cost, on this machine and beside
 	@$(PY) -m benchmarks.scheduler
 	@$(PY) -m benchmarks.scheduler --takeover
 	@$(PY) -m benchmarks.window --quick
+
+families: setup  ## Train a small model of every family and write how to docs/families.md
+	@$(PY) -m benchmarks.families --markdown docs/families.md
 
 bench-peers: .venv-peers/.installed  ## Install what the benchmarks compare with
 
