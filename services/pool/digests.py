@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import chain
 
 import msgspec
 
@@ -34,17 +35,11 @@ _DAMAGED = _COMPARED.labels("damaged")
 
 Mark = tuple[bytes, bytes]
 """Key and checksum of a record."""
-Stored = tuple[bytes, bytes, Payload]
-"""The same, and its payload."""
 
 
 def digest_of(marks: Iterable[Mark]) -> bytes:
     """Of records in order of key."""
-    digest = blake2b(digest_size=_DIGEST_BYTES)
-    for key, checksum in marks:
-        digest.update(key)
-        digest.update(checksum)
-    return digest.digest()
+    return blake2b(b"".join(chain.from_iterable(marks)), digest_size=_DIGEST_BYTES).digest()
 
 
 def marks_of(records: Records, table: Table, trajectory: bytes) -> list[Mark]:
@@ -96,22 +91,27 @@ def rewards_damage(trajectory: bytes, header: TrajectoryHeader, rewards: Sequenc
 
 def checked_rewards(records: Records, trajectory: bytes, header: TrajectoryHeader) -> list[Payload]:
     """All rewards. Raises `DataLoss` when they are not those that `header` counts."""
-    rewards = list(records.scan_stored(Table.REWARDS, prefix=trajectory))
-    _require(trajectory, rewards_damage(trajectory, header, _marks(rewards)))
-    return [payload for _, _, payload in rewards]
+    marks, rewards = _stored(records, Table.REWARDS, trajectory)
+    _require(trajectory, rewards_damage(trajectory, header, marks))
+    return rewards
 
 
 def checked_turns(records: Records, trajectory: bytes, header: TrajectoryHeader) -> list[Payload]:
     """All turns. Raises as `checked_rewards` does; counts what it compares."""
-    turns = list(records.scan_stored(Table.TURNS, prefix=trajectory))
-    _require(trajectory, turns_damage(header, _marks(turns)))
+    marks, turns = _stored(records, Table.TURNS, trajectory)
+    _require(trajectory, turns_damage(header, marks))
     if not header.is_open:
         (_VERIFIED if is_compared(header) else _UNVERIFIED).inc()
-    return [payload for _, _, payload in turns]
+    return turns
 
 
-def _marks(stored: Iterable[Stored]) -> list[Mark]:
-    return [(key, checksum) for key, checksum, _ in stored]
+def _stored(records: Records, table: Table, trajectory: bytes) -> tuple[list[Mark], list[Payload]]:
+    marks: list[Mark] = []
+    payloads: list[Payload] = []
+    for key, checksum, payload in records.scan_stored(table, prefix=trajectory):
+        marks.append((key, checksum))
+        payloads.append(payload)
+    return marks, payloads
 
 
 def _require(trajectory: bytes, damage: str) -> None:

@@ -299,8 +299,11 @@ class Records:
     def scan_stored(self, table: Table, *, prefix: bytes) -> Iterator[tuple[bytes, bytes, Payload]]:
         """As `scan`, with the checksum that each record was stored with."""
         for key, value in self._scan(table, prefix, b""):
-            payload = open_value(table, key, value)
-            yield key, bytes(value[: _CHECKSUM.size]), payload
+            payload = value[_CHECKSUM.size :]
+            checksum = checksum_of(key, payload)
+            if value[: _CHECKSUM.size] != checksum:
+                open_value(table, key, value)  # Raises.
+            yield key, checksum, payload
 
     def scan_sealed(self, table: Table, *, after: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Records whose key is greater than `after`, as they lie on disk."""
