@@ -4,7 +4,8 @@ Owns the strict order (evaluation first, then by place, then by rollout index), 
 that are out and the two clocks on rollouts: the end of a claim and the end of a back-off. Whether
 a further group may start is `forge.core.admission`'s rule; `forge.core.generation` asks both.
 
-Entries are kept per pool shard, so that those of a shard that is away cost nothing to pass over.
+Shards that are away, and how many there are, cost nothing (`forge.core.lanes`); each domain that
+has a limit costs a look.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from forge.core.groups import Group, Lease, Phase, Rollout, RolloutPhase
+from forge.core.lanes import Key, Lanes
 from forge.core.trajectory import TrajectoryId
 
 
@@ -36,35 +38,17 @@ class Slot:
         return self.group.rollout(self.rollout_index)
 
 
-@dataclass(slots=True)
-class _Lane:
-    """What waits to be handed out, of one purpose on one pool shard."""
-
-    fresh: list[tuple[float, int, Group]] = field(default_factory=list)
-    """By place and queue index."""
-    ready: list[tuple[float, int, int, Slot]] = field(default_factory=list)
-    """By place, queue index and rollout index."""
-
-    def first_fresh(self) -> Group | None:
-        while self.fresh and self.fresh[0][2].phase is not Phase.QUEUED:
-            heappop(self.fresh)
-        return self.fresh[0][2] if self.fresh else None
-
-    def first_ready(self) -> Slot | None:
-        while self.ready and not _due(self.ready[0][3]):
-            slot = heappop(self.ready)[3]
-            # A closed group has no rollouts: to look at one would make them anew.
-            if slot.group.phase.open:
-                slot.rollout.listed = False
-        return self.ready[0][3] if self.ready else None
+def _to_start(group: Group) -> bool:
+    return group.phase is Phase.QUEUED
 
 
-def _order_of(group: Group) -> tuple[float, int]:
-    return group.place, group.spec.index
-
-
-def _due(slot: Slot) -> bool:
-    return slot.group.phase is Phase.RUNNING and slot.rollout.phase is RolloutPhase.READY
+def _to_hand_out(slot: Slot) -> bool:
+    if slot.group.phase is Phase.RUNNING and slot.rollout.phase is RolloutPhase.READY:
+        return True
+    # A closed group has no rollouts: to look at one would make them anew.
+    if slot.group.phase.open:
+        slot.rollout.listed = False
+    return False
 
 
 class Dispatch:
@@ -74,8 +58,10 @@ class Dispatch:
         """`limited`: domains that may be held back, see `hold_back`."""
         self._limited = limited
         self._held_back: set[str] = set()
-        self._lanes: defaultdict[tuple[bool, str, str], _Lane] = defaultdict(_Lane)
-        """By purpose, pool shard and, of those that may be held back, domain."""
+        self._fresh: defaultdict[bool, dict[str, Lanes[Group]]] = defaultdict(dict)
+        """Groups to start, by purpose and, of those that may be held back, domain."""
+        self._ready = {purpose: Lanes(_to_hand_out) for purpose in (False, True)}
+        """Rollouts of running groups, by purpose."""
 
     def hold_back(self, domain: str, held: bool) -> None:
         """Whether groups of a domain that wait to be started are passed over."""
@@ -88,39 +74,34 @@ class Dispatch:
 
     def list_group(self, group: Group) -> None:
         """`group` waits to be started."""
-        heappush(self._lane(group).fresh, (group.place, group.spec.index, group))
+        spec = group.spec
+        domain = spec.domain if spec.domain in self._limited else ""
+        fresh = self._fresh[spec.evaluation]
+        if domain not in fresh:
+            fresh[domain] = Lanes(_to_start)
+        fresh[domain].push(spec.shard, (group.place, spec.index, 0), group)
 
     def list_rollout(self, slot: Slot) -> None:
         """A rollout of a running group waits to be handed out. Harmless when it is listed."""
         if not slot.rollout.listed:
             slot.rollout.listed = True
-            entry = (slot.place, slot.queue_index, slot.rollout_index, slot)
-            heappush(self._lane(slot.group).ready, entry)
+            key = (slot.place, slot.queue_index, slot.rollout_index)
+            self._ready[slot.group.spec.evaluation].push(slot.group.spec.shard, key, slot)
 
     def first_group(self, *, evaluation: bool, away: frozenset[str]) -> Group | None:
         """The group to start next, of a domain that is not held back."""
-        first: Group | None = None
-        for (purpose, shard, domain), lane in self._lanes.items():
-            if purpose is evaluation and shard not in away and domain not in self._held_back:
-                group = lane.first_fresh()
-                if group and (first is None or _order_of(group) < _order_of(first)):
-                    first = group
-        return first
+        first: tuple[Key, Group] | None = None
+        for domain, lanes in self._fresh[evaluation].items():
+            if domain not in self._held_back:
+                found = lanes.first(away)
+                if found and (first is None or found[0] < first[0]):
+                    first = found
+        return first[1] if first else None
 
     def first_rollout(self, *, evaluation: bool, away: frozenset[str]) -> Slot | None:
         """The rollout to hand out next among those of running groups."""
-        first: Slot | None = None
-        for (purpose, shard, _), lane in self._lanes.items():
-            if purpose is evaluation and shard not in away:
-                slot = lane.first_ready()
-                if slot and (first is None or slot < first):
-                    first = slot
-        return first
-
-    def _lane(self, group: Group) -> _Lane:
-        spec = group.spec
-        domain = spec.domain if spec.domain in self._limited else ""
-        return self._lanes[spec.evaluation, spec.shard, domain]
+        first = self._ready[evaluation].first(away)
+        return first[1] if first else None
 
 
 class Claims:

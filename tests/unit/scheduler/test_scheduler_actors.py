@@ -203,7 +203,7 @@ async def test_rewind_is_on_record_before_it_is_in_the_pool(
     shards.down |= {"s0", "s1"}
     with pytest.raises(Unavailable):
         await term.ledger.ask(m.Rewind(step=0), timeout_s=ASK_S)
-    assert term.record.fields == {"void_before": (0, 1)}
+    assert term.record.fields == {"void_before": (0, 1), "head": 0}
     shards.down.clear()
     assert await term.ledger.ask(m.Rewind(step=0), timeout_s=ASK_S) == 1
 

@@ -164,7 +164,7 @@ def test_evaluation_that_was_complete_is_settled_anew() -> None:
     """EVALUATED may not have been stored: it follows from the seals."""
     state = rebuild(scanned("e", 0, ("0:0", SEALED), size=1, evaluation=True))
     assert state.queue.books.group("e").phase is Phase.EVALUATED
-    ((shard, fate),) = state.take_fates()
+    ((shard, fate),) = state.take_fates(now_s=0.0)
     assert (shard, fate.state) == ("s0", common_pb2.GROUP_STATE_EVALUATED)
     assert state.progress.completed("code") == 0
 

@@ -1,0 +1,54 @@
+"""The order over items on pool shards, against a list that is searched from end to end."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.core.lanes import Key, Lanes
+
+SHARDS = ("s0", "s1", "s2")
+
+steps = st.one_of(
+    st.tuples(st.just("push"), st.sampled_from(SHARDS), st.integers(0, 9)),
+    st.tuples(st.just("end"), st.integers(0, 99)),
+    st.tuples(st.just("take")),
+    st.tuples(st.just("away"), st.frozensets(st.sampled_from(SHARDS))),
+)
+
+
+@given(st.lists(steps, max_size=80))
+def test_first_is_the_lowest_that_waits_on_a_shard_that_answers(
+    history: list[tuple[object, ...]],
+) -> None:
+    """Whatever was pushed, has ended, was taken, went away and came back before."""
+    waiting: dict[int, tuple[Key, str]] = {}
+    lanes: Lanes[int] = Lanes(lambda item: item in waiting)
+    away: frozenset[str] = frozenset()
+    for number, step in enumerate(history):
+        match step:
+            case ("push", str(shard), int(place)):
+                key = (float(place), number, 0)
+                waiting[number] = (key, shard)
+                lanes.push(shard, key, number)
+            case ("end", int(which)) if waiting:
+                del waiting[sorted(waiting)[which % len(waiting)]]
+            case ("away", frozenset() as away):
+                pass
+        usable = [(key, item) for item, (key, shard) in waiting.items() if shard not in away]
+        expected = min(usable, default=None)
+        assert lanes.first(away) == expected
+        if step == ("take",) and expected:
+            del waiting[expected[1]]
+
+
+def test_lane_that_was_emptied_while_away_is_found_again() -> None:
+    """What is pushed to it later counts as soon as it answers."""
+    waiting = {1, 2}
+    lanes: Lanes[int] = Lanes(lambda item: item in waiting)
+    lanes.push("s0", (1.0, 1, 0), 1)
+    assert lanes.first(frozenset({"s0"})) is None
+    waiting.discard(1)
+    assert lanes.first(frozenset()) is None
+    lanes.push("s0", (2.0, 2, 0), 2)
+    assert lanes.first(frozenset()) == ((2.0, 2, 0), 2)
