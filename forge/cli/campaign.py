@@ -49,6 +49,8 @@ class Evaluation:
     attempts: int
     failed: int
     """Attempts whose rollout was given up; they count as reward 0."""
+    min_weight_version: int = -1
+    """Oldest version that sampled any of them; -1 if unknown."""
     by_task: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Mean outcome of each task, by domain and by the task's id without the evaluation's tag."""
 
@@ -59,6 +61,8 @@ class CampaignResult:
     after: Evaluation
     weight_version: int
     """Oldest version that sampled the second evaluation."""
+    last_step_version: int = 0
+    """Weights published after the last step: an evaluation by older ones is of an earlier step."""
 
     def changes(self, domain: str) -> list[float]:
         """After less before of every task of the domain; empty unless the same tasks were measured
@@ -109,7 +113,13 @@ class Campaign:
         after = await self._evaluate("eval-after")
         await self._trainer_evaluated()
         self._enter("done")
-        return CampaignResult(before=before, after=after, weight_version=version)
+        trainer = self.progress.trainer
+        return CampaignResult(
+            before=before,
+            after=after,
+            weight_version=version,
+            last_step_version=trainer.latest.weight_version if trainer else 0,
+        )
 
     def _enter(self, phase: Phase) -> None:
         self.progress.phase = phase
@@ -258,6 +268,10 @@ def evaluation(results: Sequence[DomainResult], tag: str) -> Evaluation:
         overall=sum(result.mean_outcome * result.rollouts for result in results) / attempts,
         attempts=attempts,
         failed=failed,
+        min_weight_version=min(
+            (each.min_weight_version for each in results if each.min_weight_version >= 0),
+            default=-1,
+        ),
         by_task={
             result.domain: {
                 task.removeprefix(f"{tag}-"): outcome

@@ -213,8 +213,8 @@ def kept_note(measured: MeasuredModel) -> str:
     if measured.problem:
         return f"[red]The kept model {measured.path} was not measured: {measured.problem}[/red]"
     return (
-        f"Kept model {measured.path}: loaded from these files and published as weight version "
-        f"{measured.weight_version} for the second measurement; sha256 equal."
+        f"Kept model {measured.path}: published from these files as weight version "
+        f"{measured.weight_version}; sha256 equal to the weights served."
     )
 
 

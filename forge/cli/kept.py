@@ -107,9 +107,15 @@ def _data(file: Path, begin: int, end: int) -> Iterator[bytes]:
             yield chunk
 
 
-async def measured_model(register: Register, checkpoint: Path) -> MeasuredModel:
+async def measured_model(
+    register: Register, checkpoint: Path, *, sampled_version: int, last_step_version: int
+) -> MeasuredModel:
     """Compare the kept model's files with the newest weights announced, whose digest every worker
-    verifies before it serves them. Raises `Unavailable` when etcd does not answer."""
+    verifies before it serves them. A measurement by versions older than the last step's, of a run
+    that was extended, is of another model.
+
+    Raises `Unavailable` when etcd does not answer.
+    """
     entry = await register.get(_MANIFEST_KEY)
     manifest = json.loads(entry.value) if entry is not None else {}
     problem = ""
@@ -117,6 +123,11 @@ async def measured_model(register: Register, checkpoint: Path) -> MeasuredModel:
         kept = await asyncio.to_thread(read_kept, checkpoint.resolve())
         if kept.digest != manifest.get("digest"):
             problem = f"sha256 {kept.digest} is not that of the weights served"
+        elif sampled_version < last_step_version:
+            problem = (
+                f"the tasks were sampled from weight version {sampled_version}, and the last step "
+                f"published version {last_step_version}"
+            )
     except (NotFound, DataLoss) as error:
         problem = str(error)
     return MeasuredModel(

@@ -199,7 +199,13 @@ async def _campaign(
             on_progress=display.update,
         )
         result = await stack.guard(campaign.run())
-        return result, await measured_model(coordinator, plan.directory.checkpoints / "latest")
+        measured = await measured_model(
+            coordinator,
+            plan.directory.checkpoints / "latest",
+            sampled_version=result.after.min_weight_version,
+            last_step_version=result.last_step_version,
+        )
+        return result, measured
 
 
 @asynccontextmanager

@@ -31,7 +31,7 @@ def test_run_trains_and_prints_the_table(tmp_path: Path, forge_root: Path) -> No
         assert re.search(rf"{domain} .*\d\.\d\d\d .*\d\.\d\d\d .*[+-]\d\.\d\d\d", output), output
     version = re.search(r"weight version (\d+)", output)
     assert version and int(version[1]) >= 4, output
-    assert "kept model" in output and "sha256 equal" in output, output
+    assert "kept model" in output and "sha256 equal to the weights served" in output, output
     assert run.state()["phase"] == "done"
     assert still_alive(pids) == []
     steps = run.metrics()

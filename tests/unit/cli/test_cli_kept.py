@@ -85,7 +85,9 @@ async def test_the_table_names_the_kept_model_where_it_was_measured(checkpoint: 
     result = CampaignResult(before=MEASURED, after=MEASURED, weight_version=7)
     digest = read_kept(checkpoint).digest
     for served, column in ((digest, "kept model"), ("other", "after")):
-        measured = await measured_model(FakeRegister(served), checkpoint)
+        measured = await measured_model(
+            FakeRegister(served), checkpoint, sampled_version=7, last_step_version=6
+        )
         console = Console(width=200, record=True)
         with console.capture() as capture:
             console.print(result_table(result, measured))
@@ -98,6 +100,15 @@ async def test_the_table_names_the_kept_model_where_it_was_measured(checkpoint: 
         path=checkpoint,
         weight_version=7,
         problem=f"sha256 {digest} is not that of the weights served",
+    )
+
+
+async def test_a_measurement_of_an_earlier_step_is_not_the_kept_models(checkpoint: Path) -> None:
+    """A finished run that was given more steps reads its measurement back; the model moved on."""
+    register = FakeRegister(read_kept(checkpoint).digest)
+    measured = await measured_model(register, checkpoint, sampled_version=7, last_step_version=12)
+    assert measured.problem == (
+        "the tasks were sampled from weight version 7, and the last step published version 12"
     )
 
 
