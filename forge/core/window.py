@@ -152,7 +152,7 @@ class Window:
 
     @property
     def head_group(self) -> Group | None:
-        """The oldest group that is not consumed."""
+        """The oldest group that is neither consumed nor taken."""
         return self._groups.get(self.head)
 
     def inside(self, phase: Phase, *, away: frozenset[str] = frozenset()) -> int:

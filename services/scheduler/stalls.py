@@ -48,6 +48,8 @@ class Facts:
     queued: int = 0
     running: int = 0
     complete_in_window: int = 0
+    assigned: int = 0
+    """Of these: groups assigned to the next batch, which waits for others."""
     complete_outside_window: int = 0
     rollouts: int = 0
     """Attempts that are with runners."""
@@ -229,7 +231,9 @@ def _faults(facts: Facts) -> Stall | None:
 
 def _head(facts: Facts) -> Stall | None:
     head = facts.head
-    if head is None or not facts.complete_outside_window or facts.complete_in_window:
+    if head is None or not facts.complete_outside_window:
+        return None
+    if facts.complete_in_window > facts.assigned:
         return None
     return Stall(
         cause="slow_head",

@@ -374,6 +374,7 @@ class TermState:
             queued=books.queued,
             running=books.running,
             complete_in_window=books.complete_in_window,
+            assigned=queue.books.window.assigned,
             complete_outside_window=books.complete_outside_window,
             rollouts=len(queue.rollouts),
             away=queue.books.away,

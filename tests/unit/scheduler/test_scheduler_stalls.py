@@ -32,6 +32,8 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (
         "slow_head",
         {
+            "complete_in_window": 3,
+            "assigned": 3,
             "complete_outside_window": 6,
             "head": Head(task_id="a", index=17, open_rollouts=2, failures=1),
         },
