@@ -124,9 +124,8 @@ def user(text: str) -> Message:
 YES = Message(role="assistant", content="Yes.")
 
 
-def moment(at_s: float, *, offset_s: float = 1e6) -> Moment:
-    """The wall clock is so far ahead of the monotonic one."""
-    return Moment(at_s=at_s, unix_s=at_s + offset_s)
+def moment(at_s: float) -> Moment:
+    return Moment(at_s=at_s, unix_s=at_s + 1e6)
 
 
 async def begin(
@@ -267,9 +266,8 @@ async def test_closing_aborts_calls_and_waits_for_their_turns(
     """No call begins any more; those in flight are aborted, and recorded before it goes on."""
     aborted: list[str] = []
     prompt = await begin(session, "a", abort=lambda: aborted.append("a"))
-    drained: asyncio.Future[None] = await session.ask(
-        StartClose(agent_ended=moment(world.now_s)), timeout_s=TIMEOUT_S
-    )
+    close = StartClose(agent_ended=moment(world.now_s))
+    drained: asyncio.Future[None] = await session.ask(close, timeout_s=TIMEOUT_S)
     assert (aborted, drained.done()) == (["a"], False)
     with pytest.raises(SessionClosed):
         await begin(session, "b")
