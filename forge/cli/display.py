@@ -152,7 +152,8 @@ def _versions(oldest: int, newest: int) -> str:
 
 def evaluations_table(evaluations: Sequence[Mapping[str, Any]]) -> Table:
     """What the trainer measured, by step, as its metrics file has it."""
-    table = Table(title="Held-out mean reward while training", title_justify="left")
+    # Four domains with their names fit in 80 columns.
+    table = Table(title="Held-out mean reward while training", title_justify="left", pad_edge=False)
     domains = sorted({name for one in evaluations for name in one["domains"]})
     for column in ("step", "weights", *domains, "all", "95 %", "failed"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -161,7 +162,7 @@ def evaluations_table(evaluations: Sequence[Mapping[str, Any]]) -> Table:
         table.add_row(
             str(one["step"]),
             _versions(one["min_weight_version"], one["max_weight_version"]),
-            *(f"{reward:.3f}" for reward in (*rewards, one["mean_reward"])),
+            *(f"{reward:.2f}" for reward in (*rewards, one["mean_reward"])),
             _ends(one),
             str(one["failed"]),
         )

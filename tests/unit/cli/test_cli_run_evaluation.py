@@ -151,8 +151,8 @@ async def test_each_evaluation_is_noted_once_and_the_last_one_waited_for(
 
 
 def test_the_table_has_a_row_per_evaluation() -> None:
-    """Domains, the mean over all with its interval, if it has one, and the versions that
-    sampled."""
+    """Domains, the mean over all with its interval, if it has one, and the versions that sampled,
+    all within 80 columns."""
     rows: list[dict[str, Any]] = [
         {
             "step": step,
@@ -160,7 +160,9 @@ def test_the_table_has_a_row_per_evaluation() -> None:
             "max_weight_version": newest,
             "mean_reward": 0.5,
             "failed": 1,
-            "domains": {"qa": {"mean_reward": 0.625}},
+            "domains": {
+                name: {"mean_reward": 0.625} for name in ("code", "general", "qa", "reasoning")
+            },
         }
         | interval
         for step, newest, interval in (
@@ -168,13 +170,14 @@ def test_the_table_has_a_row_per_evaluation() -> None:
             (12, 9, {"mean_reward_low": 0.375, "mean_reward_high": 0.625}),
         )
     ]
-    console = Console(file=StringIO(), width=120)
+    console = Console(file=StringIO(), width=80)
     console.print(evaluations_table(rows))
     assert isinstance(console.file, StringIO)
     words = [line.split() for line in console.file.getvalue().splitlines()]
     shown = [[word for word in line if word not in "│┃"] for line in words]
-    assert ["6", "v7", "0.625", "0.500", "-", "1"] in shown
-    assert ["12", "v7-9", "0.625", "0.500", "0.38-0.62", "1"] in shown
+    rewards = ["0.62"] * 4 + ["0.50"]
+    assert ["6", "v7", *rewards, "-", "1"] in shown
+    assert ["12", "v7-9", *rewards, "0.38-0.62", "1"] in shown
 
 
 def test_a_line_of_an_evaluation_states_its_interval() -> None:
