@@ -212,10 +212,12 @@ def build(family: Family) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq"):  # some releases of transformers multiply it by fp32 positions
             buffer.data = buffer.to(torch.float32)
+    longest = deep_samples(model)[0]
     try:
-        own_logprobs(model, short_samples(model)[0])
+        own_logprobs(model, longest)
     except RuntimeError:
         model.to(torch.float32)
+        own_logprobs(model, longest)
     return model
 
 

@@ -5,13 +5,25 @@ The whole table is `make families`; here are those of which each had a way to be
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.support.model_families import NEEDED, VARIANTS, Family, deep_samples, errors_of
+from benchmarks import families as command
+from benchmarks.support.model_families import (
+    NEEDED,
+    VARIANTS,
+    Family,
+    Finding,
+    deep_samples,
+    errors_of,
+)
 from benchmarks.support.model_families import build as build_family
 from forge.core.errors import InvalidArgument
 from forge.rl.batch_plan import plan_batch
@@ -132,3 +144,21 @@ def test_a_dynamic_rotary_embedding_forgets_longer_sequences() -> None:
     before = policy.logprobs(short)[0].detach()
     policy.logprobs(everything)
     assert torch.equal(policy.logprobs(short)[0].detach(), before)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_command_fails_for_a_family_trained_wrongly(
+    exact: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Exit code 1, and the page and the numbers are written all the same."""
+    finding = Finding(way="merged", errors=(0.0, 1e-7, 0.0, 0.5), exact=exact)
+    monkeypatch.setattr(command, "examine", lambda _: finding)
+    page, numbers = tmp_path / "page.md", tmp_path / "numbers.json"
+    argv = ["families", "--only", "llama", "--markdown", str(page), "--json", str(numbers)]
+    monkeypatch.setattr(sys, "argv", argv)
+    try:
+        assert command.main() == int(not exact)
+    finally:
+        logging.disable(logging.NOTSET)
+    assert "| llama | merged | 0.0e+00 | 1.0e-07 | 0.0e+00 | 5.0e-01 |" in page.read_text()
+    assert json.loads(numbers.read_text())["llama.grad_err_beyond"] == 0.5
