@@ -173,8 +173,8 @@ def test_the_table_has_a_row_per_evaluation() -> None:
     console = Console(file=StringIO(), width=80)
     console.print(evaluations_table(rows))
     assert isinstance(console.file, StringIO)
-    words = [line.split() for line in console.file.getvalue().splitlines()]
-    shown = [[word for word in line if word not in "│┃"] for line in words]
+    lines = console.file.getvalue().splitlines()
+    shown = [line.replace("│", " ").split() for line in lines]
     rewards = ["0.62"] * 4 + ["0.50"]
     assert ["6", "v7", *rewards, "-", "1"] in shown
     assert ["12", "v7-9", *rewards, "0.38-0.62", "1"] in shown
