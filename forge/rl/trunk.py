@@ -38,7 +38,6 @@ class Trunk:
         self._model = model
         norms = [one for one in model.base_model.children() if "Norm" in type(one).__name__]
         self._norm: nn.Module | None = norms[-1] if norms else None
-        self._keeps_logits = "logits_to_keep" in signature(model.forward).parameters
 
     def __call__(self, inputs: dict[str, Any], *, normed: bool) -> TrunkOutput:
         """One pass, `inputs` being keywords of the model's forward."""
@@ -69,7 +68,8 @@ class Trunk:
     ) -> tuple[TrunkOutput, Tensor]:
         """The same with the model's own head: logits [R, V] of those tokens. Without `states` there
         are none, and with them they are behind the norm."""
-        kept = {"logits_to_keep": places_R} if self._keeps_logits else {}
+        keeps_logits = "logits_to_keep" in signature(self._model.forward).parameters
+        kept = {"logits_to_keep": places_R} if keeps_logits else {}
         output = self._model(**inputs, **kept, output_hidden_states=states)
         logits_RV = output.logits[0] if kept else output.logits[0].index_select(0, places_R)
         states_LC = output.hidden_states[-1][0] if states else output.logits.new_empty(0, 0)

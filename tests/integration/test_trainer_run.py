@@ -90,16 +90,18 @@ async def test_a_run_trains_every_batch_and_finishes(stack: Stack) -> None:
     assert (status.step, status.max_steps, status.checkpoint_step) == (3, 3, 3)
     assert [path.name for path in sorted(stack.trainer.checkpoints.iterdir())] == [
         "latest",
+        "run-clock.json",
         "step-00000002",
         "step-00000003",
     ]
-    manifest = await stack.client.until_version(4)
-    assert manifest["weight_version"] == status.weight_version == 4
-    tensors = await stack.client.fetch(manifest["source"], 4)
+    # The last step's weights are version 4, the kept model read back from its files version 5.
+    manifest = await stack.client.until_version(5)
+    assert manifest["weight_version"] == status.weight_version == 5
+    tensors = await stack.client.fetch(manifest["source"], 5)
     digest = hashlib.sha256(b"".join(tensor.data for tensor in tensors)).hexdigest()
     assert [tensor.name for tensor in tensors] == manifest["tensor_names"]
     assert digest == manifest["digest"]
-    with pytest.raises(NotFound, match="held: \\[3, 4\\]"):
+    with pytest.raises(NotFound, match="held: \\[4, 5\\]"):
         await stack.client.fetch(manifest["source"], 1)
     await a_damaged_checkpoint_is_passed_over(stack)
 
