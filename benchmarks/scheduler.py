@@ -2,6 +2,7 @@
 
     python -m benchmarks.scheduler [--quick] [--adaptive S] [--json FILE]
     python -m benchmarks.scheduler --takeover [GROUPS] [--trained] [--json FILE]
+    python -m benchmarks.scheduler --settled [--quick] [--json FILE]
 
 The real core (`forge.core.generation`) in one process on one core, in steady state: runners lease
 and complete in random order, a trainer takes batches of 512 from a window of 0.3 N and commits
@@ -10,7 +11,8 @@ them, with N = 8192 and a million groups queued behind, and before that with a t
 `--adaptive`, the mode is `adaptive` with a bound of S steps on staleness: up to S batches are
 started and not trained on. `--takeover` measures something else: real processes, SIGKILL of the
 leader, and how long its clients wait for the next one, which stood by, with so many groups to
-rebuild: queued ones, or, with `--trained`, such as were trained on.
+rebuild: queued ones, or, with `--trained`, such as were trained on. `--settled` measures what a
+term keeps of groups that are over, and the time it takes to read them.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from rich.table import Table
 
 from benchmarks.support.cpu import rss_bytes
 from benchmarks.support.report import arguments, keep
+from benchmarks.support.report import show as show_numbers
+from benchmarks.support.settled import measure_settled
 from benchmarks.support.takeover import MIN_GROUPS, measure_takeover
 from forge.core.admission import Mode, QueueSettings
 from forge.core.generation import GenerationQueue
@@ -44,6 +48,7 @@ DOMAINS = ("code", "qa", "general", "reasoning")
 COMPLETE_ROLLOUTS = 32
 """Between two looks for a batch."""
 OPERATIONS = ("lease", "complete", "look", "take", "commit")
+SETTLED = 400_000
 LATE_S = 1e6
 """Long after the last group was added."""
 TARGET_MS = 1.0
@@ -201,7 +206,13 @@ def main() -> None:
     parser.add_argument(
         "--trained", action="store_true", help="with --takeover: groups that were trained on"
     )
+    parser.add_argument("--settled", action="store_true", help="groups that are over")
     options = parser.parse_args()
+    if options.settled:
+        numbers = measure_settled(SETTLED // 2 if options.quick else SETTLED)
+        show_numbers("Groups that are over", numbers)
+        keep(numbers, options.json)
+        return
     if options.takeover is not None:
         with tempfile.TemporaryDirectory() as folder:
             groups = max(options.takeover, MIN_GROUPS)

@@ -7,7 +7,6 @@ two: `prepare_commit` names the groups, the caller stores them as TRAINED, `comm
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from dataclasses import dataclass
 from forge.core.activity import Activity
 from forge.core.admission import QueueSettings
 from forge.core.books import Books
+from forge.core.commits import Commits, batch_name, granted_at
 from forge.core.errors import FailedPrecondition, NotFound
 from forge.core.groups import Group, Phase
 from forge.core.trajectory import TaskId
 
-_BATCH_ID = re.compile(r"batch-(\d+)-(\d+)")
 MAX_WRITE_S = 120.0
 """Longer than any write between a `prepare` and its end takes."""
 
@@ -45,8 +44,7 @@ class Batches:
         self._term = term
         self._issued = 0
         self._open: dict[str, Batch] = {}
-        self._committed: dict[str, int] = {}
-        """Step by batch id: makes a repeated commit harmless."""
+        self._committed = Commits()
         self._in_doubt: set[TaskId] = set()
         """Groups of commits that have begun and not ended: a shard may have them as TRAINED."""
         self.void_before = void_before
@@ -72,7 +70,7 @@ class Batches:
         groups = self._choose(max_groups, can_progress=can_progress, now_s=now_s)
         if not groups:
             return None
-        batch_id = _batch_id(self._term, self._issued)
+        batch_id = batch_name(self._term, self._issued)
         self._issued += 1
         return self._hold(batch_id, trainer_id, groups, expires_s)
 
@@ -119,16 +117,20 @@ class Batches:
         still there. Raises NotFound when they are not, FailedPrecondition when the batch was
         committed by another step.
         """
-        known = self._committed.get(batch_id, step)
-        if known != step:
+        known = self._committed.get(batch_id)
+        if known not in (None, step):
             raise FailedPrecondition(
                 f"batch_id {batch_id!r} was committed by step {known}, not by step {step}"
             )
         batch = self._open.get(batch_id)
         if batch is None:
-            named = map(self._books.group, dict.fromkeys(task_ids))
-            left = [group for group in named if group.batch_id != batch_id]
-            if batch_id in self._committed and not left:
+            named = list(dict.fromkeys(task_ids))
+            if known is not None:
+                # They are settled, long ago: there is nothing left to do for them.
+                named = [each for each in named if not self._books.is_forgotten(each)]
+            groups = map(self._books.group, named)
+            left = [group for group in groups if group.batch_id != batch_id]
+            if known is not None and not left:
                 return ()
             batch = self._hold_again(batch_id, left, now_s)
         self._in_doubt.update(batch.task_ids)
@@ -137,13 +139,13 @@ class Batches:
     def commit(self, batch_id: str, *, step: int) -> None:
         """Its groups are stored as TRAINED by `step`; `prepare_commit` came first."""
         batch = self._open.pop(batch_id)
-        self._committed[batch_id] = step
+        self._committed.add(batch_id, step)
         self._in_doubt.difference_update(batch.task_ids)
         self._books.train(self._groups(batch), step=step)
 
     def restore(self, batch_id: str, *, step: int) -> None:
         """An earlier term stored a commit."""
-        self._committed[batch_id] = step
+        self._committed.add(batch_id, step)
 
     def prepare_release(self, batch_id: str, *, now_s: float) -> tuple[TaskId, ...]:
         """The groups to store as TOMBSTONED before a `release` with a reason."""
@@ -168,16 +170,16 @@ class Batches:
         for batch_id in tuple(self._open):
             self.release(batch_id)
         self.void_before = (self._term, self._issued)
-        in_doubt = [self._books.group(task_id) for task_id in self._in_doubt]
+        # One that is forgotten was settled since.
+        left = (each for each in self._in_doubt if not self._books.is_forgotten(each))
+        in_doubt = map(self._books.group, left)
         half_stored = [group for group in in_doubt if group.phase is Phase.COMPLETE]
         undone = self._books.trained_after(step) + half_stored
         return tuple(group.spec.task_id for group in undone)
 
     def rewind(self, step: int) -> int:
         """Groups trained after `step` are visible again; how many."""
-        undone = [batch for batch, committed in self._committed.items() if committed > step]
-        for batch_id in undone:
-            del self._committed[batch_id]
+        self._committed.undo_after(step)
         self._in_doubt.clear()
         return len(self._books.rewind(step))
 
@@ -212,7 +214,7 @@ class Batches:
         return batch.task_ids
 
     def _hold_again(self, batch_id: str, groups: Sequence[Group], now_s: float) -> Batch:
-        granted = _granted_at(batch_id)
+        granted = granted_at(batch_id)
         if granted >= (self._term, self._issued):
             raise NotFound(f"batch_id {batch_id!r} was never given out")
         if not groups or granted < self.void_before:
@@ -227,13 +229,3 @@ class Batches:
 
     def _groups(self, batch: Batch) -> list[Group]:
         return [self._books.group(task_id) for task_id in batch.task_ids]
-
-
-def _batch_id(term: int, number: int) -> str:
-    return f"batch-{term}-{number}"
-
-
-def _granted_at(batch_id: str) -> tuple[int, int]:
-    """Term and number of a batch; before all others for an id that was never given out."""
-    match = _BATCH_ID.fullmatch(batch_id)
-    return (int(match[1]), int(match[2])) if match else (-1, 0)

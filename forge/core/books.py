@@ -2,14 +2,17 @@
 
     accepted = trained + tombstoned + pending
 
-Owns each change of phase, so that counts, window and order cannot disagree. Why a group changes
-phase is for `forge.core.rollouts` (sampling) and `forge.core.batches` (training) to say.
+Owns each change of phase, so that counts, window and order cannot disagree, and what is kept of a
+group that is settled: for a while all of it, then its share of the counts and a digest of its name.
+Why a group changes phase is for `forge.core.rollouts` (sampling) and `forge.core.batches`
+(training) to say.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -17,6 +20,7 @@ from forge.core.activity import Activity
 from forge.core.adaptive import Adaptive
 from forge.core.dispatch import Dispatch
 from forge.core.errors import InvalidArgument, NotFound
+from forge.core.forgotten import Forgotten
 from forge.core.groups import Group, Phase
 from forge.core.trajectory import TaskId
 from forge.core.window import Window
@@ -75,30 +79,51 @@ class Books:
         """By (evaluation, pool shard)."""
         self._trained: defaultdict[int, list[Group]] = defaultdict(list)
         """By optimizer step."""
+        self._trained_held = 0
+        """How many groups these are."""
         self._settled: list[Group] = []
+        self._over: deque[Group] = deque()
+        """Tombstoned and evaluated groups that are held, and whose fate was told."""
+        self.forgotten = Forgotten()
+        """Groups that were settled long ago: some of them may be held again, by a rewind."""
+        self.forgotten_shards: set[str] = set()
+        """Pool shards that these are on."""
+        self._forgotten_step = 0
+        """No group that a later step trained is forgotten."""
+        self._kept_after = math.inf
+        """Groups of later steps are held, for a rewind that is under way."""
 
     def __contains__(self, task_id: str) -> bool:
-        return task_id in self._groups
+        """Whether a group of that id was ever added."""
+        return task_id in self._groups or task_id in self.forgotten
 
     def group(self, task_id: str) -> Group:
-        """Raises NotFound."""
+        """Raises NotFound for one that is not held."""
         try:
             return self._groups[TaskId(task_id)]
         except KeyError:
-            raise NotFound(f"task_id {task_id!r} is not in the queue") from None
+            known = "is settled since long" if task_id in self.forgotten else "is not in the queue"
+            raise NotFound(f"task_id {task_id!r} {known}") from None
+
+    def is_forgotten(self, task_id: str) -> bool:
+        """Whether a group was added and settled, and is not held any more."""
+        return task_id not in self._groups and task_id in self.forgotten
+
+    def held(self) -> int:
+        """Groups in memory."""
+        return len(self._groups)
 
     def add(self, group: Group, *, now_s: float) -> None:
         """Accept a group, new or as an earlier term left it. Raises InvalidArgument."""
         spec = group.spec
-        if spec.task_id in self._groups:
+        if spec.task_id in self:
             raise InvalidArgument(f"task_id {spec.task_id!r} was submitted before")
         assert group.phase is Phase.QUEUED or not group.phase.open
         self._place(group)
         self._groups[spec.task_id] = group
         self._counts[spec.evaluation, group.phase] += 1
         self.added_s = now_s
-        if group.phase is Phase.TRAINED:
-            self._trained[group.step].append(group)
+        self._keep_settled((group,))
         if spec.evaluation:
             self.next_eval_index = max(self.next_eval_index, spec.index + 1)
         else:
@@ -110,7 +135,7 @@ class Books:
 
     def are_new(self, task_ids: Sequence[TaskId]) -> bool:
         """Whether none of them is known, and none is named twice."""
-        return len(set(task_ids)) == len(task_ids) and self._groups.keys().isdisjoint(task_ids)
+        return len(set(task_ids)) == len(task_ids) and not any(each in self for each in task_ids)
 
     def add_at_rest(
         self, task_ids: Sequence[TaskId], groups: Sequence[Group], *, now_s: float
@@ -120,11 +145,10 @@ class Books:
         self._groups.update(zip(task_ids, groups, strict=True))
         self._counts.update(map(_PURPOSE_AND_PHASE, groups))
         self.added_s = now_s
+        self._keep_settled(groups)
         for group in groups:
             self._place(group)
-            if group.phase is Phase.TRAINED:
-                self._trained[group.step].append(group)
-            elif group.phase is Phase.QUEUED:
+            if group.phase is Phase.QUEUED:
                 self.dispatch.list_group(group)
         training = [group for group in groups if not group.spec.evaluation]
         self.window.add_in_order(training)
@@ -203,6 +227,9 @@ class Books:
         for group in groups:
             group.step = step
         self._trained[step] += groups
+        self._trained_held += len(groups)
+        # One that was under way has ended, or was given up.
+        self._kept_after = math.inf
         self.move_batch(groups, Phase.BATCHED, Phase.TRAINED)
         if self.adaptive:
             self.adaptive.trained(groups, head=self.window.head, queued=self.queued())
@@ -219,6 +246,8 @@ class Books:
         self._counts[False, Phase.COMPLETE] += len(undone)
         for later in [known for known in self._trained if known > step]:
             del self._trained[later]
+        self._trained_held -= len(undone)
+        self._kept_after = math.inf
         self.window.rebuild(undone)
         if self.adaptive:
             self.adaptive.came_back(undone)
@@ -227,7 +256,59 @@ class Books:
     def settled(self) -> tuple[Group, ...]:
         """Groups tombstoned or evaluated since the last call: their fate is to be stored."""
         settled, self._settled = tuple(self._settled), []
+        self._over += settled
         return settled
+
+    def _keep_settled(self, groups: Iterable[Group]) -> None:
+        """Groups that an earlier term settled, if they are."""
+        for group in groups:
+            if group.phase is Phase.TRAINED:
+                self._trained[group.step].append(group)
+                self._trained_held += 1
+            elif group.phase.consumed:
+                self._over.append(group)
+
+    def forget(self, *, most: int, digest_of: Callable[[TaskId], bytes]) -> list[Group]:
+        """Let go of what was settled first, so that of groups trained on about `most` are held, and
+        of others as many. All counts stay. `digest_of` gives the content behind a task id.
+
+        A step's groups go together, and those of the last step stay. What a later rewind needs of
+        them is to be held again first, see `must_recall`.
+        """
+        gone: list[Group] = []
+        while len(self._over) > most:
+            gone.append(self._over.popleft())
+        while self._trained_held > most and len(self._trained) > 1:
+            step = next(iter(self._trained))
+            if step > self._kept_after:
+                break
+            trained = self._trained.pop(step)
+            self._trained_held -= len(trained)
+            self._forgotten_step = max(self._forgotten_step, step)
+            gone += trained
+        for group in gone:
+            task_id = group.spec.task_id
+            del self._groups[task_id]
+            self.forgotten.add(task_id, digest_of(task_id))
+            self.forgotten_shards.add(group.spec.shard)
+        return gone
+
+    def must_recall(self, step: int) -> bool:
+        """Whether a rewind to `step` takes back groups that are forgotten; from now until then,
+        none of those that it takes back is."""
+        self._kept_after = step
+        return step < self._forgotten_step
+
+    def recall(self, groups: Iterable[Group], *, after: int) -> None:
+        """Hold again what was trained after a step: `groups` has each group of those that is
+        forgotten, and others are passed over. `must_recall` came first."""
+        for group in groups:
+            wanted = group.phase is Phase.TRAINED and group.step > after
+            if wanted and self.is_forgotten(group.spec.task_id):
+                self._place(group)
+                self._groups[group.spec.task_id] = group
+                self._keep_settled((group,))
+        self._forgotten_step = min(self._forgotten_step, after)
 
     def complete(self) -> int:
         """Groups that are complete and in no batch."""

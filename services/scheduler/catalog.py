@@ -1,7 +1,8 @@
 """The tasks behind the groups: what was submitted, found again by id and by tag.
 
 Owns the messages; the queue knows groups by id alone. The payload of a group is kept for as long
-as a runner may ask for it, so that memory follows what is open and not what was ever done.
+as a runner may ask for it, and the task for as long as the group is held, so that memory follows
+what is open and not what was ever done.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Catalog:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
-        self._tags: defaultdict[str, list[str]] = defaultdict(list)
+        self._tags: defaultdict[str, dict[str, None]] = defaultdict(dict)
 
     def add(self, task: common_pb2.Task, *, digest: bytes = b"") -> None:
         """`digest` is of the task as it was submitted: the pool may have freed its payload."""
@@ -56,12 +57,16 @@ class Catalog:
         self._entries.update(zip(task_ids, entries, strict=True))
         for task_id, tag in zip(task_ids, tags, strict=True):
             if tag:
-                self._tags[tag].append(task_id)
+                self._tags[tag][task_id] = None
 
     def digest(self, task_id: str) -> bytes | None:
         """None for an unknown task."""
         entry = self._entries.get(task_id)
         return entry.digest if entry else None
+
+    def known_digest(self, task_id: str) -> bytes:
+        """Of a task that is held."""
+        return self._entries[task_id].digest
 
     def task(self, task_id: str) -> common_pb2.Task:
         return common_pb2.Task.FromString(self._entries[task_id].task)
@@ -73,20 +78,33 @@ class Catalog:
         task.payload_json = ""
         self._entries[task_id] = Entry(entry.digest, task.SerializeToString())
 
+    def forget(self, task_id: str) -> str:
+        """Let go of a task; its tag."""
+        tag = common_pb2.Task.FromString(self._entries.pop(task_id).task).tag
+        if tag:
+            del self._tags[tag][task_id]
+            if not self._tags[tag]:
+                del self._tags[tag]
+        return tag
+
     def tagged(self, tag: str) -> Sequence[str]:
         """Task ids in the order they were added; every task for no tag."""
         return tuple(self._tags.get(tag, ()) if tag else self._entries)
 
     def record(self, group: Group) -> common_pb2.GroupRecord:
         """The group as others see it, without the payload."""
-        task = self.task(group.spec.task_id)
-        task.payload_json = ""
-        return common_pb2.GroupRecord(
-            task=task,
-            queue_index=group.spec.index,
-            state=_STATES.get(group.phase, common_pb2.GROUP_STATE_PENDING),
-            batch_id=group.batch_id,
-            step=group.step,
-            reason=group.reason,
-            pool_shard=group.spec.shard,
-        )
+        return record_of(group, self.task(group.spec.task_id))
+
+
+def record_of(group: Group, task: common_pb2.Task) -> common_pb2.GroupRecord:
+    """A group and its task as others see them; `task` loses its payload."""
+    task.payload_json = ""
+    return common_pb2.GroupRecord(
+        task=task,
+        queue_index=group.spec.index,
+        state=_STATES.get(group.phase, common_pb2.GROUP_STATE_PENDING),
+        batch_id=group.batch_id,
+        step=group.step,
+        reason=group.reason,
+        pool_shard=group.spec.shard,
+    )

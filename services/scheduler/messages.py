@@ -141,6 +141,22 @@ class ApplyRelease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FindForgotten:
+    """Answered by the pool shards with groups that were trained after a step and are not in memory:
+    they come with RecallGroups before PrepareRewind."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecallGroups:
+    """All groups of those shards that were trained after a step, as the pool has them."""
+
+    groups: Sequence[StoredGroup]
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareRewind:
     """Answered by a RewindPlan."""
 
@@ -199,14 +215,24 @@ class SetAway:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListTagged:
-    """Answered by task ids, in the order they were submitted."""
+    """Answered by a Tagged."""
 
     tag: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tagged:
+    """The groups of a tag."""
+
+    task_ids: Sequence[str]
+    """Of those in memory, in the order they were submitted."""
+    shards: frozenset[str]
+    """Pool shards that may have others, which were settled long ago."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ViewGroups:
-    """Answered by a GroupView each."""
+    """Answered by a GroupView each; groups that are not in memory any more are left out."""
 
     task_ids: Sequence[str]
 

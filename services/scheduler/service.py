@@ -19,6 +19,7 @@ from forge.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import messages as m
 from services.scheduler import validation
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.listing import list_groups
 from services.scheduler.term import Office
 
 FULL_NAME = "forge.v1.SchedulerService"
@@ -35,7 +36,6 @@ LEADER_KEY = "forge-leader"
 ASK_S = 10.0
 WRITE_S = 60.0
 """Of what waits for the pool."""
-LIST_GROUPS = 64
 MAX_ANSWER_BYTES = 4 << 20
 NO_LEADER_RETRY_S = 0.2
 _SEALED = common_pb2.TRAJECTORY_STATE_SEALED
@@ -199,10 +199,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.ListGroupsRequest, context: Any
     ) -> AsyncIterator[scheduler_pb2.ListGroupsResponse]:
         office = await self._lead(context)
-        task_ids = await office.queue.ask(m.ListTagged(tag=request.tag), timeout_s=ASK_S)
-        for start in range(0, len(task_ids), LIST_GROUPS):
-            part = m.ViewGroups(task_ids=task_ids[start : start + LIST_GROUPS])
-            views = await office.queue.ask(part, timeout_s=ASK_S)
+        async for views in list_groups(office.queue, office.shards, request.tag):
             for group in await self._with_summaries(office, views):
                 yield scheduler_pb2.ListGroupsResponse(group=group)
 

@@ -8,7 +8,7 @@ without noticing is refused by the shard.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge.core.errors import (
@@ -58,7 +58,7 @@ class ShardScans:
 
     async def scan(
         self, shard: str, *, since: str = ""
-    ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
+    ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
         """How the scan begins, then every group of a shard in queue order, or, if `since` is a mark
         that the shard knows, every group changed since.
 

@@ -11,6 +11,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from forge.core.activity import Activity
+from forge.core.generation import GenerationQueue
+from forge.core.groups import Phase, RolloutPhase
 
 HEARD_S = 60.0
 """A runner or trainer that has not called for so long is not there: each calls at least every 30 s
@@ -66,6 +68,20 @@ class Facts:
     """Attempts that the infrastructure ended."""
     fault_reason: str = ""
     head: Head | None = None
+
+
+def head_of(queue: GenerationQueue) -> Head | None:
+    """The group that holds the head, if it runs."""
+    group = queue.books.window.head_group
+    if group is None or group.phase is not Phase.RUNNING:
+        return None
+    unsealed = [each for each in group.rollouts if each.phase is not RolloutPhase.SEALED]
+    return Head(
+        task_id=group.spec.task_id,
+        index=group.spec.index,
+        open_rollouts=len(unsealed),
+        failures=sum(each.failures for each in unsealed),
+    )
 
 
 class Watch:

@@ -17,9 +17,9 @@ from forge.core.books import BookStatus
 from forge.core.errors import InvalidArgument, ResourceExhausted, Unavailable
 from forge.core.failures import FailureKind
 from forge.core.generation import GenerationQueue
-from forge.core.groups import Group, Phase, RolloutPhase
+from forge.core.groups import Group, Phase
 from forge.core.tasks import MAX_PAYLOAD_BYTES
-from forge.core.trajectory import TaskId
+from forge.core.trajectory import TaskId, parse_trajectory_id
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler import metrics
@@ -27,7 +27,8 @@ from services.scheduler.catalog import Catalog
 from services.scheduler.equal_rewards import EqualRewards
 from services.scheduler.messages import BatchView, Fate, Grant, GroupView, Report, RewindPlan
 from services.scheduler.progress import Progress, outcome_of
-from services.scheduler.stalls import Head, Watch, why
+from services.scheduler.settled import MOST_SETTLED, SettledGroups
+from services.scheduler.stalls import Watch, head_of, why
 from services.scheduler.stored import StoredGroup
 from services.scheduler.validation import ACTIVITIES, digest_of
 
@@ -53,13 +54,16 @@ class TermState:
         max_pending: int,
         skip_equal_rewards: bool = False,
         stall_after_s: float = math.inf,
+        most_settled: int = MOST_SETTLED,
     ) -> None:
+        """`most_settled`: groups trained on that are held, and as many others that are over."""
         self.queue = queue
         self.watch = Watch()
         self._stall_after_s = stall_after_s
         self._unread: frozenset[str] = frozenset()
         """Pool shards that have not been read in this term."""
         self.catalog = Catalog()
+        self.settled = SettledGroups(queue.books, self.catalog, most=most_settled)
         self.progress = Progress()
         self._max_pending = max_pending
         self._equal = EqualRewards(queue.books, enabled=skip_equal_rewards)
@@ -84,6 +88,7 @@ class TermState:
             else:
                 for stored in together:
                     self._restore_one(stored, now_s=now_s)
+        self.settled.forget()
 
     def _restore_at_rest(
         self, task_ids: Sequence[TaskId], stored: Sequence[StoredGroup], *, now_s: float
@@ -115,10 +120,10 @@ class TermState:
         """Those not known. Raises InvalidArgument for a known id with other content."""
         fresh = []
         for task_id, task in tasks.items():
-            known = self.catalog.digest(task_id)
-            if known is None:
+            digest = digest_of(task)
+            if (known := self.settled.is_known(task_id, digest)) is None:
                 fresh.append(task)
-            elif known != digest_of(task):
+            elif not known:
                 raise InvalidArgument(
                     f"task_id {task_id!r} was submitted before with different content"
                 )
@@ -136,7 +141,8 @@ class TermState:
         return fresh
 
     def view(self, task_ids: Iterable[str]) -> tuple[GroupView, ...]:
-        groups = map(self.queue.books.group, task_ids)
+        """Those that are forgotten are left out."""
+        groups = map(self.queue.books.group, self.settled.held(task_ids))
         return tuple(
             GroupView(record=self.catalog.record(group), trajectory_ids=group.sealed_ids())
             for group in groups
@@ -164,6 +170,7 @@ class TermState:
                 self.watch.progressed(now_s)
             fate = Fate(task_id=task_id, state=_FATES[group.phase], reason=group.reason)
             fates.append((group.spec.shard, fate))
+        self.settled.forget()
         return fates
 
     # Shards
@@ -227,14 +234,19 @@ class TermState:
         return tuple(lease for lease in lease_ids if not renew(lease, now_s=now_s))
 
     def locate(self, trajectory_ids: Iterable[str]) -> dict[str, list[str]]:
-        """The ids by pool shard. Raises NotFound."""
+        """The ids by pool shard, without those of groups that are forgotten. Raises NotFound."""
         found: defaultdict[str, list[str]] = defaultdict(list)
         for trajectory_id in trajectory_ids:
+            if self._is_forgotten(trajectory_id):
+                continue
             found[self.queue.rollouts.group_of(trajectory_id).spec.shard].append(trajectory_id)
         return dict(found)
 
     def settle(self, report: Report, *, now_s: float) -> None:
-        """An attempt ended, and this is what the pool holds of it."""
+        """An attempt ended, and this is what the pool holds of it; for a group that is forgotten,
+        that changes nothing."""
+        if self._is_forgotten(report.trajectory_id):
+            return
         summary = report.summary
         if summary is not None and summary.state == common_pb2.TRAJECTORY_STATE_SEALED:
             if self.queue.rollouts.complete(report.trajectory_id, now_s=now_s):
@@ -258,6 +270,9 @@ class TermState:
         )
         if failed:
             self._failed(report.trajectory_id, report.kind, reason)
+
+    def _is_forgotten(self, trajectory_id: str) -> bool:
+        return self.queue.books.is_forgotten(parse_trajectory_id(trajectory_id).task_id)
 
     def _failed(self, trajectory_id: str, kind: FailureKind, reason: str) -> None:
         metrics.FAILURES.labels(kind.value).inc()
@@ -302,6 +317,12 @@ class TermState:
     def commit(self, batch_id: str, *, step: int, now_s: float) -> None:
         self.queue.batches.commit(batch_id, step=step)
         self.watch.progressed(now_s)
+
+    def shards_to_recall(self, step: int) -> frozenset[str]:
+        """Pool shards to read for `recall` before a rewind to `step` is prepared; none when all
+        that it takes back is held. Raises Unavailable, as `prepare_rewind` does."""
+        self.check_all_read()
+        return self.settled.shards_to_recall(step)
 
     def prepare_rewind(self, step: int) -> RewindPlan:
         """Raises Unavailable while a shard has not been read: it may have groups to take back."""
@@ -378,20 +399,7 @@ class TermState:
             complete_outside_window=books.complete_outside_window,
             rollouts=len(queue.rollouts),
             away=queue.books.away,
-            head=_head_of(queue),
+            head=head_of(queue),
         )
         stall = why(facts, after_s=self._stall_after_s)
         return scheduler_pb2.Stall(cause=stall.cause, text=stall.text) if stall else None
-
-
-def _head_of(queue: GenerationQueue) -> Head | None:
-    group = queue.books.window.head_group
-    if group is None or group.phase is not Phase.RUNNING:
-        return None
-    unsealed = [each for each in group.rollouts if each.phase is not RolloutPhase.SEALED]
-    return Head(
-        task_id=group.spec.task_id,
-        index=group.spec.index,
-        open_rollouts=len(unsealed),
-        failures=sum(each.failures for each in unsealed),
-    )

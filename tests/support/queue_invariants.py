@@ -36,6 +36,8 @@ class QueueInvariants(RuleBasedStateMachine):
     next_index: dict[bool, int]
     announced: tuple[Window, int]
     """The window and its edge, as they were."""
+    gone: dict[TaskId, Group]
+    """What the queue has let go of, as it was then."""
 
     @invariant()
     def books_balance(self) -> None:
@@ -44,6 +46,15 @@ class QueueInvariants(RuleBasedStateMachine):
         assert status.accepted == len(training)
         assert status.accepted == status.trained + status.tombstoned + status.pending
         assert status.trained == len(self.trained)
+
+    @invariant()
+    def only_what_is_settled_is_forgotten(self) -> None:
+        """What is held and what is not are all groups there are."""
+        books = self.queue.books
+        forgotten = [task_id for task_id in self.pool if books.is_forgotten(task_id)]
+        assert all(self.gone[task_id].phase.consumed for task_id in forgotten)
+        assert books.held() + len(forgotten) == len(self.pool)
+        assert all(task_id in books for task_id in self.pool)
 
     @invariant()
     def head_is_the_oldest_group_nobody_took(self) -> None:
@@ -199,7 +210,12 @@ class QueueInvariants(RuleBasedStateMachine):
         return (not group.spec.evaluation, group.place, group.spec.index, rollout_index)
 
     def _groups(self) -> list[Group]:
-        return [self.queue.books.group(task_id) for task_id in self.pool]
+        return [self._group(task_id) for task_id in self.pool]
+
+    def _group(self, task_id: str) -> Group:
+        """As the queue has it, or had it when it let go of it."""
+        books = self.queue.books
+        return self.gone[TaskId(task_id)] if books.is_forgotten(task_id) else books.group(task_id)
 
     def _training(self) -> list[Group]:
         return [group for group in self._groups() if not group.spec.evaluation]

@@ -9,7 +9,7 @@ from hypothesis.stateful import precondition, rule
 
 from forge.core.activity import Activity
 from forge.core.batches import Batch
-from forge.core.errors import NotFound, StaleFence
+from forge.core.errors import FailedPrecondition, NotFound, StaleFence
 from forge.core.groups import Phase
 from forge.core.rollouts import RolloutClaim
 from forge.core.trajectory import TaskId
@@ -38,6 +38,9 @@ class QueueTrainers(QueueInvariants):
     """What of that is durable."""
     late_writes: list[tuple[int, str, int, tuple[TaskId, ...]]]
     """Fence, batch, step and groups of commits that deposed leaders have yet to store."""
+
+    done: dict[str, tuple[int, tuple[TaskId, ...]]]
+    """Step and groups of batches that were committed and count."""
 
     def crash(self) -> None:
         raise NotImplementedError
@@ -128,12 +131,25 @@ class QueueTrainers(QueueInvariants):
         self.step = step
         self._store_trained(stored, batch_id, step)
         self.queue.batches.commit(batch_id, step=step)
-        assert (
-            self.queue.batches.prepare_commit(
-                batch_id, step=step, task_ids=task_ids, now_s=self.now_s
-            )
-            == ()
+        self.done[batch_id] = (step, task_ids)
+        self._commit_once_more(batch_id)
+
+    @precondition(lambda self: self.done)
+    @rule(data=st.data())
+    def commit_late(self, data: st.DataObject) -> None:
+        """A trainer that heard no answer asks again, however late."""
+        self._commit_once_more(data.draw(st.sampled_from(sorted(self.done))))
+
+    def _commit_once_more(self, batch_id: str) -> None:
+        step, task_ids = self.done[batch_id]
+        again = self.queue.batches.prepare_commit(
+            batch_id, step=step, task_ids=task_ids, now_s=self.now_s
         )
+        assert again == (), "nothing is left to do"
+        with pytest.raises(FailedPrecondition):
+            self.queue.batches.prepare_commit(
+                batch_id, step=step + 1, task_ids=task_ids, now_s=self.now_s
+            )
 
     def _commit_again(self, trainer: str, step: int) -> None:
         batch_id, task_ids = self.batches.pop(trainer)
@@ -175,7 +191,7 @@ class QueueTrainers(QueueInvariants):
         """A trainer names the batch it works on: held again, unless it was taken back for good or
         its groups went elsewhere."""
         batch_id, task_ids = self.batches[data.draw(st.sampled_from(sorted(self.batches)))]
-        groups = [self.queue.books.group(task_id) for task_id in task_ids]
+        groups = [self._group(task_id) for task_id in task_ids]
         free = all(group.phase is Phase.COMPLETE for group in groups)
         self.queue.batches.adopt(batch_id, task_ids, now_s=self.now_s)
         if self.queue.batches.get(batch_id):
@@ -239,12 +255,22 @@ class QueueTrainers(QueueInvariants):
                 reasons[task_id] = "cannot be trained on"
         self.queue.batches.release(batch_id, reasons)
 
+    def _recall(self, step: int) -> None:
+        """What is to be taken back and was let go of, as the pool has it."""
+        books = self.queue.books
+        later = [task for task, trained in self.trained.items() if trained > step]
+        if books.must_recall(step):
+            books.recall([self.pool[task_id].restored() for task_id in later], after=step)
+        assert not any(map(books.is_forgotten, later))
+
     @precondition(lambda self: self.step > 0)
     @rule(back=st.integers(1, 3))
     def rewind(self, back: int) -> None:
         """A trainer died and restored the checkpoint of an earlier step."""
         step = max(0, self.step - back)
         self.revoked |= {batch_id for batch_id, _ in self.batches.values()}
+        self._recall(step)
+        self.done = {batch: each for batch, each in self.done.items() if each[0] <= step}
         undone = self.queue.batches.prepare_rewind(step)
         trained = {task for task, trained in self.trained.items() if trained > step}
         assert trained <= set(undone) <= trained | (self.pool.keys() - self.trained.keys())

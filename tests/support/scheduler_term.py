@@ -20,6 +20,7 @@ from services.scheduler.actors.queue import QueueActor
 from services.scheduler.actors.registrar import Registrar
 from services.scheduler.clock import ListeningClock
 from services.scheduler.messages import Connect
+from services.scheduler.settled import MOST_SETTLED
 from services.scheduler.shards import Change
 from services.scheduler.state import TermState
 from services.scheduler.term import Office
@@ -42,6 +43,8 @@ class FakeShards:
         self.shards = {"s0", "s1"}
         self.scanned: list[pool_pb2.ScanGroupsResponse] = []
         """What s0 holds when a term begins."""
+        self.tells_all = False
+        """Whether a scan tells what was put and changed since, in place of `scanned`."""
 
     def live(self) -> frozenset[str]:
         return frozenset(self.shards)
@@ -69,9 +72,25 @@ class FakeShards:
     async def scan(
         self, shard: str, *, since: str = ""
     ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
+        await self._answer(shard)
         yield pool_pb2.ScanGroupsResponse(begin=pool_pb2.ScanGroupsResponse.Begin(mark="fake:0"))
-        for response in self.scanned if shard == "s0" else ():
+        if self.tells_all:
+            for record in self.groups[shard]:
+                yield self._now(record)
+        for response in self.scanned if shard == "s0" and not self.tells_all else ():
             yield response
+
+    def _now(self, record: common_pb2.GroupRecord) -> pool_pb2.ScanGroupsResponse:
+        """A group as it was put, with its last change and its trajectories."""
+        response = pool_pb2.ScanGroupsResponse(group=record)
+        task_id = record.task.task_id
+        for change in self.changes[record.pool_shard]:
+            if change.task_id == task_id:
+                response.group.state, response.group.step = change.state, change.step
+                response.group.batch_id, response.group.reason = change.batch_id, change.reason
+        ids = (each for each in self.stored if each.partition(":")[0] == task_id)
+        response.trajectories.extend(self.stored[each] for each in ids)
+        return response
 
     def seal(self, trajectory_id: str, *, reward: float = 1.0) -> None:
         self.stored[trajectory_id] = common_pb2.TrajectorySummary(
@@ -126,7 +145,12 @@ class TermActors:
     inspector: ActorRef
 
     def __init__(
-        self, shards: FakeShards, clock: Clock, *, skip_equal_rewards: bool = False
+        self,
+        shards: FakeShards,
+        clock: Clock,
+        *,
+        skip_equal_rewards: bool = False,
+        most_settled: int = MOST_SETTLED,
     ) -> None:
         self.shards = shards
         self.clock = clock
@@ -138,6 +162,7 @@ class TermActors:
             max_pending=100,
             skip_equal_rewards=skip_equal_rewards,
             stall_after_s=120.0,
+            most_settled=most_settled,
         )
         self.record = FakeRecord()
         self.loop_time_s = 0.0

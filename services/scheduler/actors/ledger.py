@@ -15,6 +15,7 @@ from forge.v1 import common_pb2
 from services.scheduler import messages as m
 from services.scheduler.record import OwnRecord
 from services.scheduler.shards import Change, PoolShards
+from services.scheduler.stored import StoredGroup, stored_group
 
 ASK_S = 10.0
 
@@ -79,7 +80,21 @@ class Ledger(Actor):
         apply = m.ApplyRelease(batch_id=request.batch_id, reasons=reasons)
         await self._queue.ask(apply, timeout_s=ASK_S)
 
+    async def _recall(self, step: int) -> None:
+        """Back into memory, what was trained after a step and is in the pool alone."""
+        shards = await self._queue.ask(m.FindForgotten(step=step), timeout_s=ASK_S)
+        groups: list[StoredGroup] = []
+        for shard in sorted(shards):
+            async for response in self._shards.scan(shard):
+                record = response.group
+                if record.state == common_pb2.GROUP_STATE_TRAINED and record.step > step:
+                    groups.append(stored_group(response))
+        if shards:
+            log.info("groups_recalled", step=step, groups=len(groups))
+            await self._queue.ask(m.RecallGroups(groups=groups, step=step), timeout_s=ASK_S)
+
     async def _rewind(self, step: int) -> int:
+        await self._recall(step)
         plan: m.RewindPlan = await self._queue.ask(m.PrepareRewind(step=step), timeout_s=ASK_S)
         # The mark first: between the two, a new leader would take the step of a trainer that was
         # replaced for one that may still count.

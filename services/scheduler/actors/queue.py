@@ -109,7 +109,7 @@ class QueueActor(Actor):
                 return state.status(now_s=now_s)
             case m.ListTagged(tag=tag):
                 state.check_all_read()
-                return state.catalog.tagged(tag)
+                return state.settled.tagged(tag)
             case m.ViewGroups(task_ids=ids):
                 return state.view(ids)
             case m.Connect():
@@ -147,6 +147,10 @@ class QueueActor(Actor):
                 return state.prepare_release(batch_id, now_s=now_s)
             case m.ApplyRelease(batch_id=batch_id, reasons=reasons):
                 state.queue.batches.release(batch_id, reasons)
+            case m.FindForgotten(step=step):
+                return state.shards_to_recall(step)
+            case m.RecallGroups(groups=groups, step=step):
+                state.settled.recall(groups, after=step)
             case m.PrepareRewind(step=step):
                 return state.prepare_rewind(step)
             case m.ApplyRewind(step=step):

@@ -42,6 +42,7 @@ class GenerationQueueMachine(QueueTrainers):
         limits=st.sampled_from([{}, {"code": 1}]),
         partial=st.sampled_from(PartialGroups),
         groups=st.integers(0, 8),
+        most_settled=st.sampled_from([0, 0, 2, 99]),
     )
     def begin(
         self,
@@ -54,6 +55,7 @@ class GenerationQueueMachine(QueueTrainers):
         limits: dict[str, int],
         partial: PartialGroups,
         groups: int,
+        most_settled: int,
     ) -> None:
         self.settings = QueueSettings(
             concurrency=concurrency,
@@ -75,6 +77,7 @@ class GenerationQueueMachine(QueueTrainers):
             batch_lease_s=30.0,
             short_batch_after_s=2.0,
         )
+        self.most_settled = most_settled
         self.now_s = 0.0
         self.term = 0
         self.next_index = {False: 0, True: 0}
@@ -88,6 +91,8 @@ class GenerationQueueMachine(QueueTrainers):
         self.revoked = set()
         self.void_before = (0, 0)
         self.late_writes = []
+        self.done = {}
+        self.gone = {}
         self.queue = GenerationQueue(self.settings)
         self.announced = self.queue.books.window, 0
         for index in range(groups):
@@ -233,6 +238,8 @@ class GenerationQueueMachine(QueueTrainers):
         self, trajectory_id: str, *, permanent: bool, kind: FailureKind = FailureKind.TASK
     ) -> None:
         """What the service does with a report: the pool has the last word."""
+        if self.queue.books.is_forgotten(parse_trajectory_id(trajectory_id).task_id):
+            return
         if self._is_sealed(trajectory_id):
             self.queue.rollouts.complete(trajectory_id, now_s=self.now_s)
         elif self.queue.rollouts.fail(
@@ -254,6 +261,14 @@ class GenerationQueueMachine(QueueTrainers):
         for group in self.queue.books.settled()[keep:]:
             self.pool[group.spec.task_id].phase = group.phase
 
+    @invariant()
+    def forgetting_leaves_the_books_alone(self) -> None:
+        """Memory is bounded: the oldest groups that are settled leave it, and their counts stay."""
+        before = self.queue.books.status()
+        for group in self.queue.books.forget(most=self.most_settled, digest_of=str.encode):
+            self.gone[group.spec.task_id] = group
+        assert self.queue.books.status() == before
+
     # Leaders
 
     @precondition(lambda self: self.held or self.batches)
@@ -262,6 +277,7 @@ class GenerationQueueMachine(QueueTrainers):
         """The leader dies; the next one knows what was durable, and nothing else."""
         self.term += 1
         self.failed.clear()
+        self.gone.clear()
         activity = self.queue.books.activity
         self.queue = GenerationQueue(self.settings, term=self.term, void_before=self.void_before)
         self.queue.books.activity = activity

@@ -212,12 +212,28 @@ class StandbyMachine(RuleBasedStateMachine):
                 found.sort(key=attrgetter("group.spec.shard"))
         expected = self._term(cold, one_by_one=True)
         assert everything_in(self._term(warm, one_by_one=False)) == everything_in(expected)
+        again = self._enlisted(ShardCopies(self.scans))
+        self._check_forgetful(again, expected.status(now_s=1.0))
         self.copies = ShardCopies(self.scans)
 
     def _enlisted(self, copies: ShardCopies) -> list[StoredGroup]:
         for shard in SHARDS:
             self.loop.run_until_complete(copies.refresh(shard))
         return copies.take(SHARDS)
+
+    def _check_forgetful(self, groups: list[StoredGroup], expected: Any) -> None:
+        """A term that holds hardly any group that is settled has the same books."""
+        state = TermState(
+            GenerationQueue(MODES[self.mode], term=1),
+            max_pending=100,
+            skip_equal_rewards=self.skip,
+            most_settled=1,
+        )
+        for stored in groups:
+            state.restore((stored,), now_s=1.0)
+        assert state.status(now_s=1.0) == expected
+        state.restore(groups, now_s=1.0)
+        assert state.status(now_s=1.0) == expected
 
     def _term(self, groups: list[StoredGroup], *, one_by_one: bool) -> TermState:
         queue = GenerationQueue(MODES[self.mode], term=1)

@@ -1,0 +1,94 @@
+"""The groups of a tag: those in memory, and those that were settled long ago, from the pool.
+
+Owns the reading of the latter, which goes through whole shards: only where there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, aclosing
+
+from forge.runtime.actor import ActorRef
+from forge.v1 import common_pb2
+from services.scheduler.catalog import record_of
+from services.scheduler.messages import GroupView, ListTagged, Tagged, ViewGroups
+from services.scheduler.shards import ShardScans
+from services.scheduler.stored import StoredGroup, stored_group
+
+ASK_S = 10.0
+LIST_GROUPS = 64
+"""In one part."""
+_SETTLED = frozenset(
+    {
+        common_pb2.GROUP_STATE_TRAINED,
+        common_pb2.GROUP_STATE_TOMBSTONED,
+        common_pb2.GROUP_STATE_EVALUATED,
+    }
+)
+
+
+async def list_groups(
+    queue: ActorRef, shards: ShardScans, tag: str
+) -> AsyncIterator[Sequence[GroupView]]:
+    """Every group of a tag, or every group for no tag, in parts: first those that are in the pool
+    alone, in the order they were submitted, then those in memory. Raises Unavailable."""
+    listed: Tagged = await queue.ask(ListTagged(tag=tag), timeout_s=ASK_S)
+    held = set(listed.task_ids)
+
+    def is_beyond(record: common_pb2.GroupRecord) -> bool:
+        fits = record.task.tag == tag or not tag
+        return fits and record.state in _SETTLED and record.task.task_id not in held
+
+    async for part in _stored(shards, listed.shards, is_beyond):
+        yield part
+    missed: set[str] = set()
+    for start in range(0, len(listed.task_ids), LIST_GROUPS):
+        task_ids = listed.task_ids[start : start + LIST_GROUPS]
+        views = await queue.ask(ViewGroups(task_ids=task_ids), timeout_s=ASK_S)
+        missed |= set(task_ids) - {view.record.task.task_id for view in views}
+        yield views
+    if missed:
+        # They left memory in between.
+        listed = await queue.ask(ListTagged(tag=tag), timeout_s=ASK_S)
+        async for part in _stored(shards, listed.shards, lambda r: r.task.task_id in missed):
+            yield part
+
+
+async def _stored(
+    shards: ShardScans, names: Iterable[str], wanted: Callable[[common_pb2.GroupRecord], bool]
+) -> AsyncIterator[Sequence[GroupView]]:
+    part: list[GroupView] = []
+    async with AsyncExitStack() as stack:
+        scans = [
+            await stack.enter_async_context(aclosing(_scan(shards, shard, wanted)))
+            for shard in sorted(names)
+        ]
+        firsts = [(scan, await anext(scan, None)) for scan in scans]
+        left = {scan: first for scan, first in firsts if first is not None}
+        while left:
+            scan = min(left, key=lambda each: left[each].place)
+            part.append(_view(left[scan]))
+            if len(part) == LIST_GROUPS:
+                yield part
+                part = []
+            following = await anext(scan, None)
+            if following is None:
+                del left[scan]
+            else:
+                left[scan] = following
+    if part:
+        yield part
+
+
+async def _scan(
+    shards: ShardScans, shard: str, wanted: Callable[[common_pb2.GroupRecord], bool]
+) -> AsyncGenerator[StoredGroup, None]:
+    async with aclosing(shards.scan(shard)) as responses:
+        async for response in responses:
+            if response.HasField("group") and wanted(response.group):
+                yield stored_group(response)
+
+
+def _view(stored: StoredGroup) -> GroupView:
+    record = record_of(stored.group, common_pb2.Task.FromString(stored.entry.task))
+    return GroupView(record=record, trajectory_ids=stored.group.sealed_ids())
