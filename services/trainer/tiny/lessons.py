@@ -23,7 +23,7 @@ from forge.agents.environments.split import training_payload
 from services.trainer.tiny.tokenizer import END, START
 
 ATTEMPTS: Final = (
-    (ReasoningDomain(), 7),
+    (ReasoningDomain(), 9),
     (QaDomain(), 2),
     (CodeDomain(), 5),
     (GeneralDomain(), 2),
