@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.support.report import arguments, keep
-from forge.core.advantages import AdvantageRules, Baseline, GroupReturns, batch_advantages
-from forge.core.rewards import RewardComponent, RewardWeights, returns_to_go, turn_rewards
+from forge.core.credit.advantages import AdvantageRules, Baseline, GroupReturns, batch_advantages
+from forge.core.credit.rewards import RewardComponent, RewardWeights, returns_to_go, turn_rewards
 
 ACTIONS = 4
 GROUP = 8

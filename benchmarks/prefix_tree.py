@@ -30,7 +30,7 @@ from benchmarks.support.report import arguments, keep
 from benchmarks.support.training_ways import UNSPLIT, Bench, has_prefix_grouper, packs_of
 from benchmarks.support.tree_workloads import Workload, make_workloads
 from benchmarks.support.trl_peer import HAS_TRL
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 from forge.rl.batch_plan import BatchPlan
 
 LONG = {"g8": ("padded", "varlen", "trl"), "forty": ("padded", "varlen", "trajectories", "trl")}

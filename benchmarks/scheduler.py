@@ -4,11 +4,11 @@
     python -m benchmarks.scheduler --takeover [GROUPS] [--trained] [--json FILE]
     python -m benchmarks.scheduler --settled [--quick] [--json FILE]
 
-The real core (`forge.core.generation`) in one process on one core, in steady state: runners lease
-and complete in random order, a trainer takes batches of 512 from a window of 0.3 N and commits
-them, with N = 8192 and a million groups queued behind, and before that with a tenth of them
-(`--quick`: a tenth alone, and fewer batches). Each operation is timed by itself, in CPU time. With
-`--adaptive`, the mode is `adaptive` with a bound of S steps on staleness: up to S batches are
+The real core (`forge.core.queue.generation_queue`) in one process on one core, in steady state:
+runners lease and complete in random order, a trainer takes batches of 512 from a window of 0.3 N
+and commits them, with N = 8192 and a million groups queued behind, and before that with a tenth of
+them (`--quick`: a tenth alone, and fewer batches). Each operation is timed by itself, in CPU time.
+With `--adaptive`, the mode is `adaptive` with a bound of S steps on staleness: up to S batches are
 started and not trained on. `--takeover` measures something else: real processes, SIGKILL of the
 leader, and how long its clients wait for the next one, which stood by, with so many groups to
 rebuild: queued ones, or, with `--trained`, such as were trained on. `--settled` measures what a
@@ -36,9 +36,9 @@ from benchmarks.support.report import arguments, keep
 from benchmarks.support.report import show as show_numbers
 from benchmarks.support.settled import measure_settled
 from benchmarks.support.takeover import MIN_GROUPS, measure_takeover
-from forge.core.admission import Mode, QueueSettings
-from forge.core.generation import GenerationQueue
-from forge.core.groups import Group, GroupSpec
+from forge.core.queue.admission import Mode, QueueSettings
+from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.groups import Group, GroupSpec
 from forge.core.trajectory import TaskId
 
 CONCURRENCY = 8192

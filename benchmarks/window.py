@@ -3,7 +3,7 @@
     python -m benchmarks.window [--quick] [--concurrency N] [--only NAMES] [--steady] [--seed N]
                                 [--json FILE] [--plot FILE] [--table FILE]
 
-The real core (`forge.core.generation`) with a simulated world around it, which
+The real core (`forge.core.queue.generation_queue`) with a simulated world around it, which
 `benchmarks/support/queue_simulation.py` describes. Half of each run is left out, so that figures
 are those of a steady state; the cold start, the waves (a queue that runs dry and is filled again)
 and a change of tasks in the middle are measured by themselves, from the first step on.
@@ -35,7 +35,7 @@ from benchmarks.support.queue_simulation import (
     Workload,
 )
 from benchmarks.support.report import arguments, keep
-from forge.core.admission import Admission, Mode, QueueSettings
+from forge.core.queue.admission import Admission, Mode, QueueSettings
 
 NEVER_S = 1e9
 """No claim ends in virtual time."""

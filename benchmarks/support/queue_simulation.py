@@ -1,7 +1,7 @@
 """A training run in virtual time, driven by the real core of the scheduler.
 
-Owns the world around `forge.core.generation`: tasks of random length, runners that are never
-short, a trainer that takes every batch there is, and the measures. It decides nothing itself.
+Owns the world around `forge.core.queue.generation_queue`: tasks of random length, runners that are
+never short, a trainer that takes every batch there is, and the measures. It decides nothing itself.
 
 Tasks are lognormal (sigma 1.2), and half of them nine times slower; a rollout that takes longer
 than the time-out is ended there and scored as it stands. A group is one rollout: it stands for the
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from random import Random
 
-from forge.core.admission import QueueSettings
-from forge.core.generation import GenerationQueue
-from forge.core.groups import Group, GroupSpec
+from forge.core.queue.admission import QueueSettings
+from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.groups import Group, GroupSpec
 from forge.core.trajectory import TaskId
 
 SIGMA = 1.2

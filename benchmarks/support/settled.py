@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.support.cpu import rss_bytes
-from forge.core.admission import QueueSettings
-from forge.core.generation import GenerationQueue
+from forge.core.queue.admission import QueueSettings
+from forge.core.queue.generation_queue import GenerationQueue
 from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.state import TermState
 from services.scheduler.stored import stored_group

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 
 VOCABULARY = 4096
 

@@ -22,7 +22,7 @@ from forge.cli.campaign import CampaignResult, Evaluation, Progress
 from forge.cli.kept import MeasuredModel
 from forge.cli.rundir import Phase, RunDirectory
 from forge.cli.trouble import troubles
-from forge.core.intervals import change_interval
+from forge.core.confidence_intervals import change_interval
 from forge.runtime.processes import ProcessEvent
 from forge.v1 import trainer_pb2
 

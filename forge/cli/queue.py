@@ -19,7 +19,7 @@ from forge.v1 import common_pb2, scheduler_pb2
 
 if TYPE_CHECKING:
     from forge.cli.submitting import Submission
-    from forge.core.dataset_cursor import DatasetCursor
+    from forge.core.tasks.dataset_cursor import DatasetCursor
 
 queue_app = typer.Typer(
     no_args_is_help=True,

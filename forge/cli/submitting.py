@@ -1,7 +1,7 @@
 """`forge queue submit`: a file of tasks, kept flowing into the queue of a running system.
 
-Owns the pace and the question to a curriculum. What comes next is for `forge.core.dataset_cursor`
-to say, what the file looks like for `forge.client.task_files`.
+Owns the pace and the question to a curriculum. What comes next is for
+`forge.core.tasks.dataset_cursor` to say, what the file looks like for `forge.client.task_files`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from forge.agents.plugins import load_attribute
 from forge.client.operator import Operator
 from forge.client.task_files import read_tasks
-from forge.core.dataset_cursor import DatasetCursor, Place, chosen_of, place_of, task_id_of
 from forge.core.errors import ConfigError, InvalidArgument
+from forge.core.tasks.dataset_cursor import DatasetCursor, Place, chosen_of, place_of, task_id_of
 from forge.v1 import common_pb2
 
 CANDIDATES = 4096

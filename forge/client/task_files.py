@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.core.errors import InvalidArgument
-from forge.core.tasks import check_task_fields
+from forge.core.tasks.validation import check_task_fields
 from forge.runtime.json_lines import numbered_lines
 from forge.v1 import common_pb2
 

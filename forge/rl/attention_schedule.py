@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from forge.core.packing import Node, Span
+from forge.core.prefix_tree import Node, Span
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -1,7 +1,7 @@
 """A batch of samples, merged into trees and ready for the learner.
 
 Owns the plan of a whole batch and what it is counted by. One tree is `forge.rl.tree_batch`; how
-samples are cut into trees is `forge.core.packing`.
+samples are cut into trees is `forge.core.prefix_tree`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forge.core.packing import Sample, plan_trees
+from forge.core.prefix_tree import Sample, plan_trees
 from forge.rl.losses import BatchSize
 from forge.rl.model_support import pair_cost
 from forge.rl.tree_batch import TreeBatch, build_tree_batch

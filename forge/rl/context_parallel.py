@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge.core.packing import Span
+from forge.core.prefix_tree import Span
 from forge.rl.exchange import all_reduce
 from forge.rl.relay import Slots, shared_slots, shared_tokens
 from forge.rl.tree_parts import TreeLayout, TreePart, cut_part, path_to

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forge.core.errors import InvalidArgument
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 from forge.rl.batch_plan import BatchPlan, plan_batch
 from forge.rl.critic import Credit, Critic, critic_stats
 from forge.rl.exchange import RankShortage, meet

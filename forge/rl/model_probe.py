@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forge.core.errors import InvalidArgument
-from forge.core.packing import Sample, plan_trees
+from forge.core.prefix_tree import Sample, plan_trees
 from forge.rl.model_support import forget_lengths
 from forge.rl.small_config import THRESHOLD, small_config
 from forge.rl.tree_batch import build_tree_batch

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.core.errors import InvalidArgument
-from forge.core.packing import Span
+from forge.core.prefix_tree import Span
 from forge.rl.balance import RouterBalance
 from forge.rl.context_parallel import GatheredPrefix, gather_edges, rank_part, sum_gradients
 from forge.rl.exchange import all_reduce

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 
-from forge.core.packing import Node
+from forge.core.prefix_tree import Node
 from forge.rl.tree_batch import TreeBatch
 from forge.rl.tree_parts import HeadRows, TreeLayout, cut_part, path_to
 

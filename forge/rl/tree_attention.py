@@ -1,7 +1,7 @@
 """Attention over a prefix tree, exact, for any transformers model.
 
 Owns the attention function that replaces a model's own during tree-merged training, and its
-backward. What the tree looks like is `forge.core.packing`; how its attention is cut into kernel
+backward. What the tree looks like is `forge.core.prefix_tree`; how its attention is cut into kernel
 calls is `forge.rl.attention_schedule`.
 
 A token attends its ancestors and itself. In depth-first order this needs two kinds of dense

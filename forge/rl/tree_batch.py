@@ -1,8 +1,8 @@
 """A tree plan as tensors: what goes into the model and where its samples' tokens come out.
 
 Owns the index arithmetic between samples and the merged layout. Planning is
-`forge.core.packing`; the passes of a tree are `forge.rl.tree_parts`, what is computed in them is
-`forge.rl.policy`.
+`forge.core.prefix_tree`; the passes of a tree are `forge.rl.tree_parts`, what is computed in them
+is `forge.rl.policy`.
 
 Shapes: L layout tokens, T trained tokens of all samples in the tree, E distinct edges (a trained
 token at one place of the layout), R logit rows (a token some edge leaves from), S samples.
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forge.core.packing import Node, Sample, TreePlan
+from forge.core.prefix_tree import Node, Sample, TreePlan
 from forge.rl.tree_parts import HeadRows, TreeLayout, TreePart, cut_part, parents
 
 

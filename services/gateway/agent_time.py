@@ -1,10 +1,10 @@
 """The time of the agent between the calls of one session.
 
-Owns what is recorded for the completion time of a rollout (`forge.core.completion`): for each turn
-how many turns had ended when its request arrived, and the agent's time since the latest end. Within
-this gateway it is taken from the monotonic clock. Across gateways, and when a session is read back
-from the pool, it is taken from the wall clock, which the hosts have to agree on. Pure: time comes
-in.
+Owns what is recorded for the completion time of a rollout (`forge.core.credit.completion_time`):
+for each turn how many turns had ended when its request arrived, and the agent's time since the
+latest end. Within this gateway it is taken from the monotonic clock. Across gateways, and when a
+session is read back from the pool, it is taken from the wall clock, which the hosts have to agree
+on. Pure: time comes in.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from math import isfinite
 
+from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import DataLoss
 from forge.core.formats import CallDelta, Delta, Parser, ReasoningDelta, TextDelta
 from forge.core.formats.tags import first_tag, held_back
-from forge.core.messages import Message, ToolCall
 from forge.core.trajectory import TOKEN_BYTES, float32_array, int32_array
 from forge.v1 import common_pb2
 from services.gateway.model import ChatModel, TextStream

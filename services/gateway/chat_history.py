@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from forge.core.conversation.messages import Message, ToolCall, normal_role
+from forge.core.conversation.request_prefix import History
 from forge.core.errors import InvalidArgument
-from forge.core.history import History
-from forge.core.messages import Message, ToolCall, normal_role
 from forge.v1 import gateway_pb2
 
 

@@ -8,8 +8,8 @@ A prompt is made in one of four ways:
 - continued: the last answer in the matched history keeps its sampled ids; only what the template
   writes behind it is encoded;
 - repeated: the same messages were prompted before (`n` > 1, a retry): the same ids;
-- branched: the template rewrites history (see `forge.core.continuation`), or the agent did:
-  everything is rendered and encoded;
+- branched: the template rewrites history (see `forge.core.conversation.continuation`), or the agent
+  did: everything is rendered and encoded;
 - first: no answer is in the history yet.
 
 However it was made, a turn is stored behind the longest prefix it shares with any other turn.
@@ -25,12 +25,12 @@ from typing import Any
 
 import msgspec
 
-from forge.core.context_tree import ContextTree, Node, Root, common_depth, root_of
-from forge.core.continuation import STUB, Render, TemplateRefused, continuation
+from forge.core.conversation.context_tree import ContextTree, Node, Root, common_depth, root_of
+from forge.core.conversation.continuation import STUB, Render, TemplateRefused, continuation
+from forge.core.conversation.messages import Message, from_openai, to_openai
+from forge.core.conversation.request_prefix import History, Mark
+from forge.core.conversation.token_prefixes import NOTHING_SHARED, SharedPrefix, TokenPrefixes
 from forge.core.errors import InvalidArgument
-from forge.core.history import History, Mark
-from forge.core.messages import Message, from_openai, to_openai
-from forge.core.token_prefixes import NOTHING_SHARED, SharedPrefix, TokenPrefixes
 from forge.core.trajectory import NO_PARENT, TOKEN_BYTES, int32_array
 from forge.v1 import common_pb2
 from services.gateway.handles import Handle, Held, Recalled

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from forge.core.context_tree import Node
+from forge.core.conversation.context_tree import Node
 from forge.v1 import common_pb2
 from services.gateway.model import Tools
 

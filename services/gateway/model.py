@@ -18,7 +18,13 @@ import msgspec
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerFast
 
-from forge.core.continuation import STUB, Render, TemplateRefused, looks_back_one_answer
+from forge.core.conversation.continuation import (
+    STUB,
+    Render,
+    TemplateRefused,
+    looks_back_one_answer,
+)
+from forge.core.conversation.messages import Message
 from forge.core.errors import ConfigError
 from forge.core.formats import (
     SAMPLE_CALL,
@@ -31,7 +37,6 @@ from forge.core.formats import (
     get_format,
     get_reasoning,
 )
-from forge.core.messages import Message
 from forge.core.trajectory import TOKEN_BYTES, int32_array, int32_bytes
 from services.gateway.encoded import EncodedTexts
 

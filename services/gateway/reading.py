@@ -1,8 +1,8 @@
 """One request, held against the tree of contexts.
 
-Owns which of its messages are looked at: those behind a mark (see `forge.core.history`) that the
-request is recognized by, or behind the turn that it names, and those before only when a template
-asks for them. Knows nothing of tokens.
+Owns which of its messages are looked at: those behind a mark (see
+`forge.core.conversation.request_prefix`) that the request is recognized by, or behind the turn that
+it names, and those before only when a template asks for them. Knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from forge.core.context_tree import Node, Root, root_of
-from forge.core.history import History, Mark
-from forge.core.messages import Message
+from forge.core.conversation.context_tree import Node, Root, root_of
+from forge.core.conversation.messages import Message
+from forge.core.conversation.request_prefix import History, Mark
 from forge.core.trajectory import NO_PARENT
 
 MARKS_KEPT = 4

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forge.core.context_tree import root_of
+from forge.core.conversation.context_tree import root_of
 from forge.core.errors import DataLoss
 from forge.v1 import common_pb2
 from services.gateway.conversation import Conversation, Draft, Place, Prompt, Sampled

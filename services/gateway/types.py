@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from forge.core.conversation.messages import Message
 from forge.core.formats import Delta
-from forge.core.messages import Message
 from forge.v1 import common_pb2
 from services.gateway.answer import TokenLogprob
 from services.gateway.conversation import Sampled

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forge.core.groups import Group, Phase
+from forge.core.queue.groups import Group, Phase
 from forge.v1 import common_pb2
 from services.scheduler.validation import digest_of
 

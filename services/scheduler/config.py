@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forge.core.admission import Admission, Mode, PartialGroups, QueueSettings
 from forge.core.errors import ConfigError
+from forge.core.queue.admission import Admission, Mode, PartialGroups, QueueSettings
 from forge.runtime.config import ServiceConfig, setting
 
 _BOUNDS = frozenset({"max_staleness_p99", "max_shift_kl"})

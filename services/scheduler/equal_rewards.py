@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from forge.core.books import Books
-from forge.core.groups import Group, Phase
+from forge.core.queue.group_ledger import Books
+from forge.core.queue.groups import Group, Phase
 
 REASON = "every rollout has the same outcome"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forge.core.activity import Activity
-from forge.core.failures import FailureKind
+from forge.core.queue.activity import Activity
+from forge.core.queue.failures import FailureKind
 from forge.runtime.actor import ActorRef
 from forge.v1 import common_pb2
 from services.scheduler.stored import StoredGroup

@@ -10,8 +10,8 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forge.core.activity import Activity
 from forge.core.errors import StaleFence, Unavailable
+from forge.core.queue.activity import Activity
 from forge.runtime.coordination import Coordinator
 
 TERM_KEY = "scheduler/term"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from forge.core.books import Books
-from forge.core.forgotten import CONTENT_BYTES, Forgotten
+from forge.core.queue.group_digests import CONTENT_BYTES, Forgotten
+from forge.core.queue.group_ledger import Books
 from services.scheduler.catalog import Catalog
 from services.scheduler.messages import Tagged
 from services.scheduler.stored import StoredGroup

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from forge.core.activity import Activity
-from forge.core.generation import GenerationQueue
-from forge.core.groups import Phase, RolloutPhase
+from forge.core.queue.activity import Activity
+from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.groups import Phase, RolloutPhase
 
 HEARD_S = 60.0
 """A runner or trainer that has not called for so long is not there: each calls at least every 30 s

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from forge.core.books import BookStatus
 from forge.core.errors import InvalidArgument, ResourceExhausted, Unavailable
-from forge.core.failures import FailureKind
-from forge.core.generation import GenerationQueue
-from forge.core.groups import Group, Phase
-from forge.core.tasks import MAX_PAYLOAD_BYTES
+from forge.core.queue.failures import FailureKind
+from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.group_ledger import BookStatus
+from forge.core.queue.groups import Group, Phase
+from forge.core.tasks.validation import MAX_PAYLOAD_BYTES
 from forge.core.trajectory import TaskId, parse_trajectory_id
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, scheduler_pb2

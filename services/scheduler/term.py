@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from forge.core.errors import ForgeError
-from forge.core.generation import GenerationQueue
+from forge.core.queue.generation_queue import GenerationQueue
 from forge.runtime.actor import ActorRef, ActorSystem, Restart
 from forge.runtime.coordination import Coordinator, Leadership
 from forge.runtime.telemetry import log

@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from forge.core.activity import Activity
 from forge.core.errors import InvalidArgument
-from forge.core.failures import FailureKind
-from forge.core.tasks import check_task_fields
+from forge.core.queue.activity import Activity
+from forge.core.queue.failures import FailureKind
+from forge.core.tasks.validation import check_task_fields
 from forge.core.trajectory import check_task_id, parse_trajectory_id
 from forge.v1 import common_pb2, scheduler_pb2
 

@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass
 from typing import Any, cast
 
-from forge.core.advantages import SPREAD_FLOOR, AdvantageRules, Baseline, Spread
+from forge.core.credit.advantages import SPREAD_FLOOR, AdvantageRules, Baseline, Spread
+from forge.core.credit.rewards import RewardWeights
 from forge.core.errors import ConfigError, InvalidArgument
-from forge.core.rewards import RewardWeights
 from forge.rl.critic import CriticConfig
 from forge.rl.losses import DEFAULT_RATIO_CAP, Objective, ObjectiveConfig
 from forge.rl.losses.algorithms import preset

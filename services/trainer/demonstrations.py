@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from forge.core.errors import InvalidArgument, NotFound
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 from forge.core.trajectory import float32_bytes, int32_bytes
 from forge.runtime.json_lines import numbered_lines
 

@@ -19,8 +19,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from forge.client.operator import DomainResult, Operator
+from forge.core.confidence_intervals import Interval, mean_interval
 from forge.core.errors import ConfigError, ForgeError
-from forge.core.intervals import Interval, mean_interval
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from forge.v1 import trainer_pb2 as pb

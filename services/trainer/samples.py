@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from forge.core.advantages import AdvantageRules, GroupReturns, batch_advantages
-from forge.core.errors import InvalidArgument
-from forge.core.packing import Sample
-from forge.core.rewards import (
+from forge.core.credit.advantages import AdvantageRules, GroupReturns, batch_advantages
+from forge.core.credit.rewards import (
     RewardComponent,
     RewardKind,
     RewardWeights,
@@ -22,6 +20,8 @@ from forge.core.rewards import (
     speed_credits,
     turn_rewards,
 )
+from forge.core.errors import InvalidArgument
+from forge.core.prefix_tree import Sample
 from forge.core.trajectory import TokenTree, TurnTokens, float32_bytes
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2 as pb

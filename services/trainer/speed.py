@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from forge.core.completion import (
+from forge.core.credit.completion_time import (
     BASELINE_STEPS,
     MeasuredBatch,
     TurnTime,
     completion_s,
     measured_baseline_s,
 )
+from forge.core.credit.rewards import speed_reward
 from forge.core.errors import InvalidArgument
-from forge.core.rewards import speed_reward
 from forge.core.trajectory import TOKEN_BYTES
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2 as pb

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from forge.core.errors import ForgeError, InvalidArgument
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 from forge.core.trajectory import TOKEN_BYTES
 from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig

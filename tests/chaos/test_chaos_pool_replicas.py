@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.core.sharding import choose_shard
+from forge.core.placement.sharding import choose_shard
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote

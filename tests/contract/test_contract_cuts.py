@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge.core.rewards import RewardWeights
+from forge.core.credit.rewards import RewardWeights
 from forge.core.trajectory import float32_array, int32_bytes
 from forge.v1 import common_pb2 as pb
 from services.inference.engines.base import Grammar, Sampling, Tokens

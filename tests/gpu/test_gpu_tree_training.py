@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from forge.core.packing import Sample, plan_trees
+from forge.core.prefix_tree import Sample, plan_trees
 from forge.rl.attention_schedule import AttentionSchedule
 from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig

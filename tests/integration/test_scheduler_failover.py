@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from forge.core.errors import NotFound, StaleFence, Unavailable
-from forge.core.sharding import choose_shard
+from forge.core.placement.sharding import choose_shard
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from tests.support.etcd import EtcdServer

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forge.core.conversation.messages import Message, from_openai, to_openai
+from forge.core.conversation.request_prefix import History
 from forge.core.formats import Parser
-from forge.core.history import History
-from forge.core.messages import Message, from_openai, to_openai
 from forge.core.trajectory import (
     float32_bytes,
     int32_array,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from forge.core.groups import Attempt, AttemptState, Group, GroupSpec, Phase
+from forge.core.queue.groups import Attempt, AttemptState, Group, GroupSpec, Phase
 
 
 @dataclass

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from forge.core.admission import Admission, Mode, QueueSettings
-from forge.core.generation import GenerationQueue
-from forge.core.groups import Group, Phase, RolloutPhase
-from forge.core.rollouts import RolloutClaim
+from forge.core.queue.admission import Admission, Mode, QueueSettings
+from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.groups import Group, Phase, RolloutPhase
+from forge.core.queue.rollouts import RolloutClaim
+from forge.core.queue.window import Window
 from forge.core.trajectory import TaskId
-from forge.core.window import Window
 from tests.support.durable_group import Durable
 
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from forge.core.activity import Activity
-from forge.core.batches import Batch
 from forge.core.errors import FailedPrecondition, NotFound, StaleFence
-from forge.core.groups import Phase
-from forge.core.rollouts import RolloutClaim
+from forge.core.queue.activity import Activity
+from forge.core.queue.batches import Batch
+from forge.core.queue.groups import Phase
+from forge.core.queue.rollouts import RolloutClaim
 from forge.core.trajectory import TaskId
 from tests.support.queue_invariants import QueueInvariants
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 from tests.support.rl_models import VOCABULARY, make_sample
 
 KINDS = (

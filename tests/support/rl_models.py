@@ -40,7 +40,7 @@ from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from forge.core.packing import Sample, Span
+from forge.core.prefix_tree import Sample, Span
 
 VOCABULARY = 13
 CAP = 1.5

@@ -17,7 +17,7 @@ from random import Random
 import torch
 import torch.distributed as dist
 
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.mtp import MtpConfig

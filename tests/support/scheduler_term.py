@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from forge.core.admission import QueueSettings
 from forge.core.errors import ForgeError, Unavailable
-from forge.core.generation import GenerationQueue
+from forge.core.queue.admission import QueueSettings
+from forge.core.queue.generation_queue import GenerationQueue
 from forge.runtime.actor import ActorRef, ActorSystem, Restart
 from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.actors.archivist import Archivist

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.core.messages import Message
+from forge.core.conversation.messages import Message
 from forge.core.trajectory import float32_bytes, int32_array, int32_bytes
 from forge.runtime.config import ServiceConfig, setting
 from forge.runtime.service import ServiceContext, run

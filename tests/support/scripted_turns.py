@@ -11,8 +11,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 
+from forge.core.conversation.messages import Message
 from forge.core.formats import TextDelta
-from forge.core.messages import Message
 from forge.runtime.security import Claims
 from forge.v1 import common_pb2
 from services.gateway.conversation import Sampled

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TypeVar
 
+from forge.core.conversation.messages import Message, ToolCall
 from forge.core.formats import CallDelta
-from forge.core.messages import Message, ToolCall
 from tests.support.conversations import Session, as_sent, result, user
 
 Choice = TypeVar("Choice")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from forge.core.conversation.messages import ToolCall
 from forge.core.errors import ConfigError
 from forge.core.formats.base import OutputFormat, Tools, collect
 from forge.core.formats.hermes import HermesFormat
@@ -26,7 +27,6 @@ from forge.core.formats.react import ReActFormat
 from forge.core.formats.sections import DeepSeekV3Format, DeepSeekV31Format, KimiFormat
 from forge.core.formats.think import MISTRAL_THINK, THINK, THINK_CLOSE, ReasoningFormat
 from forge.core.formats.xml import GlmFormat, MiniMaxFormat, Qwen3CoderFormat
-from forge.core.messages import ToolCall
 
 FORMATS_GROUP = "forge.formats"
 REASONING_GROUP = "forge.reasoning"

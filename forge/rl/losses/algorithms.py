@@ -13,7 +13,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
-from forge.core.advantages import Baseline, Spread
+from forge.core.credit.advantages import Baseline, Spread
 from forge.core.errors import InvalidArgument
 from forge.rl.losses.tokens import LossFunction
 

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from prometheus_client import Counter
 
+from forge.core.conversation.messages import Message
 from forge.core.errors import DeadlineExceeded, ResourceExhausted, Unavailable
-from forge.core.messages import Message
 from forge.runtime.actor import Actor, ActorRef
 from forge.runtime.security import Claims
 from forge.runtime.telemetry import log

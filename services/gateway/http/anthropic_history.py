@@ -1,8 +1,8 @@
 """The conversation of an Anthropic request, as messages.
 
-Owns their decoding, as far as they are new (see `forge.core.history`), and the rules by which
-content blocks become messages. These depend on nothing but the blocks, so that what an agent sends
-back is the same message again:
+Owns their decoding, as far as they are new (see `forge.core.conversation.request_prefix`), and the
+rules by which content blocks become messages. These depend on nothing but the blocks, so that what
+an agent sends back is the same message again:
 
 - text blocks are joined with nothing between them, those of `system` too;
 - in an assistant's message, `tool_use` blocks are its calls and `thinking` its reasoning, wherever
@@ -22,9 +22,9 @@ from typing import Any
 
 import msgspec
 
+from forge.core.conversation.messages import Message, ToolCall, normal_role
+from forge.core.conversation.request_prefix import History
 from forge.core.errors import InvalidArgument
-from forge.core.history import History
-from forge.core.messages import Message, ToolCall, normal_role
 from services.gateway.http.anthropic_schema import CountTokensRequest
 
 ACCOUNTING = "x-anthropic-billing-header:"

@@ -16,9 +16,9 @@ from typing import Any
 
 from aiohttp import web
 
+from forge.core.conversation.messages import to_openai
 from forge.core.errors import ForgeError
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
-from forge.core.messages import to_openai
 from forge.core.trajectory import int32_array
 from forge.v1 import common_pb2
 from services.gateway.http import schema

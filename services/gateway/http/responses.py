@@ -16,8 +16,8 @@ from typing import Any
 
 from aiohttp import web
 
+from forge.core.conversation.messages import Message
 from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted
-from forge.core.messages import Message
 from forge.core.trajectory import TOKEN_BYTES
 from forge.v1 import common_pb2
 from services.gateway.actors.session import Forget, Recall

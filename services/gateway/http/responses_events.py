@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forge.core.conversation.messages import ToolCall
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
-from forge.core.messages import ToolCall
 from services.gateway.http.responses_items import (
     Head,
     Item,

@@ -7,8 +7,9 @@ the message that was sampled, or the history would branch where the agent only r
 Items that carry an id of ours name the turn they come from. Clients that leave the ids out are
 read by what an answer looks like: reasoning comes first, and two texts are never neighbors.
 
-A request that begins with an earlier one is read from there on (see `forge.core.history`), unless
-what is new in it may belong to an answer that was there before.
+A request that begins with an earlier one is read from there on (see
+`forge.core.conversation.request_prefix`), unless what is new in it may belong to an answer that was
+there before.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from forge.core.conversation.messages import Message, ToolCall, normal_role
+from forge.core.conversation.request_prefix import History, Mark
 from forge.core.errors import InvalidArgument
-from forge.core.history import History, Mark
-from forge.core.messages import Message, ToolCall, normal_role
 from services.gateway.http.responses_items import key_of_item
 
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})

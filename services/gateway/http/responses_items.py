@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forge.core.messages import Message, ToolCall
+from forge.core.conversation.messages import Message, ToolCall
 from forge.v1 import common_pb2
 
 _RESPONSE_ID = re.compile(r"resp_([0-9a-f]{32})")

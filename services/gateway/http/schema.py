@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from forge.core.conversation.messages import Message, ToolCall, normal_role
+from forge.core.conversation.request_prefix import History
 from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
-from forge.core.history import History
-from forge.core.messages import Message, ToolCall, normal_role
 from forge.v1 import common_pb2
 from services.gateway.grammar import answer_grammar
 from services.gateway.model import Tools

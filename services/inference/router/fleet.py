@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from forge.core.errors import Unavailable
-from forge.core.prefix_cache import PrefixCache
-from forge.core.routing import Candidate, LearnedRate, LoadGuard, choose
+from forge.core.placement.prefix_cache import PrefixCache
+from forge.core.placement.routing import Candidate, LearnedRate, LoadGuard, choose
 from forge.core.trajectory import TOKEN_BYTES
 
 SUSPECT_S = 2.0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from forge.core.errors import InvalidArgument, ResourceExhausted, Unavailable
-from forge.core.sharding import choose_shard
+from forge.core.placement.sharding import choose_shard
 from forge.runtime.actor import Actor, ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2

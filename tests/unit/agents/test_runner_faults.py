@@ -13,7 +13,7 @@ import pytest_asyncio
 from forge.agents import own_time
 from forge.agents.own_time import OutOfTime, within
 from forge.core.errors import FailedPrecondition, ResourceExhausted, Unavailable
-from forge.core.failures import FailureKind, kind_of_abandoned
+from forge.core.queue.failures import FailureKind, kind_of_abandoned
 from forge.v1 import scheduler_pb2 as pb
 from tests.support.agent_tasks import SumDomain, lease
 from tests.support.scripted_gateway import Message, ScriptedGateway, replay, text

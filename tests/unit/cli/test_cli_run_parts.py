@@ -26,8 +26,8 @@ from forge.cli.presets import PRESETS, merged, parse_overrides, preset_for
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
 from forge.cli.training_run import run_settings, running
 from forge.client.operator import DomainResult, domain_results
-from forge.core.admission import Mode
 from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
+from forge.core.queue.admission import Mode
 from forge.runtime.config import load
 from forge.v1 import common_pb2 as pb
 from forge.v1 import scheduler_pb2

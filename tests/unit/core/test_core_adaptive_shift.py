@@ -9,9 +9,9 @@ from heapq import heappop, heappush
 
 import pytest
 
-from forge.core.admission import Mode, QueueSettings
-from forge.core.generation import GenerationQueue
-from forge.core.groups import Group, GroupSpec
+from forge.core.queue.admission import Mode, QueueSettings
+from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.groups import Group, GroupSpec
 from forge.core.trajectory import TaskId
 
 BATCH = 16

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.core.advantages import (
+from forge.core.credit.advantages import (
     AdvantageRules,
     GroupAdvantages,
     GroupReturns,
     batch_advantages,
 )
-from forge.core.rewards import returns_to_go
+from forge.core.credit.rewards import returns_to_go
 
 GROUP = [[1.0, 1.0], [0.0], [2.0, 0.5]]
 

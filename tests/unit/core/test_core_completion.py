@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.completion import (
+from forge.core.credit.completion_time import (
     BASELINE_ROLLOUTS,
     MeasuredBatch,
     TurnTime,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.context_tree import ContextTree, Node, common_depth
-from forge.core.messages import Message, ToolCall
+from forge.core.conversation.context_tree import ContextTree, Node, common_depth
+from forge.core.conversation.messages import Message, ToolCall
 
 
 def user(text: str) -> Message:

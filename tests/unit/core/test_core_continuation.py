@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forge.core.continuation import (
+from forge.core.conversation.continuation import (
     Render,
     TemplateRefused,
     closing,
     continuation,
     looks_back_one_answer,
 )
-from forge.core.messages import Message
+from forge.core.conversation.messages import Message
 
 END = "<end>"
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.dataset_cursor import DatasetCursor, Place, chosen_of, place_of, task_id_of
 from forge.core.errors import InvalidArgument
+from forge.core.tasks.dataset_cursor import DatasetCursor, Place, chosen_of, place_of, task_id_of
 
 
 def drain(cursor: DatasetCursor, take: int = 3) -> list[Place]:

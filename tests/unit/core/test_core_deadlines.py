@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.core.admission import Mode, QueueSettings
-from forge.core.deadlines import Deadlines
-from forge.core.generation import GenerationQueue
-from forge.core.groups import Group, GroupSpec, Phase
+from forge.core.queue.admission import Mode, QueueSettings
+from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.groups import Group, GroupSpec, Phase
+from forge.core.queue.staleness import Deadlines
 from forge.core.trajectory import TaskId
 
 EVERYTHING = 1_000

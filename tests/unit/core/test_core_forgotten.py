@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from forge.core.commits import Commits
-from forge.core.forgotten import Forgotten
+from forge.core.queue.commits import Commits
+from forge.core.queue.group_digests import Forgotten
 
 
 def test_forgotten_names_are_found_with_their_content() -> None:

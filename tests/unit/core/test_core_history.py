@@ -7,8 +7,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.history import History
-from forge.core.messages import Message, from_openai
+from forge.core.conversation.messages import Message, from_openai
+from forge.core.conversation.request_prefix import History
 
 texts = st.text(st.sampled_from('ab ,]["\\{}\n'), max_size=6)
 messages = st.lists(texts, min_size=1, max_size=6)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.intervals import _student_t, change_interval, mean_interval
+from forge.core.confidence_intervals import _student_t, change_interval, mean_interval
 
 RUNS = 400
 LEAST = 0.92

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.errors import InvalidArgument
-from forge.core.messages import (
+from forge.core.conversation.messages import (
     Message,
     ToolCall,
     agree,
@@ -20,6 +19,7 @@ from forge.core.messages import (
     same,
     to_openai,
 )
+from forge.core.errors import InvalidArgument
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.core.errors import InvalidArgument
-from forge.core.packing import Sample, Span, TreePlan, plan_trees
+from forge.core.prefix_tree import Sample, Span, TreePlan, plan_trees
 
 UNBOUNDED = 1 << 30
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from forge.core.prefix_cache import Match, PrefixCache
+from forge.core.placement.prefix_cache import Match, PrefixCache
 
 BLOCK = 4
 

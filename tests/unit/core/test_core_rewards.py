@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.errors import InvalidArgument
-from forge.core.rewards import (
+from forge.core.credit.rewards import (
     RewardComponent,
     RewardWeights,
     returns_to_go,
@@ -17,6 +16,7 @@ from forge.core.rewards import (
     speed_reward,
     turn_rewards,
 )
+from forge.core.errors import InvalidArgument
 
 seconds = st.floats(0, 1e6)
 

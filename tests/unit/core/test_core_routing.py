@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.routing import Candidate, LearnedRate, LoadGuard, choose, cost_s
+from forge.core.placement.routing import Candidate, LearnedRate, LoadGuard, choose, cost_s
 
 
 def worker(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.core.errors import Unavailable
-from forge.core.sharding import choose_shard
+from forge.core.placement.sharding import choose_shard
 
 names = st.text(min_size=1, max_size=80)
 shard_sets = st.sets(names, min_size=1, max_size=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.token_prefixes import (
+from forge.core.conversation.token_prefixes import (
     NOTHING_SHARED,
     SharedPrefix,
     TokenPrefixes,

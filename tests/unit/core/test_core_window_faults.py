@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from forge.core.admission import PartialGroups, QueueSettings
-from forge.core.failures import FailureKind, abandon_reason, kind_of_abandoned
-from forge.core.generation import GenerationQueue
-from forge.core.groups import Attempt, AttemptState, Group, GroupSpec, Phase, RolloutPhase
+from forge.core.queue.admission import PartialGroups, QueueSettings
+from forge.core.queue.failures import FailureKind, abandon_reason, kind_of_abandoned
+from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.groups import Attempt, AttemptState, Group, GroupSpec, Phase, RolloutPhase
 from forge.core.trajectory import TaskId
 
 INFRASTRUCTURE = FailureKind.INFRASTRUCTURE

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.admission import Admission, Mode, QueueSettings
-from forge.core.batches import Batch
 from forge.core.errors import NotFound
-from forge.core.generation import GenerationQueue
-from forge.core.groups import Group, GroupSpec, Phase
+from forge.core.queue.admission import Admission, Mode, QueueSettings
+from forge.core.queue.batches import Batch
+from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.groups import Group, GroupSpec, Phase
 from forge.core.trajectory import TaskId
 
 LATE_S = 99.0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from forge.core.activity import Activity
-from forge.core.admission import Admission, Mode, QueueSettings
-from forge.core.generation import GenerationQueue
-from forge.core.groups import Group, GroupSpec, Phase
-from forge.core.shares import DomainShares
+from forge.core.queue.activity import Activity
+from forge.core.queue.admission import Admission, Mode, QueueSettings
+from forge.core.queue.domain_shares import DomainShares
+from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.groups import Group, GroupSpec, Phase
+from forge.core.queue.window import Window
 from forge.core.trajectory import TaskId
-from forge.core.window import Window
 
 
 def make_queue(domains: str, **settings: object) -> GenerationQueue:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from forge.core.admission import Admission, PartialGroups, QueueSettings
 from forge.core.errors import InvalidArgument, NotFound
-from forge.core.generation import GenerationQueue
-from forge.core.groups import Attempt, AttemptState, Group, GroupSpec, Phase
+from forge.core.queue.admission import Admission, PartialGroups, QueueSettings
+from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.groups import Attempt, AttemptState, Group, GroupSpec, Phase
 from forge.core.trajectory import TaskId
 
 

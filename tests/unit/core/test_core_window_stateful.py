@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from forge.core.activity import Activity
-from forge.core.admission import Admission, Mode, PartialGroups, QueueSettings
 from forge.core.errors import InvalidArgument
-from forge.core.failures import FailureKind
-from forge.core.generation import GenerationQueue
-from forge.core.groups import AttemptState, Group, GroupSpec, Phase
+from forge.core.queue.activity import Activity
+from forge.core.queue.admission import Admission, Mode, PartialGroups, QueueSettings
+from forge.core.queue.failures import FailureKind
+from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.groups import AttemptState, Group, GroupSpec, Phase
 from forge.core.trajectory import TaskId, parse_trajectory_id
 from tests.support.durable_group import Durable
 from tests.support.queue_trainers import QueueTrainers

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.admission import Mode, QueueSettings
-from forge.core.generation import GenerationQueue
-from forge.core.groups import Attempt, AttemptState, Group, GroupSpec, Phase
+from forge.core.queue.admission import Mode, QueueSettings
+from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.groups import Attempt, AttemptState, Group, GroupSpec, Phase
 from forge.core.trajectory import TaskId
 
 SIZE = 4

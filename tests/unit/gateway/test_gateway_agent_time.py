@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.completion import TurnTime, completion_s
+from forge.core.credit.completion_time import TurnTime, completion_s
 from forge.v1 import common_pb2
 from services.gateway.agent_time import AgentTime, Begun, Moment
 

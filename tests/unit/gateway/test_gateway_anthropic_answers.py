@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forge.core.conversation.messages import Message, ToolCall, agree
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
-from forge.core.messages import Message, ToolCall, agree
 from forge.v1 import common_pb2
 from services.gateway.conversation import Sampled
 from services.gateway.http import anthropic_schema as schema

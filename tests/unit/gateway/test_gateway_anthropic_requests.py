@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from forge.core.conversation.messages import Message, ToolCall
+from forge.core.conversation.request_prefix import History
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.core.formats import get_format
-from forge.core.history import History
-from forge.core.messages import Message, ToolCall
 from forge.v1 import common_pb2
 from services.gateway.conversation import Conversation
 from services.gateway.http import anthropic_schema as schema

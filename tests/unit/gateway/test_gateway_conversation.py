@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import InvalidArgument
-from forge.core.messages import Message, ToolCall
 from forge.core.trajectory import int32_bytes
 from tests.support.conversations import LINEAR, TOOLS, Session, result, user
 

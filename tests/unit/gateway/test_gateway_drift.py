@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from forge.core.conversation.messages import Message
 from forge.core.errors import InvalidArgument
-from forge.core.messages import Message
 from forge.core.trajectory import int32_bytes
 from services.gateway.conversation import Conversation, Draft
 from tests.support.chat_templates import FAMILIES

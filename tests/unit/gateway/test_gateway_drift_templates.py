@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.core.messages import Message, ToolCall, agree
+from forge.core.conversation.messages import Message, ToolCall, agree
 from tests.support.chat_templates import FAMILIES
 from tests.support.conversations import TOOLS, Session, as_sent, result, user
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from forge.core.continuation import TemplateRefused
+from forge.core.conversation.continuation import TemplateRefused
+from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import ConfigError
-from forge.core.messages import Message, ToolCall
 from services.gateway.model import ChatModel, template_message
 from tests.support.chat_templates import FAMILIES, make_model, save_model
 

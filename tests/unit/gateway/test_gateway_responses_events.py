@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from forge.core.conversation.messages import Message, ToolCall
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta, collect
-from forge.core.messages import Message, ToolCall
 from services.gateway.http.responses_events import Event, Events
 from services.gateway.http.responses_history import messages_of
 from services.gateway.http.responses_items import Head, output_of, response_key, usage

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import InvalidArgument
-from forge.core.messages import Message, ToolCall
 from forge.core.trajectory import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
 from services.gateway.conversation import Conversation, Prompt, Sampled

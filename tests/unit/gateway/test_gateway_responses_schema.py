@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import ForgeError, InvalidArgument
-from forge.core.messages import Message, ToolCall
 from services.gateway.conversation import Conversation
 from services.gateway.http import responses_schema, schema
 from services.gateway.http.responses_history import history_of, messages_of

@@ -11,8 +11,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from forge.core.conversation.messages import Message
 from forge.core.errors import FailedPrecondition, ResourceExhausted, Unavailable
-from forge.core.messages import Message
 from forge.core.trajectory import float32_bytes, int32_bytes
 from forge.runtime.actor import ActorRef, ActorSystem
 from forge.runtime.security import Claims

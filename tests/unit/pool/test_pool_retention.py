@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.admission import QueueSettings
 from forge.core.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -17,7 +16,8 @@ from forge.core.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from forge.core.generation import GenerationQueue
+from forge.core.queue.admission import QueueSettings
+from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, trainer_pb2
 from services.pool import retention

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention as flex_kernel
 
-from forge.core.packing import plan_trees
+from forge.core.prefix_tree import plan_trees
 from forge.rl import attention_kernels, flex_attention, tree_attention
 from forge.rl.attention_kernels import Portable
 from forge.rl.attention_schedule import AttentionSchedule

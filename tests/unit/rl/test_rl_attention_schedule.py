@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.core.packing import Node, Sample, TreePlan, plan_trees
+from forge.core.prefix_tree import Node, Sample, TreePlan, plan_trees
 from forge.rl import attention_schedule
 from forge.rl.attention_schedule import AttentionSchedule, schedule_attention
 from forge.rl.tree_batch import build_tree_batch

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forge.core.errors import InvalidArgument
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 from forge.core.trajectory import float32_bytes
 from forge.rl.critic import Credit, Critic, CriticConfig, critic_stats, gae
 from forge.rl.learner import Learner

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 from forge.rl import attention_schedule
 from forge.rl.batch_plan import BatchPlan, plan_batch
 from forge.rl.learner import Learner

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 from forge.rl import attention_schedule
 from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig

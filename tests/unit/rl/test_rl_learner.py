@@ -18,7 +18,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 from forge.core.trajectory import float32_bytes
 from forge.rl.learner import Learner
 from forge.rl.policy import TreePolicy

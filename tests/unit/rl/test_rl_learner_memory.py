@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 from forge.rl.learner import Learner
 from forge.rl.policy import TreePolicy
 from forge.rl.step import LearnerConfig

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forge.core.errors import InvalidArgument
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 from forge.core.trajectory import float32_bytes
 from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig, TrainedTokens

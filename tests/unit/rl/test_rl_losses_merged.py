@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 from forge.core.trajectory import float32_bytes
 from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig

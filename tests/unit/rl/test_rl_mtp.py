@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
 
-from forge.core import packing
+from forge.core import prefix_tree
 from forge.core.errors import InvalidArgument
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.mtp import MtpConfig, MtpHeads, MtpLoss, training
@@ -126,7 +126,7 @@ def check(family: str, samples: list[Sample], budget: int, loss: MtpLoss) -> Non
 def budget(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """A token budget, under which trees are split rather than relayed where both are possible."""
     if request.param == "split":
-        monkeypatch.setattr(packing, "RELAY_COST", 1e9)
+        monkeypatch.setattr(prefix_tree, "RELAY_COST", 1e9)
     return WAYS[request.param]
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 from forge.rl.batch_plan import plan_batch
 from forge.rl.rank_balance import held_tokens, rank_spans
 from forge.rl.tree_parts import TreeLayout

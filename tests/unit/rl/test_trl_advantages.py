@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.support.trl_peer import HAS_TRL, bare_trainer
-from forge.core.advantages import AdvantageRules, GroupReturns, batch_advantages
+from forge.core.credit.advantages import AdvantageRules, GroupReturns, batch_advantages
 from forge.rl.losses.algorithms import preset
 from tests.support.rl_models import tiny_model
 

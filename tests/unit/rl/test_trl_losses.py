@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.support.trl_peer import HAS_TRL, bare_trainer, fuse_head
-from forge.core.packing import Sample
+from forge.core.prefix_tree import Sample
 from forge.core.trajectory import float32_bytes, int32_bytes
 from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig

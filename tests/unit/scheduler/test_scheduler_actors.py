@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from forge.core.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
-from forge.core.sharding import choose_shard
+from forge.core.placement.sharding import choose_shard
 from forge.v1 import common_pb2
 from services.scheduler import messages as m
 from tests.support.scheduler_cluster import make_task

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forge.core.activity import Activity
+from forge.core.queue.activity import Activity
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler import messages as m
 from services.scheduler.equal_rewards import REASON

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from forge.core.activity import Activity
 from forge.core.errors import StaleFence, Unavailable
+from forge.core.queue.activity import Activity
 from forge.runtime.coordination import Versioned
 from services.scheduler.record import TERM_KEY, OwnRecord, TermRecord
 

@@ -6,9 +6,9 @@ import asyncio
 import gc
 import time
 
-from forge.core.admission import QueueSettings
-from forge.core.generation import GenerationQueue
-from forge.core.groups import Phase
+from forge.core.queue.admission import QueueSettings
+from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.groups import Phase
 from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.record import TermRecord

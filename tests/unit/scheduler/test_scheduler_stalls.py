@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from forge.core.activity import Activity
-from forge.core.failures import FailureKind
+from forge.core.queue.activity import Activity
+from forge.core.queue.failures import FailureKind
 from services.scheduler import messages as m
 from services.scheduler.stalls import Facts, Head, why
 from tests.support.scheduler_cluster import make_task

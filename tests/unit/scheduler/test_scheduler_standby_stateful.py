@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from forge.core.admission import Mode, QueueSettings
 from forge.core.errors import ForgeError
-from forge.core.generation import GenerationQueue
+from forge.core.queue.admission import Mode, QueueSettings
+from forge.core.queue.generation_queue import GenerationQueue
 from forge.v1 import common_pb2
 from services.pool.commands import FreeGroups, MarkOrphans
 from services.pool.compaction import NOTED_BYTES

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from forge.core.admission import Mode, PartialGroups
 from forge.core.errors import ConfigError, InvalidArgument
+from forge.core.queue.admission import Mode, PartialGroups
 from forge.runtime.config import load
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler import validation

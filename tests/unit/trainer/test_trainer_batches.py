@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from forge.core.credit.rewards import RewardWeights
 from forge.core.errors import DataLoss, ForgeError, NotFound
-from forge.core.rewards import RewardWeights
 from forge.rl.batch_plan import BatchPlan
 from forge.runtime.rpc.chunks import split
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 
-from forge.core.advantages import AdvantageRules
+from forge.core.credit.advantages import AdvantageRules
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.batch_plan import plan_batch
 from forge.rl.losses import Objective, ObjectiveConfig

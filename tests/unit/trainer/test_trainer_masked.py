@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forge.core.rewards import RewardWeights
+from forge.core.credit.rewards import RewardWeights
 from forge.core.trajectory import float32_array, float32_bytes, int32_bytes
 from forge.v1 import common_pb2 as pb
 from services.trainer.masked import logprobs_without_mask, weighted_advantages

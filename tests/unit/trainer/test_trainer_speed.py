@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forge.core.completion import BASELINE_STEPS
-from forge.core.rewards import speed_reward
+from forge.core.credit.completion_time import BASELINE_STEPS
+from forge.core.credit.rewards import speed_reward
 from forge.core.trajectory import float32_array
 from forge.runtime.config import load
 from forge.v1 import common_pb2 as pb

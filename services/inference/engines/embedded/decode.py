@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
-from forge.core.prefix_cache import Match
+from forge.core.placement.prefix_cache import Match
 from forge.runtime.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Finish, KvSpan, Piece, Prompt, Tokens
 from services.inference.engines.embedded.draws import DrawnToken, draw

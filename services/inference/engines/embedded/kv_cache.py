@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from forge.core.prefix_cache import Match, PrefixCache
+from forge.core.placement.prefix_cache import Match, PrefixCache
 from services.inference.engines.base import TOKEN_BYTES
 from services.inference.engines.embedded.policy import KvShape
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from forge.core.errors import ForgeError, Unavailable
-from forge.core.prefix_cache import PrefixCache
+from forge.core.placement.prefix_cache import PrefixCache
 from forge.runtime.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Prefilled, Prompt, Tokens
 from services.inference.engines.embedded.attention import grouped_attention

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from forge.core.prefix_cache import Match
+from forge.core.placement.prefix_cache import Match
 from services.inference.engines.embedded.kv_cache import KvCache
 from services.inference.engines.embedded.policy import KvShape
 from services.inference.engines.embedded.slabs import Slab, SlabRow, Slabs

@@ -1,6 +1,6 @@
 """The batch that is being filled: complete groups assigned to it one by one, before it goes out.
 
-Owns which groups these are. Which group is assigned when is `forge.core.window`'s rule.
+Owns which groups these are. Which group is assigned when is `forge.core.queue.window`'s rule.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 
-from forge.core.groups import Group
+from forge.core.queue.groups import Group
 
 
 class Filling:

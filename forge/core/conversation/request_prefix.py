@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from forge.core.messages import Message
+from forge.core.conversation.messages import Message
 
 Read = Callable[[bytes, int], list[Message]]
 """Decodes messages, here a JSON array of them; the number says how many stand before them."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from forge.core.messages import Message, ToolCall
+from forge.core.conversation.messages import Message, ToolCall
 
 Render = Callable[[Sequence[Message], bool], str]
 """Text of messages; with the flag, followed by the generation prompt. May raise `TemplateRefused`,

@@ -17,7 +17,7 @@ from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice, takewhile
 
-from forge.core.groups import Group, Phase
+from forge.core.queue.groups import Group, Phase
 
 LATE_SHARE = 0.001
 """Less than the 99th percentile allows: what is late is long, and shifts the batch it comes in."""

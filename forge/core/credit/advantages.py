@@ -2,7 +2,7 @@
 
 Owns the baselines `B_i` of `A_it = (G_it - B_i) / spread + speed_it`, the optional scaling by a
 spread of returns, and the weights of domains. Baseline, spread and flatness are of outcome and
-process alone. Returns come from `forge.core.rewards`; losses take the advantages as
+process alone. Returns come from `forge.core.credit.rewards`; losses take the advantages as
 given.
 
 A token that several samples contain is credited once for each of them: their advantages add up
@@ -53,7 +53,7 @@ class GroupReturns:
     return."""
     speed: Sequence[Sequence[float]] = ()
     """Per rollout and turn what speed adds to the advantage, weighted and net of the group's mean
-    (`forge.core.rewards.speed_credits`); empty: nothing."""
+    (`forge.core.credit.rewards.speed_credits`); empty: nothing."""
     domain: str = ""
 
     @property

@@ -75,7 +75,8 @@ class QueueSettings:
     domain_limits: Mapping[str, int] = field(default_factory=dict)
     """Most groups of a domain that run at once; a domain at its limit is passed over."""
     rollout_lease_s: float = 30.0
-    """Of a claim whose runner renews in time; a slow one gets more, see `forge.core.renewals`."""
+    """Of a claim whose runner renews in time; a slow one gets more, see
+    `forge.core.queue.renewals`."""
     rollout_timeout_s: float = 7200.0
     """Longest life of one attempt, renewed or not."""
     recheck_s: float = 2.0

@@ -14,8 +14,8 @@ break nothing:
   the order of a FIFO. Half a batch less leaves room to choose, and is made up for by that, but
   not soon: so it is kept back only when it is little beside what was trained since the queue was
   last empty, and not where all that is left makes S B or less.
-- A batch holds what would be late otherwise (`forge.core.deadlines`), and waits for it. Groups go
-  on starting meanwhile.
+- A batch holds what would be late otherwise (`forge.core.queue.staleness`), and waits for it.
+  Groups go on starting meanwhile.
 - The rest of it takes from each kind of group its share of the queue, oldest first, because short
   groups are complete first: after a start, when a queue that had run dry fills again, when tasks
   become slower. It waits while it is further from the queue than the bound, or while the groups
@@ -38,9 +38,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from forge.core.deadlines import MAY_LAG, Deadlines, Due
-from forge.core.groups import Group, Phase
-from forge.core.window import Window
+from forge.core.queue.groups import Group, Phase
+from forge.core.queue.staleness import MAY_LAG, Deadlines, Due
+from forge.core.queue.window import Window
 
 SAMPLE_BATCHES, SAMPLE_GROUPS = 8, 2048
 """At least so much of what has ended, in queue order, is what the queue is like."""

@@ -1,8 +1,9 @@
 """Groups and their rollouts, as the generation queue keeps them.
 
 Owns the phases a group and each of its rollouts go through and what is remembered about both.
-Owns no order and no window: who is next is `forge.core.dispatch`, what may be trained on is
-`forge.core.window`, and the moves between phases are made by `forge.core.generation`.
+Owns no order and no window: who is next is `forge.core.queue.dispatch`, what may be trained on is
+`forge.core.queue.window`, and the moves between phases are made by
+`forge.core.queue.generation_queue`.
 
     group     QUEUED -> RUNNING -> COMPLETE -> BATCHED -> TRAINED       (training)
                                        ^----------'           '--> COMPLETE on a rewind

@@ -16,7 +16,7 @@ Owns the head, the far edge, and the choice of a batch. The rules (MiniMax Forge
 - When W becomes smaller the edge stays until the head has come closer: what was announced holds.
   Only a rewind moves it back.
 
-How groups become complete, and time, are `forge.core.generation`'s business.
+How groups become complete, and time, are `forge.core.queue.generation_queue`'s business.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice, takewhile
 from operator import attrgetter, itemgetter
 
-from forge.core.admission import UNBOUNDED
-from forge.core.filling import Filling
-from forge.core.groups import Group, Phase
-from forge.core.shares import DomainShares
+from forge.core.queue.admission import UNBOUNDED
+from forge.core.queue.domain_shares import DomainShares
+from forge.core.queue.groups import Group, Phase
+from forge.core.queue.open_batch import Filling
 
 _EVERY_OTHER = ""
 """Lane of all domains without a share of their own."""

@@ -30,8 +30,8 @@ from math import inf
 from operator import sub
 from typing import NamedTuple
 
+from forge.core.conversation.token_prefixes import common_tokens
 from forge.core.errors import InvalidArgument
-from forge.core.token_prefixes import common_tokens
 from forge.core.trajectory import TOKEN_BYTES
 
 Span = tuple[int, int]

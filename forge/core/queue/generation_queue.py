@@ -3,25 +3,25 @@
 Pure: time is passed in and nothing is stored; what must be durable is named to the caller, who
 writes first and applies then. Every operation is O(log n) or amortized O(1) in the groups queued.
 
-    books     every group, its phase and the sums           forge.core.books
-    rollouts  lease, renew, complete, fail, expire          forge.core.rollouts
-    batches   take, commit, release, rewind                 forge.core.batches
-    window    [H, H+W), and which groups make a batch       forge.core.window
+    books     every group, its phase and the sums           forge.core.queue.group_ledger
+    rollouts  lease, renew, complete, fail, expire          forge.core.queue.rollouts
+    batches   take, commit, release, rewind                 forge.core.queue.batches
+    window    [H, H+W), and which groups make a batch       forge.core.queue.window
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forge.core.adaptive import Adaptive, Bounds
-from forge.core.admission import Mode, QueueSettings
-from forge.core.batches import Batch, Batches
-from forge.core.books import Books
-from forge.core.groups import Group, Phase
-from forge.core.rollouts import Rollouts
-from forge.core.shares import DomainShares
+from forge.core.queue.adaptive import Adaptive, Bounds
+from forge.core.queue.admission import Mode, QueueSettings
+from forge.core.queue.batches import Batch, Batches
+from forge.core.queue.domain_shares import DomainShares
+from forge.core.queue.group_ledger import Books
+from forge.core.queue.groups import Group, Phase
+from forge.core.queue.rollouts import Rollouts
+from forge.core.queue.window import Window
 from forge.core.trajectory import TaskId, TrajectoryId
-from forge.core.window import Window
 
 
 class GenerationQueue:

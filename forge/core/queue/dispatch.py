@@ -2,10 +2,11 @@
 
 Owns the strict order (evaluation first, then by place, then by rollout index), the claims
 that are out and the two clocks on rollouts: the end of a claim and the end of a back-off. Whether
-a further group may start is `forge.core.admission`'s rule; `forge.core.generation` asks both.
+a further group may start is `forge.core.queue.admission`'s rule;
+`forge.core.queue.generation_queue` asks both.
 
-Shards that are away, and how many there are, cost nothing (`forge.core.lanes`); each domain that
-has a limit costs a look.
+Shards that are away, and how many there are, cost nothing (`forge.core.queue.lanes`); each domain
+that has a limit costs a look.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from forge.core.groups import Group, Lease, Phase, Rollout, RolloutPhase
-from forge.core.lanes import Key, Lanes
+from forge.core.queue.groups import Group, Lease, Phase, Rollout, RolloutPhase
+from forge.core.queue.lanes import Key, Lanes
 from forge.core.trajectory import TrajectoryId
 
 

@@ -4,8 +4,8 @@
 
 Owns each change of phase, so that counts, window and order cannot disagree, and what is kept of a
 group that is settled: for a while all of it, then its share of the counts and a digest of its name.
-Why a group changes phase is for `forge.core.rollouts` (sampling) and `forge.core.batches`
-(training) to say.
+Why a group changes phase is for `forge.core.queue.rollouts` (sampling) and
+`forge.core.queue.batches` (training) to say.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from forge.core.activity import Activity
-from forge.core.adaptive import Adaptive
-from forge.core.dispatch import Dispatch
 from forge.core.errors import InvalidArgument, NotFound
-from forge.core.forgotten import Forgotten
-from forge.core.groups import Group, Phase
+from forge.core.queue.activity import Activity
+from forge.core.queue.adaptive import Adaptive
+from forge.core.queue.dispatch import Dispatch
+from forge.core.queue.group_digests import Forgotten
+from forge.core.queue.groups import Group, Phase
+from forge.core.queue.window import Window
 from forge.core.trajectory import TaskId
-from forge.core.window import Window
 
 _PURPOSE_AND_PHASE = attrgetter("spec.evaluation", "phase")
 

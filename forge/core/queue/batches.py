@@ -2,7 +2,8 @@
 
 Owns trainers' claims and the two phases of a batch. What must be durable is written between the
 two: `prepare_commit` names the groups, the caller stores them as TRAINED, `commit` applies it;
-`prepare_rewind` and `rewind` alike. Which groups make a batch is `forge.core.window`'s choice.
+`prepare_rewind` and `rewind` alike. Which groups make a batch is `forge.core.queue.window`'s
+choice.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from forge.core.activity import Activity
-from forge.core.admission import QueueSettings
-from forge.core.books import Books
-from forge.core.commits import Commits, batch_name, granted_at
 from forge.core.errors import FailedPrecondition, NotFound
-from forge.core.groups import Group, Phase
+from forge.core.queue.activity import Activity
+from forge.core.queue.admission import QueueSettings
+from forge.core.queue.commits import Commits, batch_name, granted_at
+from forge.core.queue.group_ledger import Books
+from forge.core.queue.groups import Group, Phase
 from forge.core.trajectory import TaskId
 
 MAX_WRITE_S = 120.0

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from forge.core.messages import Message, MessageKey, agree, same
+from forge.core.conversation.messages import Message, MessageKey, agree, same
 from forge.core.trajectory import NO_PARENT
 
 SHARED_OPENINGS = 2

@@ -4,7 +4,8 @@ Owns the formulas `r_t = alpha*process_t + outcome_t`, `G_t = sum_{p>=t} gamma^(
 speed part `beta*speed` (MiniMax Forge, arXiv 2605.26494, composite reward). Speed has a formula of
 its own because it differs between any two rollouts: as a part of `r_t` it would set the spread of a
 group that is otherwise flat. Which rewards a task gives is its environment's; the baseline of a
-return is in `forge.core.advantages`, the completion time in `forge.core.completion`.
+return is in `forge.core.credit.advantages`, the completion time in
+`forge.core.credit.completion_time`.
 """
 
 from __future__ import annotations

@@ -3,21 +3,21 @@
 Owns claims, attempts and retries. A rollout that fails is tried again after a back-off, under a
 new attempt number, as often as `partial_groups` says; then it takes its whole group with it,
 tombstoned with the reason, so a partial group is never trained on. Only the task's own failures
-count for that; faults of the infrastructure cost time alone (`forge.core.failures`).
+count for that; faults of the infrastructure cost time alone (`forge.core.queue.failures`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forge.core.activity import Activity
-from forge.core.admission import PartialGroups, QueueSettings
-from forge.core.books import Books
-from forge.core.dispatch import Claims, Slot
 from forge.core.errors import NotFound
-from forge.core.failures import FailureKind
-from forge.core.groups import Group, Lease, Phase, Rollout, RolloutPhase
-from forge.core.renewals import Renewals
+from forge.core.queue.activity import Activity
+from forge.core.queue.admission import PartialGroups, QueueSettings
+from forge.core.queue.dispatch import Claims, Slot
+from forge.core.queue.failures import FailureKind
+from forge.core.queue.group_ledger import Books
+from forge.core.queue.groups import Group, Lease, Phase, Rollout, RolloutPhase
+from forge.core.queue.renewals import Renewals
 from forge.core.trajectory import TaskId, TrajectoryId, parse_trajectory_id
 
 MOST_UNREAD = 65_536

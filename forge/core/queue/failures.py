@@ -1,7 +1,7 @@
 """Whose failure it is that an attempt at a rollout did not succeed.
 
 Owns the two kinds, and how the reason of an abandoned trajectory tells them apart. What each costs
-a rollout is `forge.core.rollouts`' business.
+a rollout is `forge.core.queue.rollouts`' business.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How many groups of each domain a batch should hold.
 
-Owns the quota alone; what is done when a domain cannot fill its own is `forge.core.window`'s rule.
+Owns the quota alone; what is done when a domain cannot fill its own is `forge.core.queue.window`'s
+rule.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Messages of a session, their prefix tree, and the exact tokens that a request continues."""

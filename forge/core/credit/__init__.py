@@ -1,0 +1,1 @@
+"""Credit of sampled tokens: rewards, completion time, advantages."""

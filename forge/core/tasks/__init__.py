@@ -1,0 +1,1 @@
+"""Tasks on arrival: valid fields, and the position in a data set."""
