@@ -27,7 +27,7 @@ from benchmarks.support.chat_load import Agent, Target, new_client
 from benchmarks.support.middleware_stack import Middleware, start_middleware
 from benchmarks.support.report import arguments, keep, show
 from forge.agents.runner import Outcome, Runner
-from forge.core.trajectory import TOKEN_BYTES
+from forge.core.token_columns import TOKEN_BYTES
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from tests.support.scheduler_cluster import ids_of, make_task
 

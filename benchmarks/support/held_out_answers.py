@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from forge.core.errors import NotFound
-from forge.core.trajectory import int32_array, parse_trajectory_id
+from forge.core.token_columns import int32_array
+from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool.store import PoolStore
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from forge.core.trajectory import TOKEN_BYTES, float32_bytes, int32_bytes
+from forge.core.token_columns import TOKEN_BYTES, float32_bytes, int32_bytes
 from forge.runtime.config import ServiceConfig, setting
 from forge.runtime.service import ServiceContext, run
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc

@@ -24,7 +24,7 @@ from typing import Protocol
 import psutil
 
 from benchmarks.support.cpu import cpu_s
-from forge.core.trajectory import float32_bytes, int32_bytes
+from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.runtime.coordination import Coordinator
 from forge.runtime.processes import dying_with_parent
 from forge.v1 import common_pb2, pool_pb2

@@ -23,8 +23,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config
 
 from benchmarks.support.tree_workloads import VOCABULARY
 from benchmarks.support.trl_peer import bare_trainer, collated, fuse_head
-from forge.core.conversation.token_prefixes import common_tokens
 from forge.core.prefix_tree import Node, Sample, TreePlan, plan_trees
+from forge.core.token_columns import common_tokens
 from forge.rl.batch_plan import BatchPlan
 from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig, TokenStats, cispo_loss

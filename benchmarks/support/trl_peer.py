@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from forge.core.prefix_tree import Sample
-from forge.core.trajectory import float32_array, int32_array
+from forge.core.token_columns import float32_array, int32_array
 
 HAS_TRL = importlib.util.find_spec("trl") is not None
 

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 
 from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
-from forge.core.trajectory import TOKEN_BYTES, float32_array, int32_array
+from forge.core.token_columns import TOKEN_BYTES, float32_array, int32_array
 from forge.v1 import common_pb2
 
 ROW_GROUP_BYTES = 32 << 20

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from forge.client.messages import Message, from_proto, to_proto
-from forge.core.trajectory import float32_array, int32_array, int32_bytes
+from forge.core.token_columns import float32_array, int32_array, int32_bytes
 from forge.v1 import common_pb2, gateway_pb2
 
 FinishReason = Literal["stop", "length", "aborted"]

@@ -30,9 +30,8 @@ from math import inf
 from operator import sub
 from typing import NamedTuple
 
-from forge.core.conversation.token_prefixes import common_tokens
 from forge.core.errors import InvalidArgument
-from forge.core.trajectory import TOKEN_BYTES
+from forge.core.token_columns import TOKEN_BYTES, common_tokens
 
 Span = tuple[int, int]
 """A half-open range of token indices."""

@@ -13,26 +13,21 @@ The rule, as on `Turn` in common.proto:
 from __future__ import annotations
 
 import re
-import sys
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol, TypeVar
+from typing import NewType, Protocol
 
 from forge.core.errors import InvalidArgument
+from forge.core.token_columns import TOKEN_BYTES
 
 TaskId = NewType("TaskId", str)
 TrajectoryId = NewType("TrajectoryId", str)
-Number = TypeVar("Number", int, float)
 
-TOKEN_BYTES = 4
-"""Of one entry of every column: an int32 id, a float32 log-prob, an int32 weight version."""
 NO_PARENT = -1
 """`parent_turn` of a turn whose context starts from nothing."""
 MAX_NUMBER = 2**32 - 1
 """Largest rollout index and attempt."""
 
-_BIG_ENDIAN = sys.byteorder == "big"
 _TASK_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _TRAJECTORY_ID = re.compile(r"([A-Za-z0-9._-]{1,200}):(0|[1-9][0-9]{0,9}):(0|[1-9][0-9]{0,9})")
 
@@ -204,36 +199,3 @@ class TokenTree:
             tokens = min(tokens, turn.prefix_tokens)
             turn_index = turn.parent_turn
         return b"".join(reversed(pieces))
-
-
-def int32_array(data: bytes | memoryview) -> array[int]:
-    """The numbers in a little-endian int32 column."""
-    return _from_column(array("i"), data)
-
-
-def int32_bytes(values: Iterable[int]) -> bytes:
-    """A little-endian int32 column of `values`."""
-    return _to_column(array("i", values))
-
-
-def float32_array(data: bytes | memoryview) -> array[float]:
-    """The numbers in a little-endian float32 column."""
-    return _from_column(array("f"), data)
-
-
-def float32_bytes(values: Iterable[float]) -> bytes:
-    """A little-endian float32 column of `values`."""
-    return _to_column(array("f", values))
-
-
-def _from_column(numbers: array[Number], data: bytes | memoryview) -> array[Number]:
-    numbers.frombytes(data)
-    if _BIG_ENDIAN:
-        numbers.byteswap()
-    return numbers
-
-
-def _to_column(numbers: array[Number]) -> bytes:
-    if _BIG_ENDIAN:
-        numbers.byteswap()
-    return numbers.tobytes()

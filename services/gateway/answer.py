@@ -15,7 +15,7 @@ from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import DataLoss
 from forge.core.formats import CallDelta, Delta, Parser, ReasoningDelta, TextDelta
 from forge.core.formats.tags import first_tag, held_back
-from forge.core.trajectory import TOKEN_BYTES, float32_array, int32_array
+from forge.core.token_columns import TOKEN_BYTES, float32_array, int32_array
 from forge.v1 import common_pb2
 from services.gateway.model import ChatModel, TextStream
 

@@ -31,7 +31,8 @@ from forge.core.conversation.messages import Message, from_openai, to_openai
 from forge.core.conversation.request_prefix import History, Mark
 from forge.core.conversation.token_prefixes import NOTHING_SHARED, SharedPrefix, TokenPrefixes
 from forge.core.errors import InvalidArgument
-from forge.core.trajectory import NO_PARENT, TOKEN_BYTES, int32_array
+from forge.core.token_columns import TOKEN_BYTES, int32_array
+from forge.core.trajectory import NO_PARENT
 from forge.v1 import common_pb2
 from services.gateway.handles import Handle, Held, Recalled
 from services.gateway.model import ChatModel, Tools

@@ -37,7 +37,7 @@ from forge.core.formats import (
     get_format,
     get_reasoning,
 )
-from forge.core.trajectory import TOKEN_BYTES, int32_array, int32_bytes
+from forge.core.token_columns import TOKEN_BYTES, int32_array, int32_bytes
 from services.gateway.encoded import EncodedTexts
 
 __all__ = ["ChatModel", "TextStream", "Tools", "template_message"]

@@ -14,7 +14,7 @@ import msgspec
 
 from forge.core.errors import InvalidArgument
 from forge.core.formats import TextDelta
-from forge.core.trajectory import TOKEN_BYTES, int32_array
+from forge.core.token_columns import TOKEN_BYTES, int32_array
 from forge.runtime.rpc.server import current_claims
 from forge.runtime.rpc.tokens import split
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc

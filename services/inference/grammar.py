@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from forge.core.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from forge.core.grammar import LIMITS, one_line, source
-from forge.core.trajectory import TOKEN_BYTES, int32_array
+from forge.core.token_columns import TOKEN_BYTES, int32_array
 from forge.runtime.telemetry import counter
 from services.inference.engines.base import Grammar, Prompt
 

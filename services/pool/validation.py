@@ -12,13 +12,8 @@ from collections.abc import Iterable
 from google.protobuf.message import DecodeError
 
 from forge.core.errors import InvalidArgument
-from forge.core.trajectory import (
-    check_columns,
-    check_task_id,
-    float32_array,
-    int32_array,
-    parse_trajectory_id,
-)
+from forge.core.token_columns import float32_array, int32_array
+from forge.core.trajectory import check_columns, check_task_id, parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.commands import (
     AppendRewards,

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from forge.core.errors import InvalidArgument, NotFound
 from forge.core.prefix_tree import Sample
-from forge.core.trajectory import float32_bytes, int32_bytes
+from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.runtime.json_lines import numbered_lines
 
 Conversation = Mapping[str, Any]

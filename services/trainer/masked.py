@@ -12,7 +12,7 @@ import math
 from typing import Literal
 
 from forge.core.errors import InvalidArgument
-from forge.core.trajectory import TOKEN_BYTES, float32_array, float32_bytes
+from forge.core.token_columns import TOKEN_BYTES, float32_array, float32_bytes
 from forge.v1.common_pb2 import SampledTokens, Turn
 
 Cut = Literal["none", "corrected", "share_missing", "unknown"]

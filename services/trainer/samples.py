@@ -22,7 +22,8 @@ from forge.core.credit.rewards import (
 )
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
-from forge.core.trajectory import TokenTree, TurnTokens, float32_bytes
+from forge.core.token_columns import float32_bytes
+from forge.core.trajectory import TokenTree, TurnTokens
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2 as pb
 from services.trainer.masked import Cut, cut_of, logprobs_without_mask, weighted_advantages

@@ -18,7 +18,7 @@ from forge.core.credit.completion_time import (
 )
 from forge.core.credit.rewards import speed_reward
 from forge.core.errors import InvalidArgument
-from forge.core.trajectory import TOKEN_BYTES
+from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2 as pb
 from forge.v1 import trainer_pb2

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.core.prefix_tree import Sample
-from forge.core.trajectory import TOKEN_BYTES
+from forge.core.token_columns import TOKEN_BYTES
 from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.optimizers import NAMES, OptimizerConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from forge.core.credit.rewards import RewardWeights
-from forge.core.trajectory import float32_array, int32_bytes
+from forge.core.token_columns import float32_array, int32_bytes
 from forge.v1 import common_pb2 as pb
 from services.inference.engines.base import Grammar, Sampling, Tokens
 from services.inference.wire import write_tokens

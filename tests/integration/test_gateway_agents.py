@@ -11,7 +11,7 @@ import pytest
 
 from forge.client.turns import Answer, reward_event
 from forge.core.errors import FailedPrecondition
-from forge.core.trajectory import float32_array, int32_array
+from forge.core.token_columns import float32_array, int32_array
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2
 from tests.support.gateway_stack import GatewayStack, check_exact, recorded, token_tree

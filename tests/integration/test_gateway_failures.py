@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from openai import APIError, APIStatusError, RateLimitError
 
-from forge.core.trajectory import int32_bytes
+from forge.core.token_columns import int32_bytes
 from forge.runtime.coordination import Coordinator
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc, pool_pb2
 from tests.support.etcd import EtcdServer

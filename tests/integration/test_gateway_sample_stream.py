@@ -17,7 +17,7 @@ from forge.core.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from forge.core.trajectory import int32_array
+from forge.core.token_columns import int32_array
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.sample_stream import MOST_WAITING, joined
 from services.gateway.upstream import SampleCall

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from forge.client.turns import reward_event
-from forge.core.trajectory import float32_array, int32_array
+from forge.core.token_columns import float32_array, int32_array
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2
 from services.inference.engines.base import Grammar

@@ -17,7 +17,7 @@ import pytest_asyncio
 from pyarrow import parquet
 
 from forge.cli.rundir import RunDirectory
-from forge.core.trajectory import float32_array, int32_array
+from forge.core.token_columns import float32_array, int32_array
 from forge.runtime.coordination import Coordinator
 from forge.v1 import pool_pb2
 from services.pool.files import lock_directory

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from forge.core.errors import PermissionDenied, Unavailable
-from forge.core.trajectory import int32_array
+from forge.core.token_columns import int32_array
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.status import translated
 from forge.runtime.security import Claims

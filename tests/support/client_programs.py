@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.core.trajectory import NO_PARENT, int32_array
+from forge.core.token_columns import int32_array
+from forge.core.trajectory import NO_PARENT
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2
 from tests.support.chat_templates import make_model

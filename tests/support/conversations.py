@@ -15,11 +15,7 @@ from typing import Any
 from forge.core.conversation.messages import Message, from_openai, to_openai
 from forge.core.conversation.request_prefix import History
 from forge.core.formats import Parser
-from forge.core.trajectory import (
-    float32_bytes,
-    int32_array,
-    int32_bytes,
-)
+from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2
 from services.gateway.answer import AnswerReader
 from services.gateway.conversation import Conversation, Draft, Prompt, Sampled, given

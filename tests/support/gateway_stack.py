@@ -16,7 +16,8 @@ from anthropic import DefaultAsyncHttpxClient as AnthropicHttpxClient
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from forge.client.session import AgentSession
-from forge.core.trajectory import TokenTree, int32_bytes
+from forge.core.token_columns import int32_bytes
+from forge.core.trajectory import TokenTree
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.security import Claims
 from forge.v1 import common_pb2

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forge.core.trajectory import int32_bytes
+from forge.core.token_columns import int32_bytes
 from services.inference.engines.base import Grammar, Prompt, Sampling
 from services.inference.grammar import Grammars, mask_words
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from forge.core.trajectory import TokenTree, TurnTokens, float32_bytes, int32_bytes
+from forge.core.token_columns import float32_bytes, int32_bytes
+from forge.core.trajectory import TokenTree, TurnTokens
 from forge.v1 import common_pb2
 
 

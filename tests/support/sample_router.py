@@ -11,7 +11,7 @@ from typing import Any, cast
 import grpc.aio
 
 from forge.core.errors import ResourceExhausted
-from forge.core.trajectory import float32_bytes, int32_array, int32_bytes
+from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.sample_stream import Answer, SampleStreams
 from services.inference.router import sample_stream as router_side

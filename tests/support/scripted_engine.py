@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.core.conversation.messages import Message
-from forge.core.trajectory import float32_bytes, int32_array, int32_bytes
+from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
 from forge.runtime.config import ServiceConfig, setting
 from forge.runtime.service import ServiceContext, run
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forge.core.trajectory import NO_PARENT, TOKEN_BYTES
+from forge.core.token_columns import TOKEN_BYTES, common_tokens
+from forge.core.trajectory import NO_PARENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,21 +146,3 @@ class TokenPrefixes:
             turn = entry.parent
         pieces.reverse()
         return b"".join(pieces)
-
-
-def common_tokens(left: bytes, right: bytes) -> int:
-    """How many leading ids two sequences share."""
-    low, high = 0, min(len(left), len(right)) // TOKEN_BYTES
-    # The usual cases first: everything agrees, or nothing does.
-    if left[: high * TOKEN_BYTES] == right[: high * TOKEN_BYTES]:
-        return high
-    if left[:TOKEN_BYTES] != right[:TOKEN_BYTES]:
-        return 0
-    while low + 1 < high:
-        middle = (low + high) // 2
-        span = slice(low * TOKEN_BYTES, middle * TOKEN_BYTES)
-        if left[span] == right[span]:
-            low = middle
-        else:
-            high = middle
-    return low

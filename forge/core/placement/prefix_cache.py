@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from forge.core.trajectory import TOKEN_BYTES
+from forge.core.token_columns import TOKEN_BYTES
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from forge.core.trajectory import TOKEN_BYTES
+from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.v1.common_pb2 import SampledTokens
 

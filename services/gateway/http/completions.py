@@ -19,7 +19,7 @@ from aiohttp import web
 from forge.core.conversation.messages import to_openai
 from forge.core.errors import ForgeError
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
-from forge.core.trajectory import int32_array
+from forge.core.token_columns import int32_array
 from forge.v1 import common_pb2
 from services.gateway.http import schema
 from services.gateway.http.edge import Edge, Ending, json_response, sse, stream_events

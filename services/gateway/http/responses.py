@@ -18,7 +18,7 @@ from aiohttp import web
 
 from forge.core.conversation.messages import Message
 from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted
-from forge.core.trajectory import TOKEN_BYTES
+from forge.core.token_columns import TOKEN_BYTES
 from forge.v1 import common_pb2
 from services.gateway.actors.session import Forget, Recall
 from services.gateway.errors import UnknownPreviousResponse, UnknownResponse

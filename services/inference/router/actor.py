@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
-from forge.core.trajectory import TOKEN_BYTES
+from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actor import Actor
 from forge.runtime.coordination import Discovery
 from forge.runtime.telemetry import counter, gauge, log

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from forge.core.errors import Unavailable
 from forge.core.placement.prefix_cache import PrefixCache
 from forge.core.placement.routing import Candidate, LearnedRate, LoadGuard, choose
-from forge.core.trajectory import TOKEN_BYTES
+from forge.core.token_columns import TOKEN_BYTES
 
 SUSPECT_S = 2.0
 """A worker that failed a call is left alone for this long while there is another."""

@@ -5,13 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.conversation.token_prefixes import (
-    NOTHING_SHARED,
-    SharedPrefix,
-    TokenPrefixes,
-    common_tokens,
-)
-from forge.core.trajectory import int32_bytes
+from forge.core.conversation.token_prefixes import NOTHING_SHARED, SharedPrefix, TokenPrefixes
+from forge.core.token_columns import common_tokens, int32_bytes
 
 sequences = st.lists(st.integers(0, 2), max_size=12)
 

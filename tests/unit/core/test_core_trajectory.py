@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.core.errors import InvalidArgument
+from forge.core.token_columns import float32_array, float32_bytes, int32_array, int32_bytes
 from forge.core.trajectory import (
     MAX_NUMBER,
     TaskId,
@@ -17,10 +18,6 @@ from forge.core.trajectory import (
     TurnTokens,
     check_columns,
     check_task_id,
-    float32_array,
-    float32_bytes,
-    int32_array,
-    int32_bytes,
     parse_trajectory_id,
     sequence_lengths,
 )

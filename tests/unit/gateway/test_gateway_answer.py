@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from forge.core.errors import DataLoss
 from forge.core.formats import CallDelta, Delta, PlainParser, TextDelta, get_format
 from forge.core.formats.hermes import HermesFormat
-from forge.core.trajectory import float32_bytes, int32_array, int32_bytes
+from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2
 from services.gateway.answer import AnswerReader
 from services.gateway.model import TextStream

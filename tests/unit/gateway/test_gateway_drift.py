@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from forge.core.conversation.messages import Message
 from forge.core.errors import InvalidArgument
-from forge.core.trajectory import int32_bytes
+from forge.core.token_columns import int32_bytes
 from services.gateway.conversation import Conversation, Draft
 from tests.support.chat_templates import FAMILIES
 from tests.support.conversations import TOOLS, Session

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forge.core.conversation.messages import Message
-from forge.core.trajectory import float32_bytes, int32_bytes
+from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
 from services.gateway.conversation import Conversation, Prompt, Sampled
 from services.gateway.http import schema

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from forge.core.trajectory import float32_bytes, int32_bytes
+from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.session import BeginGenerate, EndCall
 from services.gateway.conversation import Prompt, given

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
 from forge.core.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from forge.core.trajectory import int32_bytes
+from forge.core.token_columns import int32_bytes
 from services.inference import grammar as grammar_module
 from services.inference.engines.base import Grammar, Prompt, Sampling
 from services.inference.engines.embedded.draws import draw

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.core.errors import InvalidArgument
-from forge.core.trajectory import float32_bytes, int32_bytes
+from forge.core.token_columns import float32_bytes, int32_bytes
 from services.pool.validation import new_turn
 from tests.support.pool_records import make_turn
 

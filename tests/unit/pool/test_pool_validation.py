@@ -7,7 +7,7 @@ import math
 import pytest
 
 from forge.core.errors import InvalidArgument
-from forge.core.trajectory import float32_bytes, int32_bytes
+from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import validation
 from services.pool.keys import MAX_EVENT_ID_BYTES

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from forge.core.prefix_tree import Sample
-from forge.core.trajectory import float32_bytes
+from forge.core.token_columns import float32_bytes
 from forge.rl.learner import Learner
 from forge.rl.policy import TreePolicy
 from forge.rl.step import LearnerConfig, Schedule

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
-from forge.core.trajectory import float32_bytes
+from forge.core.token_columns import float32_bytes
 from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig, TrainedTokens
 from forge.rl.policy import TreePolicy

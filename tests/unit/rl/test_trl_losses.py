@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.support.trl_peer import HAS_TRL, bare_trainer, fuse_head
 from forge.core.prefix_tree import Sample
-from forge.core.trajectory import float32_bytes, int32_bytes
+from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.rl.learner import Learner
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.losses.correction import Correction

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forge.core.credit.rewards import RewardWeights
-from forge.core.trajectory import float32_array, float32_bytes, int32_bytes
+from forge.core.token_columns import float32_array, float32_bytes, int32_bytes
 from forge.v1 import common_pb2 as pb
 from services.trainer.samples import BatchSamples, CreditRules, build_samples
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forge.core.credit.rewards import RewardWeights
-from forge.core.trajectory import float32_array, float32_bytes, int32_bytes
+from forge.core.token_columns import float32_array, float32_bytes, int32_bytes
 from forge.v1 import common_pb2 as pb
 from services.trainer.masked import logprobs_without_mask, weighted_advantages
 from services.trainer.samples import CreditRules, build_samples

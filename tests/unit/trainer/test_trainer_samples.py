@@ -9,7 +9,7 @@ import pytest
 
 from forge.core.credit.advantages import AdvantageRules
 from forge.core.credit.rewards import RewardWeights
-from forge.core.trajectory import float32_array, float32_bytes, int32_array, int32_bytes
+from forge.core.token_columns import float32_array, float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2 as pb
 from services.trainer.samples import CreditRules, build_samples
 

@@ -1,0 +1,68 @@
+"""Columns of tokens: little-endian int32 and float32 bytes, one entry per token.
+
+Owns the conversion from and to numbers, and the comparison of two columns of ids. Columns travel,
+are stored and are compared as bytes; numbers are unpacked only where something computes with them.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
+TOKEN_BYTES = 4
+"""Of one entry of every column: an int32 id, a float32 log-prob, an int32 weight version."""
+_BIG_ENDIAN = sys.byteorder == "big"
+
+
+def int32_array(data: bytes | memoryview) -> array[int]:
+    """The numbers in a little-endian int32 column."""
+    return _from_column(array("i"), data)
+
+
+def int32_bytes(values: Iterable[int]) -> bytes:
+    """A little-endian int32 column of `values`."""
+    return _to_column(array("i", values))
+
+
+def float32_array(data: bytes | memoryview) -> array[float]:
+    """The numbers in a little-endian float32 column."""
+    return _from_column(array("f"), data)
+
+
+def float32_bytes(values: Iterable[float]) -> bytes:
+    """A little-endian float32 column of `values`."""
+    return _to_column(array("f", values))
+
+
+def _from_column(numbers: array[Number], data: bytes | memoryview) -> array[Number]:
+    numbers.frombytes(data)
+    if _BIG_ENDIAN:
+        numbers.byteswap()
+    return numbers
+
+
+def _to_column(numbers: array[Number]) -> bytes:
+    if _BIG_ENDIAN:
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def common_tokens(left: bytes, right: bytes) -> int:
+    """How many leading ids two sequences share."""
+    low, high = 0, min(len(left), len(right)) // TOKEN_BYTES
+    # The usual cases first: everything agrees, or nothing does.
+    if left[: high * TOKEN_BYTES] == right[: high * TOKEN_BYTES]:
+        return high
+    if left[:TOKEN_BYTES] != right[:TOKEN_BYTES]:
+        return 0
+    while low + 1 < high:
+        middle = (low + high) // 2
+        span = slice(low * TOKEN_BYTES, middle * TOKEN_BYTES)
+        if left[span] == right[span]:
+            low = middle
+        else:
+            high = middle
+    return low
