@@ -20,8 +20,8 @@ from forge.runtime.config import ServiceConfig, setting
 from forge.runtime.service import ServiceContext, run
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc, pool_pb2_grpc
 from services.gateway.actors.shard_writer import Append, Backlog, ShardWriter
-from services.gateway.pool import Pool
-from services.gateway.sample_stream import SampleStreams
+from services.gateway.pool_client import Pool
+from services.gateway.router.sample_stream import SampleStreams
 
 PROMPT_IDS = bytes(4 * 400)
 EVENT = b'data: {"choices": [{"index": 0, "delta": {"content": "' + b"word " * 8 + b'"}}]}\n\n'

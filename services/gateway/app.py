@@ -17,12 +17,12 @@ from services.gateway.config import GatewayConfig
 from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
 from services.gateway.memory import keep_freed_memory, settle
-from services.gateway.model import ChatModel
-from services.gateway.pool import Pool
-from services.gateway.sample_stream import SampleStreams
+from services.gateway.model.chat_model import ChatModel
+from services.gateway.pool_client import Pool
+from services.gateway.router.sample_stream import SampleStreams
 from services.gateway.service import FULL_NAME, GatewayServicer
 from services.gateway.sessions import Limits, Sessions
-from services.gateway.turns import Turns
+from services.gateway.turns.run import Turns
 
 
 class GatewayApp:

@@ -19,8 +19,8 @@ from forge.core.errors import (
 )
 from forge.core.token_columns import int32_array
 from forge.v1 import common_pb2, inference_pb2
-from services.gateway.sample_stream import MOST_WAITING, joined
-from services.gateway.upstream import SampleCall
+from services.gateway.router.sample_call import SampleCall
+from services.gateway.router.sample_stream import MOST_WAITING, joined
 from services.inference.router import sample_stream as router_side
 from tests.support.sample_router import (
     WAIT_S,

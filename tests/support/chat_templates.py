@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import services
-from services.gateway.model import ChatModel
+from services.gateway.model.chat_model import ChatModel
 from tests.support import agentic_templates as agentic
 
 QWEN3 = """

@@ -13,7 +13,7 @@ import grpc.aio
 from forge.core.errors import ResourceExhausted
 from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from services.gateway.sample_stream import Answer, SampleStreams
+from services.gateway.router.sample_stream import Answer, SampleStreams
 from services.inference.router import sample_stream as router_side
 
 WAIT_S = 30.0

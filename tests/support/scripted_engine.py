@@ -35,7 +35,7 @@ from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
 from forge.runtime.config import ServiceConfig, setting
 from forge.runtime.service import ServiceContext, run
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from services.gateway.model import ChatModel
+from services.gateway.model.chat_model import ChatModel
 from services.inference.router.sample_stream import SampleStreams
 
 FULL_NAME = "forge.v1.InferenceService"

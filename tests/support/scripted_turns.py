@@ -15,11 +15,11 @@ from forge.core.conversation.messages import Message
 from forge.core.formats import TextDelta
 from forge.runtime.security import Claims
 from forge.v1 import common_pb2
-from services.gateway.conversation import Sampled
+from services.gateway.conversation.conversation import Sampled
 from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
-from services.gateway.turns import Turns
-from services.gateway.types import Piece, Turn
+from services.gateway.turns.run import Turns
+from services.gateway.turns.types import Piece, Turn
 from tests.support.chat_templates import make_model
 
 

@@ -3,7 +3,7 @@
 Owns the contexts of its trajectory, the numbering of its turns and whether it is still open.
 Sampling is done by the callers, in parallel; what they bring back is recorded here, one at a
 time. Rebuilds itself from the pool before its first message, so any gateway can pick it up, and
-again when it learns that another gateway has: see `services.gateway.rebase`.
+again when it learns that another gateway has: see `services.gateway.conversation.rebase`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from forge.runtime.security import Claims
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.gateway.actors.shard_writer import Append, Replace, Waiting
-from services.gateway.agent_time import AgentTime, Begun, Moment
-from services.gateway.conversation import Conversation, Draft, Prompt, Sampled, given
+from services.gateway.conversation.agent_time import AgentTime, Begun, Moment
+from services.gateway.conversation.conversation import Conversation, Draft, Prompt, Sampled, given
+from services.gateway.conversation.handles import Handle, Recalled, deleted_names
+from services.gateway.conversation.rebase import rebase
 from services.gateway.errors import ContextTooLong, SessionClosed
-from services.gateway.handles import Handle, Recalled, deleted_names
 from services.gateway.metrics import (
     CONTEXTS,
     MALFORMED,
@@ -36,8 +37,7 @@ from services.gateway.metrics import (
     SHARED_TOKENS,
     TURNS,
 )
-from services.gateway.model import ChatModel, Tools
-from services.gateway.rebase import rebase
+from services.gateway.model.chat_model import ChatModel, Tools
 
 LARGE_TEXT_CHARS = 32_768
 """Longer texts are encoded on a thread: more than a few milliseconds of work."""

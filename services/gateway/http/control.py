@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from services.gateway.closing import close_session
-from services.gateway.http import schema
+from services.gateway.close_session import close_session
 from services.gateway.http.edge import Edge, json_response
+from services.gateway.http.openai import chat_schema
 
 
 class Control:
@@ -19,13 +19,13 @@ class Control:
     async def _close(self, request: web.Request) -> web.Response:
         edge = self._edge
         claims = edge.claims(request)
-        asked = schema.decode(await request.read(), schema.CloseRequest)
+        asked = chat_schema.decode(await request.read(), chat_schema.CloseRequest)
         async with edge.sessions.use(claims) as session:
             summary = await close_session(
                 edge.sessions,
                 edge.pool,
                 session,
-                rewards=schema.rewards_of(asked),
+                rewards=chat_schema.rewards_of(asked),
                 abandon_reason=asked.abandon_reason,
                 min_turns=asked.min_turns,
                 after_agent_s=asked.after_agent_s,

@@ -19,9 +19,9 @@ from forge.runtime.security import Claims, Security
 from forge.runtime.telemetry import bind_context
 from services.gateway.errors import UnknownModel
 from services.gateway.http.errors import told
-from services.gateway.pool import Pool
+from services.gateway.pool_client import Pool
 from services.gateway.sessions import Sessions
-from services.gateway.turns import Turns
+from services.gateway.turns.run import Turns
 
 SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 

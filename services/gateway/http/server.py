@@ -15,8 +15,7 @@ from aiohttp import web
 
 from forge.core.errors import ConfigError
 from forge.runtime.telemetry import log
-from services.gateway.http.anthropic_messages import AnthropicMessages
-from services.gateway.http.completions import ChatCompletions
+from services.gateway.http.anthropic.messages import AnthropicMessages
 from services.gateway.http.control import Control
 from services.gateway.http.edge import Edge, Endpoints, json_response
 from services.gateway.http.errors import (
@@ -28,7 +27,8 @@ from services.gateway.http.errors import (
     told,
 )
 from services.gateway.http.models import Models
-from services.gateway.http.responses import Responses
+from services.gateway.http.openai.chat import ChatCompletions
+from services.gateway.http.openai.responses import Responses
 from services.gateway.metrics import REQUESTS
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

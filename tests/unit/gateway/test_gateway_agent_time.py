@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forge.core.credit.completion_time import TurnTime, completion_s
 from forge.v1 import common_pb2
-from services.gateway.agent_time import AgentTime, Begun, Moment
+from services.gateway.conversation.agent_time import AgentTime, Begun, Moment
 
 RATE = 10.0
 WALL_S = 1e6

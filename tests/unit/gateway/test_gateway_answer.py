@@ -14,8 +14,8 @@ from forge.core.formats import CallDelta, Delta, PlainParser, TextDelta, get_for
 from forge.core.formats.hermes import HermesFormat
 from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2
-from services.gateway.answer import AnswerReader
-from services.gateway.model import TextStream
+from services.gateway.model.chat_model import TextStream
+from services.gateway.turns.answer_parser import AnswerReader
 from tests.support.chat_templates import make_model
 
 MODEL = make_model("chatml")

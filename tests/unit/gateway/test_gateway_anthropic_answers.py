@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from forge.core.conversation.messages import Message, ToolCall, agree
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
 from forge.v1 import common_pb2
-from services.gateway.conversation import Sampled
-from services.gateway.http import anthropic_schema as schema
-from services.gateway.http.anthropic_history import messages_of
-from services.gateway.http.anthropic_messages import (
+from services.gateway.conversation.conversation import Sampled
+from services.gateway.http.anthropic import schema
+from services.gateway.http.anthropic.history import messages_of
+from services.gateway.http.anthropic.messages import (
     SIGNATURE,
     Blocks,
     content_of,
     ending,
     input_json,
 )
-from services.gateway.http.anthropic_schema import Shown
-from services.gateway.http.schema import decode
-from services.gateway.types import Turn
+from services.gateway.http.anthropic.schema import Shown
+from services.gateway.http.openai.chat_schema import decode
+from services.gateway.turns.types import Turn
 
 
 def turn_of(message: Message, **changes: Any) -> Turn:

@@ -12,7 +12,7 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
 
 from forge.core.errors import DataLoss, ResourceExhausted, Unavailable
-from services.gateway.http import anthropic_messages
+from services.gateway.http.anthropic import messages
 from tests.support.scripted_turns import ScriptedTurns, served
 
 ASK: dict[str, Any] = {
@@ -102,7 +102,7 @@ async def test_a_long_silence_has_pings(
     url: str, turns: ScriptedTurns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While tokens come that say nothing yet, the agent is told that the stream lives."""
-    monkeypatch.setattr(anthropic_messages, "PING_EVERY_S", 0.0)
+    monkeypatch.setattr(messages, "PING_EVERY_S", 0.0)
     turns.script = ["a", "", "", "b"]
     async with aiohttp.ClientSession() as http:
         headers = {"x-api-key": "k"}

@@ -14,11 +14,11 @@ from forge.core.conversation.request_prefix import History
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.core.formats import get_format
 from forge.v1 import common_pb2
-from services.gateway.conversation import Conversation
-from services.gateway.http import anthropic_schema as schema
-from services.gateway.http.anthropic_history import messages_of
-from services.gateway.http.anthropic_schema import Shown
-from services.gateway.http.schema import decode
+from services.gateway.conversation.conversation import Conversation
+from services.gateway.http.anthropic import schema
+from services.gateway.http.anthropic.history import messages_of
+from services.gateway.http.anthropic.schema import Shown
+from services.gateway.http.openai.chat_schema import decode
 from tests.support.chat_templates import make_model
 
 MODEL = make_model("chatml")

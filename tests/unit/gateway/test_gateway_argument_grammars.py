@@ -22,12 +22,12 @@ from forge.core.formats import CallDelta, collect
 from forge.core.formats.registry import BUILT_IN
 from forge.core.grammar import LIMITS, source
 from forge.v1 import common_pb2
-from services.gateway import constraints
-from services.gateway.constraints import turn_grammar
 from services.gateway.metrics import UNENFORCED
-from services.gateway.model import ChatModel
-from services.gateway.notation import notation_of
-from services.gateway.types import TurnRequest
+from services.gateway.model.chat_model import ChatModel
+from services.gateway.structured_output import turn_grammar as turn_grammar_module
+from services.gateway.structured_output.call_syntax import notation_of
+from services.gateway.structured_output.turn_grammar import turn_grammar
+from services.gateway.turns.types import TurnRequest
 from tests.support.chat_templates import make_tokenizer
 from tests.support.format_samples import CALLING, all_marks
 
@@ -342,7 +342,7 @@ def test_a_grammar_is_made_once_for_the_same_tools() -> None:
     ]
     assert made[0] is not None
     assert made == [made[0]] * 3
-    assert constraints._lark.cache_info().hits >= 2
+    assert turn_grammar_module._lark.cache_info().hits >= 2
 
 
 @pytest.mark.parametrize(

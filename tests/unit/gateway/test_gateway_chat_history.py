@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from forge.core.errors import InvalidArgument
 from forge.v1 import gateway_pb2
-from services.gateway import chat_history
-from services.gateway.chat_history import ChatHistory
+from services.gateway.conversation import chat_history
+from services.gateway.conversation.chat_history import ChatHistory
 
 ROLES = ("system", "user", "assistant", "tool")
 messages = st.lists(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from forge.core.conversation.messages import Message
 from forge.core.errors import InvalidArgument
 from forge.core.token_columns import int32_bytes
-from services.gateway.conversation import Conversation, Draft
+from services.gateway.conversation.conversation import Conversation, Draft
 from tests.support.chat_templates import FAMILIES
 from tests.support.conversations import TOOLS, Session
 from tests.support.wild_agents import WildAgent

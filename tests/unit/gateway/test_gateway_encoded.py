@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.encoded import EncodedTexts
+from services.gateway.model.encoding_cache import EncodedTexts
 
 
 def test_a_text_is_encoded_once_while_it_is_remembered() -> None:

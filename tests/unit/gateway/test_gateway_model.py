@@ -11,7 +11,7 @@ import pytest
 from forge.core.conversation.continuation import TemplateRefused
 from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import ConfigError
-from services.gateway.model import ChatModel, template_message
+from services.gateway.model.chat_model import ChatModel, template_message
 from tests.support.chat_templates import FAMILIES, make_model, save_model
 
 
@@ -19,7 +19,8 @@ def test_torch_is_never_imported(tmp_path: Path) -> None:
     """A gateway host installs no torch, and one that has it does not load it."""
     save_model("qwen3", tmp_path)
     code = (
-        "import sys; import services.gateway.app; from services.gateway.model import ChatModel;"
+        "import sys; import services.gateway.app;"
+        "from services.gateway.model.chat_model import ChatModel;"
         f"ChatModel.load({str(tmp_path)!r});"
         "sys.exit('torch' in sys.modules)"
     )

@@ -12,9 +12,9 @@ from forge.core.conversation.messages import Message
 from forge.core.errors import DataLoss
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
-from services.gateway.conversation import Conversation, Prompt, Sampled
-from services.gateway.handles import Handle
-from services.gateway.rebase import rebase
+from services.gateway.conversation.conversation import Conversation, Prompt, Sampled
+from services.gateway.conversation.handles import Handle
+from services.gateway.conversation.rebase import rebase
 from tests.support.chat_templates import make_model
 from tests.support.pool_records import recorded_tree
 

@@ -13,8 +13,8 @@ from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import InvalidArgument
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
-from services.gateway.conversation import Conversation, Prompt, Sampled
-from services.gateway.http.responses_history import history_of, messages_of
+from services.gateway.conversation.conversation import Conversation, Prompt, Sampled
+from services.gateway.http.openai.responses_history import history_of, messages_of
 from tests.support.chat_templates import make_model
 
 steps = st.tuples(

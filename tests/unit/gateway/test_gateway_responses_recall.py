@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from forge.core.conversation.messages import Message
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
-from services.gateway.conversation import Conversation, Prompt, Sampled
-from services.gateway.handles import Handle, Recalled
-from services.gateway.reading import Following
+from services.gateway.conversation.conversation import Conversation, Prompt, Sampled
+from services.gateway.conversation.handles import Handle, Recalled
+from services.gateway.conversation.prefix_match import Following
 from tests.support.chat_templates import make_model
 
 MODEL = make_model("chatml")

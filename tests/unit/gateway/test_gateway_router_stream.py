@@ -13,9 +13,9 @@ import pytest
 
 from forge.core.errors import Unavailable
 from forge.v1 import inference_pb2 as pb
-from services.gateway import sample_stream
 from services.gateway.errors import RouterLost
-from services.gateway.sample_stream import MESSAGE_BYTES, Answer, RouterStream, SampleStreams
+from services.gateway.router import sample_stream
+from services.gateway.router.sample_stream import MESSAGE_BYTES, Answer, RouterStream, SampleStreams
 
 WAIT_S = 30.0
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forge.core.errors import ForgeError, InvalidArgument
-from services.gateway.conversation import Conversation
-from services.gateway.http import schema
+from services.gateway.conversation.conversation import Conversation
+from services.gateway.http.openai import chat_schema
 from tests.support.chat_templates import make_model
 
 MODEL = make_model("chatml")
@@ -81,13 +81,15 @@ bodies = st.fixed_dictionaries(
 
 def understand(body: bytes) -> None:
     """Everything that is done with a request before it is sampled."""
-    request = schema.decode(body, schema.ChatCompletionRequest)
-    schema.required_tool(request, MODEL.format)
-    schema.sampling_of(request).SerializeToString()
-    schema.stop_of(request)
-    schema.choices_of(request)
+    request = chat_schema.decode(body, chat_schema.ChatCompletionRequest)
+    chat_schema.required_tool(request, MODEL.format)
+    chat_schema.sampling_of(request).SerializeToString()
+    chat_schema.stop_of(request)
+    chat_schema.choices_of(request)
     conversation = Conversation(model=MODEL)
-    draft = conversation.draft(schema.messages_of(request), schema.tools_of(request.tools))
+    draft = conversation.draft(
+        chat_schema.messages_of(request), chat_schema.tools_of(request.tools)
+    )
     MODEL.encode(draft.text)
 
 
@@ -105,7 +107,7 @@ def test_any_json_is_understood_or_refused(body: dict[str, Any]) -> None:
 def test_any_bytes_are_refused(body: bytes) -> None:
     """What is no JSON object is refused as such."""
     with pytest.raises(InvalidArgument, match="not valid"):
-        schema.decode(body, schema.ChatCompletionRequest)
+        chat_schema.decode(body, chat_schema.ChatCompletionRequest)
 
 
 @pytest.mark.parametrize("depth", [500, 900, 2000, 100_000])
@@ -122,7 +124,7 @@ def test_deep_nesting_is_refused(depth: int) -> None:
 
 def test_everything_a_client_may_send_is_taken() -> None:
     """A full request comes out as it was meant."""
-    request = schema.decode(
+    request = chat_schema.decode(
         json.dumps(
             {
                 "model": "policy",
@@ -148,20 +150,20 @@ def test_everything_a_client_may_send_is_taken() -> None:
                 "user": "ignored",
             }
         ).encode(),
-        schema.ChatCompletionRequest,
+        chat_schema.ChatCompletionRequest,
     )
-    system, user, assistant, tool = schema.messages_of(request)
+    system, user, assistant, tool = chat_schema.messages_of(request)
     assert (system.role, system.content) == ("system", "Be brief.")
     assert user.name == "me"
     assert (assistant.content, assistant.reasoning) == ("", "hm")
     assert assistant.tool_calls[0].arguments == ""
     assert tool.tool_call_id == "x"
-    sampling = schema.sampling_of(request)
+    sampling = chat_schema.sampling_of(request)
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k) == (7, 0.0, 0)
     assert sampling.seed == 2**64 - 1
     assert sampling.HasField("temperature")
     assert not sampling.HasField("top_p")
-    assert schema.stop_of(request) == ["END"]
+    assert chat_schema.stop_of(request) == ["END"]
 
 
 @pytest.mark.parametrize(
@@ -181,11 +183,11 @@ def test_tool_choice(choice: Any, required: str | None) -> None:
         "tool_choice": choice,
         "tools": [{"type": "function", "function": {"name": "look"}}],
     }
-    request = schema.decode(json.dumps(body).encode(), schema.ChatCompletionRequest)
-    assert schema.required_tool(request, MODEL.format) == required
+    request = chat_schema.decode(json.dumps(body).encode(), chat_schema.ChatCompletionRequest)
+    assert chat_schema.required_tool(request, MODEL.format) == required
     if required:
         with pytest.raises(InvalidArgument, match="plain"):
-            schema.required_tool(request, make_model("smollm2").format)
+            chat_schema.required_tool(request, make_model("smollm2").format)
 
 
 def test_what_sdks_send_of_themselves_changes_nothing() -> None:
@@ -216,21 +218,21 @@ def test_what_sdks_send_of_themselves_changes_nothing() -> None:
         "verbosity": "low",
     }
     read = [
-        schema.decode(json.dumps(body).encode(), schema.ChatCompletionRequest)
+        chat_schema.decode(json.dumps(body).encode(), chat_schema.ChatCompletionRequest)
         for body in (
             {"model": "policy", "messages": [plain]},
             {"model": "policy", "messages": [answer]} | hints,
         )
     ]
-    one, other = [list(schema.messages_of(request)) for request in read]
+    one, other = [list(chat_schema.messages_of(request)) for request in read]
     assert one == other
-    assert [schema.choices_of(request) for request in read] == [1, 1]
+    assert [chat_schema.choices_of(request) for request in read] == [1, 1]
 
 
 def test_arguments_that_are_an_object_are_what_their_text_says() -> None:
     """Some clients parse a call's arguments and send them back parsed."""
     spelled = [
-        schema.decode(
+        chat_schema.decode(
             json.dumps(
                 {
                     "model": "policy",
@@ -242,11 +244,11 @@ def test_arguments_that_are_an_object_are_what_their_text_says() -> None:
                     ],
                 }
             ).encode(),
-            schema.ChatCompletionRequest,
+            chat_schema.ChatCompletionRequest,
         )
         for arguments in ('{"at":"shelf"}', {"at": "shelf"})
     ]
-    (one,), (other,) = (schema.messages_of(request) for request in spelled)
+    (one,), (other,) = (chat_schema.messages_of(request) for request in spelled)
     assert one.key == other.key
 
 
@@ -264,7 +266,7 @@ def test_what_would_change_the_form_of_the_answer_is_refused(
 ) -> None:
     """A program that relies on it is told, and not left with an answer it cannot read."""
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]} | asked
-    request = schema.decode(json.dumps(body).encode(), schema.ChatCompletionRequest)
+    request = chat_schema.decode(json.dumps(body).encode(), chat_schema.ChatCompletionRequest)
     with pytest.raises(InvalidArgument, match=says):
-        schema.choices_of(request)
-        list(schema.messages_of(request))
+        chat_schema.choices_of(request)
+        list(chat_schema.messages_of(request))

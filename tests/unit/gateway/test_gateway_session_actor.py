@@ -31,10 +31,10 @@ from services.gateway.actors.session import (
     StartClose,
 )
 from services.gateway.actors.shard_writer import Append, Replace, Waiting
-from services.gateway.agent_time import Moment
-from services.gateway.conversation import Prompt, Sampled
+from services.gateway.conversation.agent_time import Moment
+from services.gateway.conversation.conversation import Prompt, Sampled
+from services.gateway.conversation.handles import Handle, deletion
 from services.gateway.errors import ContextTooLong, SessionClosed
-from services.gateway.handles import Handle, deletion
 from tests.support.chat_templates import make_model
 
 CLAIMS = Claims(subject="t:0:0", scopes=frozenset({"session"}), trajectory_id="t:0:0")

@@ -19,8 +19,8 @@ from forge.runtime.security import Claims
 from forge.v1 import common_pb2, pool_pb2
 from services.gateway import sessions as gateway_sessions
 from services.gateway.actors.session import BeginChat, Describe, EndCall, SessionSettings
-from services.gateway.agent_time import Moment
-from services.gateway.conversation import Sampled
+from services.gateway.conversation.agent_time import Moment
+from services.gateway.conversation.conversation import Sampled
 from services.gateway.sessions import Limits, Session, Sessions
 from tests.support.chat_templates import make_model
 

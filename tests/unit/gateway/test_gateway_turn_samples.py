@@ -9,9 +9,9 @@ import pytest
 
 from forge.core.errors import Unavailable
 from forge.v1 import inference_pb2
-from services.gateway import attempts
-from services.gateway.attempts import Samples
 from services.gateway.errors import RouterLost
+from services.gateway.turns import attempt as attempt_module
+from services.gateway.turns.attempt import Samples
 
 GONE = Unavailable("the router is gone")
 
@@ -78,7 +78,7 @@ async def all_of(source: Any) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(attempt_module, "FIRST_BACKOFF_S", 0.0)
 
 
 async def test_an_answer_that_breaks_off_is_begun_anew_while_nobody_saw_it() -> None:
@@ -132,7 +132,7 @@ async def test_a_long_answer_is_begun_anew_as_well(
     """The time for another router begins when the first is lost, however long it had sampled; not
     where a router says that it has waited long enough."""
     now_s = 0.0
-    monkeypatch.setattr(attempts, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(attempt_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     call = Call(["a", error], ["b", "end", None])
     source, _ = samples(call, retry_for_s=30.0)
     assert await source.next() == "a"
@@ -149,7 +149,7 @@ async def test_routers_that_are_not_there_are_not_asked_for_ever(
 ) -> None:
     """Each attempt ends as lost, too, in less time than any that had a router."""
     now_s = 0.0
-    monkeypatch.setattr(attempts, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(attempt_module, "time", SimpleNamespace(monotonic=lambda: now_s))
 
     class Dead(Call):
         async def read(self) -> Any:

@@ -14,9 +14,9 @@ from typing import Any
 from forge.core.conversation.context_tree import root_of
 from forge.core.errors import DataLoss
 from forge.v1 import common_pb2
-from services.gateway.conversation import Conversation, Draft, Place, Prompt, Sampled
-from services.gateway.handles import Handle
-from services.gateway.model import ChatModel
+from services.gateway.conversation.conversation import Conversation, Draft, Place, Prompt, Sampled
+from services.gateway.conversation.handles import Handle
+from services.gateway.model.chat_model import ChatModel
 
 
 def rebase(

@@ -38,7 +38,7 @@ from forge.core.formats import (
     get_reasoning,
 )
 from forge.core.token_columns import TOKEN_BYTES, int32_array, int32_bytes
-from services.gateway.encoded import EncodedTexts
+from services.gateway.model.encoding_cache import EncodedTexts
 
 __all__ = ["ChatModel", "TextStream", "Tools", "template_message"]
 

@@ -23,8 +23,8 @@ from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
 from forge.core.formats.calls import read_as, typed, untyped
 from forge.core.grammar import guided
-from services.gateway.model import ChatModel
-from services.gateway.notation import OneByOne, lark_escaped, reads_key, spelt
+from services.gateway.model.chat_model import ChatModel
+from services.gateway.structured_output.call_syntax import OneByOne, lark_escaped, reads_key, spelt
 
 _NOTES = frozenset(
     {"$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description"}

@@ -18,8 +18,8 @@ from forge.core.conversation.request_prefix import History
 from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
 from forge.v1 import common_pb2
-from services.gateway.grammar import answer_grammar
-from services.gateway.model import Tools
+from services.gateway.model.chat_model import Tools
+from services.gateway.structured_output.response_format import answer_grammar
 
 MAX_CHOICES = 128
 MAX_STOPS = 16

@@ -17,7 +17,7 @@ from forge.core.formats import CallDelta, Delta, Parser, ReasoningDelta, TextDel
 from forge.core.formats.tags import first_tag, held_back
 from forge.core.token_columns import TOKEN_BYTES, float32_array, int32_array
 from forge.v1 import common_pb2
-from services.gateway.model import ChatModel, TextStream
+from services.gateway.model.chat_model import ChatModel, TextStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ import msgspec
 
 from forge.core.errors import InvalidArgument
 from forge.v1 import common_pb2
-from services.gateway.grammar import answer_grammar
-from services.gateway.model import Tools
+from services.gateway.model.chat_model import Tools
+from services.gateway.structured_output.response_format import answer_grammar
 
 MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64

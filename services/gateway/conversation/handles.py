@@ -14,7 +14,7 @@ from typing import Any
 
 from forge.core.conversation.context_tree import Node
 from forge.v1 import common_pb2
-from services.gateway.model import Tools
+from services.gateway.model.chat_model import Tools
 
 _DELETED = "deleted-"
 

@@ -21,14 +21,15 @@ from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted
 from forge.core.token_columns import TOKEN_BYTES
 from forge.v1 import common_pb2
 from services.gateway.actors.session import Forget, Recall
+from services.gateway.conversation.handles import Handle, Recalled, deletion
+from services.gateway.conversation.prefix_match import Following
 from services.gateway.errors import UnknownPreviousResponse, UnknownResponse
-from services.gateway.handles import Handle, Recalled, deletion
-from services.gateway.http import responses_schema, schema
-from services.gateway.http.completions import token_logprobs
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
-from services.gateway.http.responses_events import Event, Events
-from services.gateway.http.responses_history import history_of, items_of, messages_of
-from services.gateway.http.responses_items import (
+from services.gateway.http.openai import chat_schema, responses_schema
+from services.gateway.http.openai.chat import token_logprobs
+from services.gateway.http.openai.responses_events import Event, Events
+from services.gateway.http.openai.responses_history import history_of, items_of, messages_of
+from services.gateway.http.openai.responses_items import (
     Head,
     Item,
     ending,
@@ -38,12 +39,11 @@ from services.gateway.http.responses_items import (
     usage,
     with_logprobs,
 )
-from services.gateway.http.responses_schema import LOGPROBS, ResponsesRequest
-from services.gateway.model import ChatModel
-from services.gateway.reading import Following
+from services.gateway.http.openai.responses_schema import LOGPROBS, ResponsesRequest
+from services.gateway.model.chat_model import ChatModel
 from services.gateway.sessions import Session
-from services.gateway.turns import ASK_TIMEOUT_S, Turns
-from services.gateway.types import Turn, TurnRequest
+from services.gateway.turns.run import ASK_TIMEOUT_S, Turns
+from services.gateway.turns.types import Turn, TurnRequest
 
 
 class Responses:
@@ -61,7 +61,7 @@ class Responses:
         arrived_s, arrived_unix_s = time.monotonic(), time.time()
         edge = self._edge
         claims = edge.claims(request)
-        asked = schema.decode(await request.read(), ResponsesRequest)
+        asked = chat_schema.decode(await request.read(), ResponsesRequest)
         edge.check_model(asked.model)
         head, turn = _read(
             asked, edge.turns.model, arrived_s=arrived_s, arrived_unix_s=arrived_unix_s
@@ -179,17 +179,19 @@ def _read(
         "instructed": bool(asked.instructions),
         "echoed": responses_schema.remembered(echoed),
     }
-    sampling = schema.sampling_params(
+    sampling = chat_schema.sampling_params(
         max_tokens=asked.max_output_tokens,
         temperature=asked.temperature,
         top_p=asked.top_p,
         max_tokens_name="max_output_tokens",
     )
-    sampling.top_logprobs = schema.top_logprobs_of(asked.top_logprobs)
+    sampling.top_logprobs = chat_schema.top_logprobs_of(asked.top_logprobs)
     turn = TurnRequest(
         tools=tools,
         call_tools=asked.tool_choice != "none",
-        required_tool=None if wanted is None else schema.tool_to_call(wanted, tools, model.format),
+        required_tool=None
+        if wanted is None
+        else chat_schema.tool_to_call(wanted, tools, model.format),
         sampling=sampling,
         parallel_calls=asked.parallel_tool_calls is not False,
         handle=None if asked.store is False else Handle(name=key, facts=facts),

@@ -25,7 +25,7 @@ import msgspec
 from forge.core.conversation.messages import Message, ToolCall, normal_role
 from forge.core.conversation.request_prefix import History
 from forge.core.errors import InvalidArgument
-from services.gateway.http.anthropic_schema import CountTokensRequest
+from services.gateway.http.anthropic.schema import CountTokensRequest
 
 ACCOUNTING = "x-anthropic-billing-header:"
 """Begins a line that Claude Code puts before its system prompt, for Anthropic's accounting. It

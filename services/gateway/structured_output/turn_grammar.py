@@ -1,8 +1,9 @@
 """The grammar of one turn: what an agent asked for, as this model writes it.
 
 Owns how an answer's grammar, the tools' strict schemas and a required call fit to the model's
-reasoning and to its notation of tool calls (`services.gateway.notation`; what may stand in one that
-writes arguments one by one is `services.gateway.arguments`'). Knows nothing of tokens and masks.
+reasoning and to its notation of tool calls (`services.gateway.structured_output.call_syntax`; what
+may stand in one that writes arguments one by one is
+`services.gateway.structured_output.argument_rules`'). Knows nothing of tokens and masks.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from forge.core.errors import InvalidArgument
 from forge.core.formats import CallDelta, OutputFormat
 from forge.core.grammar import MAX_GRAMMAR_BYTES, guided
 from forge.v1 import common_pb2
-from services.gateway.arguments import Arguments
-from services.gateway.grammar import checked
 from services.gateway.metrics import UNENFORCED
-from services.gateway.model import ChatModel, Tools
-from services.gateway.notation import Notation, lark_escaped, notation_of, spelt
-from services.gateway.types import TurnRequest
+from services.gateway.model.chat_model import ChatModel, Tools
+from services.gateway.structured_output.argument_rules import Arguments
+from services.gateway.structured_output.call_syntax import (
+    Notation,
+    lark_escaped,
+    notation_of,
+    spelt,
+)
+from services.gateway.structured_output.response_format import checked
+from services.gateway.turns.types import TurnRequest
 
 KEPT_GRAMMARS = 64
 _ANY_TEXT = "/(?s:.+)/"

@@ -2,7 +2,7 @@
 
 Owns the two ways in which formats write arguments: as one JSON object, or one by one, each behind
 its name; and how a notation's text is spelt in a grammar. Knows nothing of schemas: see
-`services.gateway.arguments`.
+`services.gateway.structured_output.argument_rules`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from forge.core.formats import CallDelta, OutputFormat, collect
 from forge.core.formats.base import ElementFormat
-from services.gateway.model import ChatModel
+from services.gateway.model.chat_model import ChatModel
 
 _PROBE = '{"forge": 0}'
 """Arguments that no notation would write in another way, if it writes JSON at all."""

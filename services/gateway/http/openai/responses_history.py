@@ -25,7 +25,7 @@ import msgspec
 from forge.core.conversation.messages import Message, ToolCall, normal_role
 from forge.core.conversation.request_prefix import History, Mark
 from forge.core.errors import InvalidArgument
-from services.gateway.http.responses_items import key_of_item
+from services.gateway.http.openai.responses_items import key_of_item
 
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 

@@ -10,7 +10,7 @@ import asyncio
 import uuid
 
 from forge.v1 import inference_pb2
-from services.gateway.sample_stream import Answer, SampleStreams
+from services.gateway.router.sample_stream import Answer, SampleStreams
 
 
 class SampleCall:

@@ -1,7 +1,7 @@
 """Anthropic Messages requests: decoding and what is allowed in them.
 
 Owns what a request asks for besides its conversation: tools, sampling, thinking, what is refused.
-`anthropic_history` reads the conversation. Unknown fields are ignored, as clients send many; a
+`history` reads the conversation. Unknown fields are ignored, as clients send many; a
 known field of the wrong type, or one whose effect cannot be had, is refused.
 """
 
@@ -16,9 +16,9 @@ import msgspec
 from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
 from forge.v1 import common_pb2
-from services.gateway.grammar import answer_grammar
-from services.gateway.http.schema import checked_stops, sampling_params, tool_to_call
-from services.gateway.model import Tools
+from services.gateway.http.openai.chat_schema import checked_stops, sampling_params, tool_to_call
+from services.gateway.model.chat_model import Tools
+from services.gateway.structured_output.response_format import answer_grammar
 
 EDITS_WITHOUT_EFFECT = ("clear_thinking_",)
 """Edits of the context that change nothing here: which thinking stays, the chat template says."""
@@ -65,7 +65,7 @@ class CountTokensRequest(msgspec.Struct):
 
     model: str
     messages: msgspec.Raw
-    """Read by `anthropic_history`, as far as it is new; and so is this:"""
+    """Read by `history`, as far as it is new; and so is this:"""
     system: msgspec.Raw = msgspec.Raw(b"null")
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None

@@ -21,12 +21,12 @@ from forge.core.errors import ForgeError
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
 from forge.core.token_columns import int32_array
 from forge.v1 import common_pb2
-from services.gateway.http import schema
 from services.gateway.http.edge import Edge, Ending, json_response, sse, stream_events
 from services.gateway.http.errors import Failure, openai_error
+from services.gateway.http.openai import chat_schema
 from services.gateway.sessions import Session
-from services.gateway.turns import Turns
-from services.gateway.types import Turn, TurnRequest
+from services.gateway.turns.run import Turns
+from services.gateway.turns.types import Turn, TurnRequest
 
 
 class ChatCompletions:
@@ -42,23 +42,25 @@ class ChatCompletions:
         arrived_s, arrived_unix_s = time.monotonic(), time.time()
         edge = self._edge
         claims = edge.claims(request)
-        asked = schema.decode(await request.read(), schema.ChatCompletionRequest)
+        asked = chat_schema.decode(await request.read(), chat_schema.ChatCompletionRequest)
         edge.check_model(asked.model)
-        sampling = schema.sampling_of(asked)
-        sampling.MergeFrom(common_pb2.SamplingParams(grammar=await schema.answer_grammar_of(asked)))
+        sampling = chat_schema.sampling_of(asked)
+        sampling.MergeFrom(
+            common_pb2.SamplingParams(grammar=await chat_schema.answer_grammar_of(asked))
+        )
         turn = TurnRequest(
-            messages=schema.messages_of(asked),
-            tools=schema.tools_of(asked.tools),
+            messages=chat_schema.messages_of(asked),
+            tools=chat_schema.tools_of(asked.tools),
             call_tools=asked.tool_choice != "none",
             parallel_calls=asked.parallel_tool_calls is not False,
-            required_tool=schema.required_tool(asked, edge.turns.model.format),
+            required_tool=chat_schema.required_tool(asked, edge.turns.model.format),
             sampling=sampling,
-            stop=schema.stop_of(asked),
+            stop=chat_schema.stop_of(asked),
             stream=bool(asked.stream),
             arrived_s=arrived_s,
             arrived_unix_s=arrived_unix_s,
         )
-        choices = schema.choices_of(asked)
+        choices = chat_schema.choices_of(asked)
         async with edge.sessions.use(claims) as session:
             completion = Completion(
                 turns=edge.turns,

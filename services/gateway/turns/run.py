@@ -15,17 +15,17 @@ from contextlib import aclosing
 
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.session import BeginChat, BeginGenerate, CountChat, EndCall
-from services.gateway.agent_time import Moment
-from services.gateway.attempts import Attempt, Samples
-from services.gateway.constraints import check, turn_grammar
-from services.gateway.conversation import Prompt, Sampled
+from services.gateway.conversation.agent_time import Moment
+from services.gateway.conversation.conversation import Prompt, Sampled
 from services.gateway.errors import SessionClosed
 from services.gateway.metrics import PREPARE_SECONDS
-from services.gateway.model import ChatModel
-from services.gateway.sample_stream import SampleStreams
+from services.gateway.model.chat_model import ChatModel
+from services.gateway.router.sample_call import SampleCall
+from services.gateway.router.sample_stream import SampleStreams
 from services.gateway.sessions import Session, Sessions
-from services.gateway.types import Piece, Turn, TurnRequest
-from services.gateway.upstream import SampleCall
+from services.gateway.structured_output.turn_grammar import check, turn_grammar
+from services.gateway.turns.attempt import Attempt, Samples
+from services.gateway.turns.types import Piece, Turn, TurnRequest
 
 ASK_TIMEOUT_S = 60.0
 """Of a session; it may have to be read back from the pool first."""

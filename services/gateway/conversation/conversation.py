@@ -34,9 +34,9 @@ from forge.core.errors import InvalidArgument
 from forge.core.token_columns import TOKEN_BYTES, int32_array
 from forge.core.trajectory import NO_PARENT
 from forge.v1 import common_pb2
-from services.gateway.handles import Handle, Held, Recalled
-from services.gateway.model import ChatModel, Tools
-from services.gateway.reading import MARKS_KEPT, Marked, Reading, begin
+from services.gateway.conversation.handles import Handle, Held, Recalled
+from services.gateway.conversation.prefix_match import MARKS_KEPT, Marked, Reading, begin
+from services.gateway.model.chat_model import ChatModel, Tools
 
 SESSION_BYTES = 8192
 """Of a session without turns, its actor included."""

@@ -1,7 +1,8 @@
 """What an agent asks an answer to look like, as the grammar of a turn.
 
-Owns the one hook that protocols use, `answer_grammar`; `services.gateway.constraints` fits what it
-gives to the model's reasoning and tool calls. Knows no model.
+Owns the one hook that protocols use, `answer_grammar`;
+`services.gateway.structured_output.turn_grammar` fits what it gives to the model's reasoning and
+tool calls. Knows no model.
 """
 
 from __future__ import annotations

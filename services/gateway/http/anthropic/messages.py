@@ -1,7 +1,7 @@
 """Anthropic's Messages API: its answers, whole and streamed, made of turns.
 
 Owns the encoding of answers. What the agent sends back of them is the recorded message again, by
-the rules of `anthropic_history`.
+the rules of `history`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from aiohttp import web
 from forge.core.errors import ForgeError
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
 from forge.v1 import common_pb2
-from services.gateway.http import anthropic_schema as schema
-from services.gateway.http.anthropic_history import messages_of
-from services.gateway.http.anthropic_schema import Shown
+from services.gateway.http.anthropic import schema
+from services.gateway.http.anthropic.history import messages_of
+from services.gateway.http.anthropic.schema import Shown
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
 from services.gateway.http.errors import REQUEST_ID, Failure, anthropic_error
-from services.gateway.http.schema import decode
+from services.gateway.http.openai.chat_schema import decode
 from services.gateway.sessions import Session
-from services.gateway.turns import Turns
-from services.gateway.types import Turn, TurnRequest
+from services.gateway.turns.run import Turns
+from services.gateway.turns.types import Turn, TurnRequest
 
 Event = dict[str, Any]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from forge.core.conversation.messages import Message
 from forge.core.formats import Delta
 from forge.v1 import common_pb2
-from services.gateway.answer import TokenLogprob
-from services.gateway.conversation import Sampled
-from services.gateway.handles import Handle
-from services.gateway.model import Tools
+from services.gateway.conversation.conversation import Sampled
+from services.gateway.conversation.handles import Handle
+from services.gateway.model.chat_model import Tools
+from services.gateway.turns.answer_parser import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

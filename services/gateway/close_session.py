@@ -17,8 +17,8 @@ from forge.runtime.security import Claims
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.gateway.actors.session import Closed, Describe, Reread, SessionFacts, StartClose
-from services.gateway.agent_time import Moment
-from services.gateway.pool import Pool
+from services.gateway.conversation.agent_time import Moment
+from services.gateway.pool_client import Pool
 from services.gateway.sessions import Session, Sessions
 
 ASK_TIMEOUT_S = 60.0

@@ -1,0 +1,1 @@
+"""Calls to inference routers over kept streams. Imports no other room of the gateway."""
