@@ -20,13 +20,14 @@ from forge.runtime.rpc.tokens import split
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from services.gateway.close_session import check_rewards, close_session, facts_of
 from services.gateway.conversation.chat_history import ChatHistory
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
 from services.gateway.http.openai.chat_schema import checked_stops, tools_of, top_logprobs_of
 from services.gateway.model.chat_model import Tools
 from services.gateway.pool_client import Pool
 from services.gateway.sessions import Sessions
 from services.gateway.turns.run import Turns
-from services.gateway.turns.types import Turn, TurnRequest
+from services.gateway.turns.types import Turn
 
 FULL_NAME = "forge.v1.GatewayService"
 

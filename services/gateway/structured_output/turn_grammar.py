@@ -20,6 +20,7 @@ from forge.core.errors import InvalidArgument
 from forge.core.formats import CallDelta, OutputFormat
 from forge.core.grammar import MAX_GRAMMAR_BYTES, guided
 from forge.v1 import common_pb2
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.metrics import UNENFORCED
 from services.gateway.model.chat_model import ChatModel, Tools
 from services.gateway.structured_output.argument_rules import Arguments
@@ -30,7 +31,6 @@ from services.gateway.structured_output.call_syntax import (
     spelt,
 )
 from services.gateway.structured_output.response_format import checked
-from services.gateway.turns.types import TurnRequest
 
 KEPT_GRAMMARS = 64
 _ANY_TEXT = "/(?s:.+)/"

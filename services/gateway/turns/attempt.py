@@ -15,12 +15,13 @@ from forge.core.errors import Unavailable
 from forge.core.formats import Parser, PlainParser
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.conversation.conversation import Prompt, Sampled
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import RouterLost
 from services.gateway.metrics import UPSTREAM_RETRIES
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.router.sample_call import SampleCall
 from services.gateway.turns.answer_parser import AnswerReader
-from services.gateway.turns.types import Piece, Turn, TurnRequest
+from services.gateway.turns.types import Piece, Turn
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 """Before a router is asked again; doubles with each attempt."""

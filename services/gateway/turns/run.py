@@ -17,6 +17,7 @@ from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.session import BeginChat, BeginGenerate, CountChat, EndCall
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.conversation import Prompt, Sampled
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
 from services.gateway.metrics import PREPARE_SECONDS
 from services.gateway.model.chat_model import ChatModel
@@ -25,7 +26,7 @@ from services.gateway.router.sample_stream import SampleStreams
 from services.gateway.sessions import Session, Sessions
 from services.gateway.structured_output.turn_grammar import check, turn_grammar
 from services.gateway.turns.attempt import Attempt, Samples
-from services.gateway.turns.types import Piece, Turn, TurnRequest
+from services.gateway.turns.types import Piece, Turn
 
 ASK_TIMEOUT_S = 60.0
 """Of a session; it may have to be read back from the pool first."""

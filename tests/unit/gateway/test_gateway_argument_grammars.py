@@ -22,12 +22,12 @@ from forge.core.formats import CallDelta, collect
 from forge.core.formats.registry import BUILT_IN
 from forge.core.grammar import LIMITS, source
 from forge.v1 import common_pb2
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.metrics import UNENFORCED
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.structured_output import turn_grammar as turn_grammar_module
 from services.gateway.structured_output.call_syntax import notation_of
 from services.gateway.structured_output.turn_grammar import turn_grammar
-from services.gateway.turns.types import TurnRequest
 from tests.support.chat_templates import make_tokenizer
 from tests.support.format_samples import CALLING, all_marks
 

@@ -14,11 +14,11 @@ from forge.core.formats import collect, get_format
 from forge.core.formats.registry import BUILT_IN
 from forge.core.grammar import LIMITS, Kind, source
 from forge.v1 import common_pb2
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.structured_output.call_syntax import notation_of
 from services.gateway.structured_output.response_format import answer_grammar
 from services.gateway.structured_output.turn_grammar import check, turn_grammar
-from services.gateway.turns.types import TurnRequest
 from tests.support.chat_templates import make_model, make_tokenizer
 
 POINT = {

@@ -13,10 +13,10 @@ from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.session import BeginGenerate, EndCall
 from services.gateway.conversation.conversation import Prompt, given
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
 from services.gateway.router.sample_call import SampleCall
 from services.gateway.turns.run import Turns
-from services.gateway.turns.types import TurnRequest
 from tests.support.chat_templates import make_model
 
 

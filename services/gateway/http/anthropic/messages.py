@@ -21,6 +21,7 @@ from aiohttp import web
 from forge.core.errors import ForgeError
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
 from forge.v1 import common_pb2
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.anthropic import schema
 from services.gateway.http.anthropic.history import messages_of
 from services.gateway.http.anthropic.schema import Shown
@@ -29,7 +30,7 @@ from services.gateway.http.errors import REQUEST_ID, Failure, anthropic_error
 from services.gateway.http.openai.chat_schema import decode
 from services.gateway.sessions import Session
 from services.gateway.turns.run import Turns
-from services.gateway.turns.types import Turn, TurnRequest
+from services.gateway.turns.types import Turn
 
 Event = dict[str, Any]
 

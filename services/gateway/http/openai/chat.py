@@ -21,12 +21,13 @@ from forge.core.errors import ForgeError
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
 from forge.core.token_columns import int32_array
 from forge.v1 import common_pb2
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.edge import Edge, Ending, json_response, sse, stream_events
 from services.gateway.http.errors import Failure, openai_error
 from services.gateway.http.openai import chat_schema
 from services.gateway.sessions import Session
 from services.gateway.turns.run import Turns
-from services.gateway.turns.types import Turn, TurnRequest
+from services.gateway.turns.types import Turn
 
 
 class ChatCompletions:

@@ -23,6 +23,7 @@ from forge.v1 import common_pb2
 from services.gateway.actors.session import Forget, Recall
 from services.gateway.conversation.handles import Handle, Recalled, deletion
 from services.gateway.conversation.prefix_match import Following
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import UnknownPreviousResponse, UnknownResponse
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
 from services.gateway.http.openai import chat_schema, responses_schema
@@ -43,7 +44,7 @@ from services.gateway.http.openai.responses_schema import LOGPROBS, ResponsesReq
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.sessions import Session
 from services.gateway.turns.run import ASK_TIMEOUT_S, Turns
-from services.gateway.turns.types import Turn, TurnRequest
+from services.gateway.turns.types import Turn
 
 
 class Responses:
