@@ -22,7 +22,8 @@ from services.gateway.close_session import check_rewards, close_session, facts_o
 from services.gateway.conversation.chat_history import ChatHistory
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
-from services.gateway.http.openai.chat_schema import checked_stops, tools_of, top_logprobs_of
+from services.gateway.http.openai.chat_schema import tools_of
+from services.gateway.http.request_body import checked_stops, top_logprobs_of
 from services.gateway.model.chat_model import Tools
 from services.gateway.pool_client import Pool
 from services.gateway.sessions import Sessions

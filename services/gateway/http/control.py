@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from services.gateway.close_session import close_session
+from services.gateway.http import request_body
 from services.gateway.http.edge import Edge, json_response
 from services.gateway.http.openai import chat_schema
 
@@ -19,7 +20,7 @@ class Control:
     async def _close(self, request: web.Request) -> web.Response:
         edge = self._edge
         claims = edge.claims(request)
-        asked = chat_schema.decode(await request.read(), chat_schema.CloseRequest)
+        asked = request_body.decode(await request.read(), chat_schema.CloseRequest)
         async with edge.sessions.use(claims) as session:
             summary = await close_session(
                 edge.sessions,

@@ -24,7 +24,7 @@ from services.gateway.http.anthropic.messages import (
     input_json,
 )
 from services.gateway.http.anthropic.schema import Shown
-from services.gateway.http.openai.chat_schema import decode
+from services.gateway.http.request_body import decode
 from services.gateway.turns.types import Turn
 
 

@@ -13,6 +13,7 @@ from forge.core.conversation.messages import Message
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
 from services.gateway.conversation.conversation import Conversation, Prompt, Sampled
+from services.gateway.http import request_body
 from services.gateway.http.openai import chat_schema
 from tests.support.chat_templates import make_model
 
@@ -31,7 +32,7 @@ steps = st.tuples(
 
 def encoded(plain: list[dict[str, Any]]) -> Any:
     body = json.dumps({"model": "policy", "messages": plain}).encode()
-    return chat_schema.messages_of(chat_schema.decode(body, chat_schema.ChatCompletionRequest))
+    return chat_schema.messages_of(request_body.decode(body, chat_schema.ChatCompletionRequest))
 
 
 def answered(conversation: Conversation, messages: Any, answer: Message) -> tuple[Any, bytes]:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import ForgeError, InvalidArgument
 from services.gateway.conversation.conversation import Conversation
-from services.gateway.http.openai import chat_schema, responses_schema
+from services.gateway.http import request_body
+from services.gateway.http.openai import responses_schema
 from services.gateway.http.openai.responses_history import history_of, messages_of
 from services.gateway.http.openai.responses_schema import ResponsesRequest
 from tests.support.chat_templates import make_model
@@ -164,7 +165,7 @@ def test_items_that_cannot_be_had_are_named(item: dict[str, Any], says: str) -> 
 def test_what_cannot_be_had_is_refused_by_name(field: str, value: Any, says: str) -> None:
     """A field without its effect would mislead an agent: it is refused."""
     body = {"model": "policy", "input": "hi", field: value}
-    asked = chat_schema.decode(json.dumps(body).encode(), ResponsesRequest)
+    asked = request_body.decode(json.dumps(body).encode(), ResponsesRequest)
     with pytest.raises(InvalidArgument, match=says):
         responses_schema.check(asked)
 
@@ -182,7 +183,7 @@ def test_what_cannot_be_had_is_refused_by_name(field: str, value: Any, says: str
 def test_what_changes_nothing_is_taken(body: dict[str, Any]) -> None:
     """Fields that clients send by habit, and that ask for nothing, are no errors."""
     body = {"model": "policy", "input": "hi", **body}
-    responses_schema.check(chat_schema.decode(json.dumps(body).encode(), ResponsesRequest))
+    responses_schema.check(request_body.decode(json.dumps(body).encode(), ResponsesRequest))
 
 
 async def test_the_form_of_an_answer_is_a_grammar() -> None:
@@ -319,12 +320,12 @@ bodies = st.fixed_dictionaries(
 def test_any_json_is_understood_or_refused(body: dict[str, Any]) -> None:
     """No body of any shape raises anything but an error of our own."""
     try:
-        asked = chat_schema.decode(json.dumps(body).encode(), ResponsesRequest)
+        asked = request_body.decode(json.dumps(body).encode(), ResponsesRequest)
         responses_schema.check(asked)
         tools = responses_schema.tools_of(asked.tools)
         wanted = responses_schema.wanted_tool(asked)
         if wanted is not None:
-            chat_schema.tool_to_call(wanted, tools, MODEL.format)
+            request_body.tool_to_call(wanted, tools, MODEL.format)
         json.dumps(responses_schema.remembered(responses_schema.echoed(asked)))
         draft = Conversation(model=MODEL).draft(
             history_of(bytes(asked.input), asked.instructions), tools

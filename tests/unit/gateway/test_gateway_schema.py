@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from forge.core.errors import ForgeError, InvalidArgument
 from services.gateway.conversation.conversation import Conversation
+from services.gateway.http import request_body
 from services.gateway.http.openai import chat_schema
 from tests.support.chat_templates import make_model
 
@@ -81,7 +82,7 @@ bodies = st.fixed_dictionaries(
 
 def understand(body: bytes) -> None:
     """Everything that is done with a request before it is sampled."""
-    request = chat_schema.decode(body, chat_schema.ChatCompletionRequest)
+    request = request_body.decode(body, chat_schema.ChatCompletionRequest)
     chat_schema.required_tool(request, MODEL.format)
     chat_schema.sampling_of(request).SerializeToString()
     chat_schema.stop_of(request)
@@ -107,7 +108,7 @@ def test_any_json_is_understood_or_refused(body: dict[str, Any]) -> None:
 def test_any_bytes_are_refused(body: bytes) -> None:
     """What is no JSON object is refused as such."""
     with pytest.raises(InvalidArgument, match="not valid"):
-        chat_schema.decode(body, chat_schema.ChatCompletionRequest)
+        request_body.decode(body, chat_schema.ChatCompletionRequest)
 
 
 @pytest.mark.parametrize("depth", [500, 900, 2000, 100_000])
@@ -124,7 +125,7 @@ def test_deep_nesting_is_refused(depth: int) -> None:
 
 def test_everything_a_client_may_send_is_taken() -> None:
     """A full request comes out as it was meant."""
-    request = chat_schema.decode(
+    request = request_body.decode(
         json.dumps(
             {
                 "model": "policy",
@@ -183,7 +184,7 @@ def test_tool_choice(choice: Any, required: str | None) -> None:
         "tool_choice": choice,
         "tools": [{"type": "function", "function": {"name": "look"}}],
     }
-    request = chat_schema.decode(json.dumps(body).encode(), chat_schema.ChatCompletionRequest)
+    request = request_body.decode(json.dumps(body).encode(), chat_schema.ChatCompletionRequest)
     assert chat_schema.required_tool(request, MODEL.format) == required
     if required:
         with pytest.raises(InvalidArgument, match="plain"):
@@ -218,7 +219,7 @@ def test_what_sdks_send_of_themselves_changes_nothing() -> None:
         "verbosity": "low",
     }
     read = [
-        chat_schema.decode(json.dumps(body).encode(), chat_schema.ChatCompletionRequest)
+        request_body.decode(json.dumps(body).encode(), chat_schema.ChatCompletionRequest)
         for body in (
             {"model": "policy", "messages": [plain]},
             {"model": "policy", "messages": [answer]} | hints,
@@ -232,7 +233,7 @@ def test_what_sdks_send_of_themselves_changes_nothing() -> None:
 def test_arguments_that_are_an_object_are_what_their_text_says() -> None:
     """Some clients parse a call's arguments and send them back parsed."""
     spelled = [
-        chat_schema.decode(
+        request_body.decode(
             json.dumps(
                 {
                     "model": "policy",
@@ -266,7 +267,7 @@ def test_what_would_change_the_form_of_the_answer_is_refused(
 ) -> None:
     """A program that relies on it is told, and not left with an answer it cannot read."""
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]} | asked
-    request = chat_schema.decode(json.dumps(body).encode(), chat_schema.ChatCompletionRequest)
+    request = request_body.decode(json.dumps(body).encode(), chat_schema.ChatCompletionRequest)
     with pytest.raises(InvalidArgument, match=says):
         chat_schema.choices_of(request)
         list(chat_schema.messages_of(request))

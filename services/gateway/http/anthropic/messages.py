@@ -27,7 +27,7 @@ from services.gateway.http.anthropic.history import messages_of
 from services.gateway.http.anthropic.schema import Shown
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
 from services.gateway.http.errors import REQUEST_ID, Failure, anthropic_error
-from services.gateway.http.openai.chat_schema import decode
+from services.gateway.http.request_body import decode
 from services.gateway.sessions import Session
 from services.gateway.turns.run import Turns
 from services.gateway.turns.types import Turn

@@ -16,7 +16,7 @@ import msgspec
 from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
 from forge.v1 import common_pb2
-from services.gateway.http.openai.chat_schema import checked_stops, sampling_params, tool_to_call
+from services.gateway.http.request_body import checked_stops, sampling_params, tool_to_call
 from services.gateway.model.chat_model import Tools
 from services.gateway.structured_output.response_format import answer_grammar
 

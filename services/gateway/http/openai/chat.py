@@ -22,6 +22,7 @@ from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
 from forge.core.token_columns import int32_array
 from forge.v1 import common_pb2
 from services.gateway.conversation.turn_request import TurnRequest
+from services.gateway.http import request_body
 from services.gateway.http.edge import Edge, Ending, json_response, sse, stream_events
 from services.gateway.http.errors import Failure, openai_error
 from services.gateway.http.openai import chat_schema
@@ -43,7 +44,7 @@ class ChatCompletions:
         arrived_s, arrived_unix_s = time.monotonic(), time.time()
         edge = self._edge
         claims = edge.claims(request)
-        asked = chat_schema.decode(await request.read(), chat_schema.ChatCompletionRequest)
+        asked = request_body.decode(await request.read(), chat_schema.ChatCompletionRequest)
         edge.check_model(asked.model)
         sampling = chat_schema.sampling_of(asked)
         sampling.MergeFrom(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,13 +18,17 @@ from forge.core.conversation.request_prefix import History
 from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
 from forge.v1 import common_pb2
+from services.gateway.http.request_body import (
+    checked_stops,
+    sampling_params,
+    tool_to_call,
+    top_logprobs_of,
+    within,
+)
 from services.gateway.model.chat_model import Tools
 from services.gateway.structured_output.response_format import answer_grammar
 
 MAX_CHOICES = 128
-MAX_STOPS = 16
-MAX_TOP_LOGPROBS = 20
-Request = TypeVar("Request")
 
 
 class Part(msgspec.Struct):
@@ -119,14 +123,6 @@ class CloseRequest(msgspec.Struct):
     after_agent_s: float = 0.0
 
 
-def decode(body: bytes, kind: type[Request]) -> Request:
-    """A request body as `kind`; raises `InvalidArgument` saying where it is wrong."""
-    try:
-        return msgspec.json.decode(body or b"{}", type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidArgument(f"the request body is not valid: {error}") from None
-
-
 def messages_of(request: ChatCompletionRequest) -> History:
     """The messages; whoever looks at one that is not valid gets the `InvalidArgument`."""
     return History(memoryview(request.messages), _read_messages)
@@ -160,25 +156,6 @@ def required_tool(request: ChatCompletionRequest, output: OutputFormat) -> str |
     return tool_to_call(wanted, tools_of(request.tools), output)
 
 
-def tool_to_call(wanted: str, tools: Tools, output: OutputFormat) -> str:
-    """The tool that an answer must call, "" for any of several; `wanted` is its name or "".
-
-    Raises `InvalidArgument` if it cannot be had.
-    """
-    names = [tool["function"]["name"] for tool in tools]
-    if not names:
-        raise InvalidArgument("tool_choice asks for a call, but there are no tools")
-    if not output.takes_tools:
-        raise InvalidArgument(
-            f"tool_choice cannot be had: the model's output format ({output.name}) knows no tools"
-        )
-    if not wanted:
-        return names[0] if len(names) == 1 else ""
-    if wanted not in names:
-        raise InvalidArgument(f"tool_choice names {wanted!r}; tools are {names}")
-    return wanted
-
-
 def sampling_of(request: ChatCompletionRequest) -> common_pb2.SamplingParams:
     asked = request.max_completion_tokens
     if asked is None:
@@ -194,33 +171,6 @@ def sampling_of(request: ChatCompletionRequest) -> common_pb2.SamplingParams:
     if request.top_logprobs and not request.logprobs:
         raise InvalidArgument("top_logprobs needs logprobs: true")
     sampling.top_logprobs = top_logprobs_of(request.top_logprobs)
-    return sampling
-
-
-def top_logprobs_of(asked: int | None) -> int:
-    """How many of the likeliest tokens; raises `InvalidArgument` for more than there may be."""
-    return int(_within("top_logprobs", asked or 0, 0, MAX_TOP_LOGPROBS))
-
-
-def sampling_params(
-    *,
-    max_tokens: int | None,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None = None,
-    max_tokens_name: str = "max_tokens",
-) -> common_pb2.SamplingParams:
-    """What all protocols let an agent say; raises `InvalidArgument` for what is out of range."""
-    if max_tokens is not None:
-        _within(max_tokens_name, max_tokens, 1, 2**31 - 1)
-    sampling = common_pb2.SamplingParams(max_tokens=max_tokens or 0)
-    if temperature is not None:
-        sampling.temperature = _within("temperature", temperature, 0, 100)
-    if top_p is not None:
-        sampling.top_p = _within("top_p", top_p, 1e-6, 1)
-    if top_k is not None:
-        # -1 is how some clients say "all".
-        sampling.top_k = int(max(0, _within("top_k", top_k, -1, 2**31 - 1)))
     return sampling
 
 
@@ -245,12 +195,6 @@ def stop_of(request: ChatCompletionRequest) -> list[str]:
     return checked_stops("stop", [stop] if isinstance(stop, str) else stop)
 
 
-def checked_stops(name: str, stops: list[str]) -> list[str]:
-    if len(stops) > MAX_STOPS:
-        raise InvalidArgument(f"{name} has {len(stops)} strings; at most {MAX_STOPS}")
-    return stops
-
-
 def choices_of(request: ChatCompletionRequest) -> int:
     """How many answers; also refuses what no answer could satisfy."""
     if request.functions:
@@ -260,7 +204,7 @@ def choices_of(request: ChatCompletionRequest) -> int:
     for modality in request.modalities or ():
         if modality != "text":
             raise InvalidArgument(f"modalities has {modality[:40]!r}; the model answers in text")
-    return int(_within("n", 1 if request.n is None else request.n, 1, MAX_CHOICES))
+    return int(within("n", 1 if request.n is None else request.n, 1, MAX_CHOICES))
 
 
 def rewards_of(request: CloseRequest) -> list[common_pb2.RewardEvent]:
@@ -318,10 +262,3 @@ def _text(content: str | list[Part] | None) -> str:
         if part.type not in ("text", "refusal"):
             raise InvalidArgument(f"content of type {part.type[:40]!r}; the model takes text only")
     return "".join(part.text or part.refusal or "" for part in content)
-
-
-def _within(name: str, value: float, low: float, high: float) -> float:
-    # Written so that NaN is refused too.
-    if not low <= value <= high:
-        raise InvalidArgument(f"{name} = {value:.10g} must be from {low:g} to {high:.10g}")
-    return value

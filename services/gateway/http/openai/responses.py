@@ -25,8 +25,9 @@ from services.gateway.conversation.handles import Handle, Recalled, deletion
 from services.gateway.conversation.prefix_match import Following
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import UnknownPreviousResponse, UnknownResponse
+from services.gateway.http import request_body
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
-from services.gateway.http.openai import chat_schema, responses_schema
+from services.gateway.http.openai import responses_schema
 from services.gateway.http.openai.chat import token_logprobs
 from services.gateway.http.openai.responses_events import Event, Events
 from services.gateway.http.openai.responses_history import history_of, items_of, messages_of
@@ -62,7 +63,7 @@ class Responses:
         arrived_s, arrived_unix_s = time.monotonic(), time.time()
         edge = self._edge
         claims = edge.claims(request)
-        asked = chat_schema.decode(await request.read(), ResponsesRequest)
+        asked = request_body.decode(await request.read(), ResponsesRequest)
         edge.check_model(asked.model)
         head, turn = _read(
             asked, edge.turns.model, arrived_s=arrived_s, arrived_unix_s=arrived_unix_s
@@ -180,19 +181,19 @@ def _read(
         "instructed": bool(asked.instructions),
         "echoed": responses_schema.remembered(echoed),
     }
-    sampling = chat_schema.sampling_params(
+    sampling = request_body.sampling_params(
         max_tokens=asked.max_output_tokens,
         temperature=asked.temperature,
         top_p=asked.top_p,
         max_tokens_name="max_output_tokens",
     )
-    sampling.top_logprobs = chat_schema.top_logprobs_of(asked.top_logprobs)
+    sampling.top_logprobs = request_body.top_logprobs_of(asked.top_logprobs)
     turn = TurnRequest(
         tools=tools,
         call_tools=asked.tool_choice != "none",
         required_tool=None
         if wanted is None
-        else chat_schema.tool_to_call(wanted, tools, model.format),
+        else request_body.tool_to_call(wanted, tools, model.format),
         sampling=sampling,
         parallel_calls=asked.parallel_tool_calls is not False,
         handle=None if asked.store is False else Handle(name=key, facts=facts),
