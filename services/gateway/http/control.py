@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import msgspec
 from aiohttp import web
 
+from forge.v1 import common_pb2
 from services.gateway.close_session import close_session
 from services.gateway.http import request_body
 from services.gateway.http.edge import Edge, json_response
-from services.gateway.http.openai import chat_schema
+
+
+class RewardBody(msgspec.Struct):
+    name: str
+    value: float
+    kind: Literal["outcome", "process", "speed"] = "outcome"
+    turn_index: int = -1
+    event_id: str = ""
+
+
+class CloseRequest(msgspec.Struct):
+    rewards: list[RewardBody] = []
+    abandon_reason: str = ""
+    min_turns: int = 0
+    after_agent_s: float = 0.0
+
+
+def rewards_of(request: CloseRequest) -> list[common_pb2.RewardEvent]:
+    kinds = {
+        "outcome": common_pb2.REWARD_KIND_OUTCOME,
+        "process": common_pb2.REWARD_KIND_PROCESS,
+        "speed": common_pb2.REWARD_KIND_SPEED,
+    }
+    return [
+        common_pb2.RewardEvent(
+            event_id=reward.event_id or f"{reward.kind}-{reward.name}-{reward.turn_index}",
+            name=reward.name,
+            kind=kinds[reward.kind],
+            value=reward.value,
+            turn_index=reward.turn_index,
+        )
+        for reward in request.rewards
+    ]
 
 
 class Control:
@@ -20,13 +56,13 @@ class Control:
     async def _close(self, request: web.Request) -> web.Response:
         edge = self._edge
         claims = edge.claims(request)
-        asked = request_body.decode(await request.read(), chat_schema.CloseRequest)
+        asked = request_body.decode(await request.read(), CloseRequest)
         async with edge.sessions.use(claims) as session:
             summary = await close_session(
                 edge.sessions,
                 edge.pool,
                 session,
-                rewards=chat_schema.rewards_of(asked),
+                rewards=rewards_of(asked),
                 abandon_reason=asked.abandon_reason,
                 min_turns=asked.min_turns,
                 after_agent_s=asked.after_agent_s,

@@ -108,21 +108,6 @@ class ChatCompletionRequest(msgspec.Struct):
     web_search_options: dict[str, Any] | None = None
 
 
-class RewardBody(msgspec.Struct):
-    name: str
-    value: float
-    kind: Literal["outcome", "process", "speed"] = "outcome"
-    turn_index: int = -1
-    event_id: str = ""
-
-
-class CloseRequest(msgspec.Struct):
-    rewards: list[RewardBody] = []
-    abandon_reason: str = ""
-    min_turns: int = 0
-    after_agent_s: float = 0.0
-
-
 def messages_of(request: ChatCompletionRequest) -> History:
     """The messages; whoever looks at one that is not valid gets the `InvalidArgument`."""
     return History(memoryview(request.messages), _read_messages)
@@ -205,24 +190,6 @@ def choices_of(request: ChatCompletionRequest) -> int:
         if modality != "text":
             raise InvalidArgument(f"modalities has {modality[:40]!r}; the model answers in text")
     return int(within("n", 1 if request.n is None else request.n, 1, MAX_CHOICES))
-
-
-def rewards_of(request: CloseRequest) -> list[common_pb2.RewardEvent]:
-    kinds = {
-        "outcome": common_pb2.REWARD_KIND_OUTCOME,
-        "process": common_pb2.REWARD_KIND_PROCESS,
-        "speed": common_pb2.REWARD_KIND_SPEED,
-    }
-    return [
-        common_pb2.RewardEvent(
-            event_id=reward.event_id or f"{reward.kind}-{reward.name}-{reward.turn_index}",
-            name=reward.name,
-            kind=kinds[reward.kind],
-            value=reward.value,
-            turn_index=reward.turn_index,
-        )
-        for reward in request.rewards
-    ]
 
 
 def _message(message: ChatMessage, at: int) -> Message:
