@@ -16,11 +16,11 @@ import torch
 from benchmarks.support.report import arguments, keep
 from benchmarks.support.training_ways import Bench
 from benchmarks.support.tree_workloads import VOCABULARY, turns
-from forge.rl.batch_plan import BatchPlan
-from forge.rl.logprobs import kept_elements, table_rows
-from forge.rl.memory import recompute_activations
-from forge.rl.model_support import layer_elements
-from forge.rl.relay import shared_tokens
+from forge.rl.learner.batch_plan import BatchPlan
+from forge.rl.model.capabilities import layer_elements
+from forge.rl.model.head_logprobs import kept_elements, table_rows
+from forge.rl.out_of_memory import recompute_activations
+from forge.rl.tree.kv_relay import shared_tokens
 
 GB = 1e9
 BYTES_PER_WEIGHT = {"adamw": 4 + 4 + 2 + 8, "adamw_8bit": 4 + 4 + 2 + 2, "LoRA": 4 + 2}

@@ -31,7 +31,7 @@ from benchmarks.support.training_ways import UNSPLIT, Bench, has_prefix_grouper,
 from benchmarks.support.tree_workloads import Workload, make_workloads
 from benchmarks.support.trl_peer import HAS_TRL
 from forge.core.prefix_tree import Sample
-from forge.rl.batch_plan import BatchPlan
+from forge.rl.learner.batch_plan import BatchPlan
 
 LONG = {"g8": ("padded", "varlen", "trl"), "forty": ("padded", "varlen", "trajectories", "trl")}
 """Left out at full size, where they would take hours."""

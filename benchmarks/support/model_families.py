@@ -1,8 +1,8 @@
 """Families of transformers models as small models, and training on them against plain forwards.
 
 A family is a model type of transformers' mapping for causal language models, with its default
-configuration or a variant of it, shrunken by `forge.rl.small_config`: windows and thresholds of
-position are a few tokens.
+configuration or a variant of it, shrunken by `forge.rl.model.small_config`: windows and thresholds
+of position are a few tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
-from forge.rl.learner import Learner
+from forge.rl.learner.learner import Learner
+from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
-from forge.rl.model_probe import (
+from forge.rl.model.policy import TreePolicy
+from forge.rl.model.probe import (
     TOLERANCE,
     gradients_of,
     own_logprobs,
@@ -31,9 +33,7 @@ from forge.rl.model_probe import (
     relative_error,
     told,
 )
-from forge.rl.policy import TreePolicy
-from forge.rl.small_config import THRESHOLD, WINDOW, small_config, text_config
-from forge.rl.step import LearnerConfig
+from forge.rl.model.small_config import THRESHOLD, WINDOW, small_config, text_config
 
 SEED = 11
 ROPE = {"rope_theta": 10000.0}

@@ -25,13 +25,13 @@ from benchmarks.support.tree_workloads import VOCABULARY
 from benchmarks.support.trl_peer import bare_trainer, collated, fuse_head
 from forge.core.prefix_tree import Node, Sample, TreePlan, plan_trees
 from forge.core.token_columns import common_tokens
-from forge.rl.batch_plan import BatchPlan
-from forge.rl.learner import Learner
+from forge.rl.attention.tree_attention import TREE_ATTENTION
+from forge.rl.learner.batch_plan import BatchPlan
+from forge.rl.learner.learner import Learner
+from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig, TokenStats, cispo_loss
-from forge.rl.policy import TreePolicy
-from forge.rl.step import LearnerConfig
-from forge.rl.tree_attention import TREE_ATTENTION
-from forge.rl.tree_batch import build_tree_batch
+from forge.rl.model.policy import TreePolicy
+from forge.rl.tree.batch import build_tree_batch
 
 RATIO_CAP = 5.0
 UNSPLIT = 1 << 40

@@ -1,6 +1,6 @@
 """Optimizers by name: which parameters each steps, and how.
 
-Owns the choice and the parameter groups; rates and when to step are `forge.rl.learner`'s.
+Owns the choice and the parameter groups; rates and when to step are `forge.rl.learner.learner`'s.
 
     adamw       AdamW in fp32, fused
     adamw_8bit  the same with its two moments in 8 bits (bitsandbytes, an optional package)
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from forge.core.errors import ConfigError, InvalidArgument
-from forge.rl.memory import memory_shortage
+from forge.rl.out_of_memory import memory_shortage
 
 OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
 NAMES: tuple[OptimizerName, ...] = ("adamw", "adamw_8bit", "muon")

@@ -13,8 +13,8 @@ from transformers import AutoConfig
 from forge.client.operator import Operator
 from forge.client.task_files import read_tasks
 from forge.core.errors import ActorStopped, ConfigError, ForgeError, Unavailable
-from forge.rl.batch_plan import plan_batch
-from forge.rl.policy import attention_channels
+from forge.rl.learner.batch_plan import plan_batch
+from forge.rl.model.policy import attention_channels
 from forge.runtime.actor import ActorRef
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log

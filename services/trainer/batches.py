@@ -16,7 +16,7 @@ from typing import Any
 from forge.client.scheduler import leads
 from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
 from forge.core.prefix_tree import Sample
-from forge.rl.batch_plan import BatchPlan
+from forge.rl.learner.batch_plan import BatchPlan
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.streams import flowing

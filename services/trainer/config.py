@@ -10,14 +10,14 @@ from typing import Any, cast
 from forge.core.credit.advantages import SPREAD_FLOOR, AdvantageRules, Baseline, Spread
 from forge.core.credit.rewards import RewardWeights
 from forge.core.errors import ConfigError, InvalidArgument
-from forge.rl.critic import CriticConfig
+from forge.rl.learner.critic import CriticConfig
+from forge.rl.learner.types import LearnerConfig, Schedule
 from forge.rl.losses import DEFAULT_RATIO_CAP, Objective, ObjectiveConfig
 from forge.rl.losses.algorithms import preset
 from forge.rl.losses.correction import Correction
 from forge.rl.mtp import MtpConfig, MtpLoss
 from forge.rl.mtp.losses import LOSSES
 from forge.rl.optimizers import NAMES, OptimizerConfig, OptimizerName
-from forge.rl.step import LearnerConfig, Schedule
 from forge.runtime.config import ServiceConfig, setting
 from services.trainer.lora import LoraSettings
 from services.trainer.samples import CreditRules

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from forge.core.errors import ConfigError
-from forge.rl.policy import TreePolicy
-from forge.rl.tree_batch import TreeBatch
+from forge.rl.model.policy import TreePolicy
+from forge.rl.tree.batch import TreeBatch
 from services.trainer.contents import ADAPTER_DIRECTORY, ADAPTER_FILE
 from services.trainer.trainee import OWN_DIRECTORY, Trainee, own_tensors
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal
 
-from forge.rl.step import StepResult
+from forge.rl.learner.types import StepResult
 from forge.runtime.telemetry import counter, gauge, histogram
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.samples import BatchSamples

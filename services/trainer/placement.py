@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from forge.core.errors import ConfigError
-from forge.rl.memory import recompute_activations
-from forge.rl.precision import computes_bfloat16
+from forge.rl.model.precision import computes_bfloat16
+from forge.rl.out_of_memory import recompute_activations
 
 
 def recompute(model: Any) -> None:

@@ -2,7 +2,8 @@
 
 Owns their life and the way of an order to them. Rank 0 is the learner's own thread; every other
 rank is a child process with a replica of its own, which is built, stepped and restored by the same
-orders, so that all replicas stay the same. How a tree is shared is `forge.rl.context_parallel`.
+orders, so that all replicas stay the same. How a tree is shared is
+`forge.rl.parallel.context_parallel`.
 
 A rank that fails ends all of them: the others meet its closed connection in their next exchange.
 Before it closes it leaves its error where all ranks met, so that who ends in consequence names the
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from forge.core.errors import ForgeError
-from forge.rl.exchange import RankLost
+from forge.rl.collectives import RankLost
 from forge.runtime.telemetry import configure_logging, log
 from services.trainer.config import TrainerConfig
 from services.trainer.replica import Order, Replica, Take

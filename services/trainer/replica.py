@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.core.errors import ConfigError, InvalidArgument
-from forge.rl.batch_plan import BatchPlan
-from forge.rl.learner import Learner, Reference
-from forge.rl.policy import TreePolicy
-from forge.rl.served import ServedValues
-from forge.rl.step import StepResult
+from forge.rl.learner.batch_plan import BatchPlan
+from forge.rl.learner.learner import Learner, Reference
+from forge.rl.learner.types import StepResult
+from forge.rl.model.policy import TreePolicy
+from forge.rl.model.served_weights import ServedValues
 from services.trainer.config import TrainerConfig
 from services.trainer.contents import (
     LEARNER_FILE,

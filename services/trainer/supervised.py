@@ -26,11 +26,11 @@ from transformers.utils import logging as transformers_logging
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import TOKEN_BYTES
-from forge.rl.learner import Learner
+from forge.rl.learner.learner import Learner
+from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
+from forge.rl.model.policy import TreePolicy
 from forge.rl.optimizers import NAMES, OptimizerConfig
-from forge.rl.policy import TreePolicy
-from forge.rl.step import LearnerConfig
 from services.trainer.contents import write_model
 from services.trainer.demonstrations import lesson_samples, read_conversations
 from services.trainer.placement import device_of, recompute, trunk_type

@@ -1,7 +1,7 @@
 """The model being trained: which of its tensors are trained, sent to inference and saved.
 
 Owns loading it and naming its tensors; a model with adapters is `services.trainer.lora`. How it
-is stepped is `forge.rl.learner`.
+is stepped is `forge.rl.learner.learner`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from forge.core.errors import ConfigError, InvalidArgument, NotFound
-from forge.rl.shapes import difference
+from forge.rl.model.shapes import difference
 
 OWN_DIRECTORY = "Give the run a checkpoint_dir of its own, or the settings it began with."
 """What to do about a checkpoint of something else."""

@@ -15,14 +15,14 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from forge.core.prefix_tree import Sample, plan_trees
-from forge.rl.attention_schedule import AttentionSchedule
-from forge.rl.learner import Learner
+from forge.rl.attention.schedule import AttentionSchedule
+from forge.rl.attention.tree_attention import tree_attention
+from forge.rl.learner.learner import Learner
+from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
-from forge.rl.policy import TreePolicy
-from forge.rl.step import LearnerConfig
-from forge.rl.tree_attention import tree_attention
-from forge.rl.tree_batch import build_tree_batch
-from forge.rl.tree_parts import cut_part
+from forge.rl.model.policy import TreePolicy
+from forge.rl.tree.batch import build_tree_batch
+from forge.rl.tree.parts import cut_part
 from tests.support.rl_models import CAP, Gradient, gradients, make_sample, relative_errors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from forge.core.prefix_tree import Sample
-from forge.rl.learner import Learner
+from forge.rl.learner.learner import Learner
+from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
+from forge.rl.model.policy import TreePolicy
 from forge.rl.mtp import MtpConfig
-from forge.rl.policy import TreePolicy
-from forge.rl.step import LearnerConfig
 from tests.support.rl_forests import KINDS, forest, random_forest
 from tests.support.rl_models import (
     CAP,

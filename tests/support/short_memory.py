@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from forge.rl.learner import Learner
+from forge.rl.learner.learner import Learner
 
 NO_MACHINE_HAS = 1 << 60
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge.rl.batch_plan import BatchPlan
+from forge.rl.learner.batch_plan import BatchPlan
+from forge.rl.learner.types import StepResult
 from forge.rl.losses import PolicyStats
-from forge.rl.step import StepResult
 from forge.runtime.actor import Actor, ActorRef
 from services.trainer.actors.checkpointing import Flush, Write
 from services.trainer.actors.learner import Capture, Restore, Step, TakeSnapshot

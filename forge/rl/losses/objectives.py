@@ -1,7 +1,7 @@
 """The objectives: policy-gradient losses, one value per trained token.
 
-Owns the formulas, each with its source. Log-probs come from `forge.rl.policy`, advantages from
-`forge.core.credit.advantages`; `forge.rl.losses.objective` chooses, corrects and normalizes. A
+Owns the formulas, each with its source. Log-probs come from `forge.rl.model.policy`, advantages
+from `forge.core.credit.advantages`; `forge.rl.losses.objective` chooses, corrects and normalizes. A
 sequence is a sample: one turn's answer.
 
 Shapes: T trained tokens, S samples.

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.core.errors import InvalidArgument
-from forge.rl.shapes import difference
+from forge.rl.model.shapes import difference
 
 PREFIX = "mtp."
 """Of the heads' tensors, where they travel beside a model's own."""

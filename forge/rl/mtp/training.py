@@ -26,16 +26,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.core.errors import InvalidArgument
-from forge.rl.context_parallel import sum_gradients
-from forge.rl.exchange import all_reduce
-from forge.rl.logprobs import CHUNK_ELEMENTS
+from forge.rl.collectives import all_reduce
+from forge.rl.model.head_logprobs import CHUNK_ELEMENTS
+from forge.rl.model.policy import TreePolicy
 from forge.rl.mtp.heads import MtpHeads
 from forge.rl.mtp.losses import MtpLoss, acceptance, topk_kl, total_variation
 from forge.rl.optimizers import load_moments
-from forge.rl.policy import TreePolicy
-from forge.rl.tree_batch import TreeBatch
-from forge.rl.tree_parts import HeadRows, parents
-from forge.rl.tree_states import TreeStates
+from forge.rl.parallel.context_parallel import sum_gradients
+from forge.rl.tree.batch import TreeBatch
+from forge.rl.tree.parts import HeadRows, parents
+from forge.rl.tree.states import TreeStates
 
 COPIES_HELD = 8
 """Tables of a chunk's rows by vocabulary that a loss and its backward hold at once, about."""

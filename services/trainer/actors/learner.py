@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge.rl.batch_plan import BatchPlan
+from forge.rl.learner.batch_plan import BatchPlan
 from forge.runtime.actor import ThreadActor
 from forge.runtime.telemetry import log
 from services.trainer.checkpoints import Checkpoint, CheckpointStore

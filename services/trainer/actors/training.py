@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
-from forge.rl.step import StepResult
+from forge.rl.learner.types import StepResult
 from forge.runtime.actor import Actor, ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb

@@ -16,7 +16,7 @@ import forge.rl
 
 for module in pkgutil.walk_packages(forge.rl.__path__, "forge.rl."):
     importlib.import_module(module.name)
-print("forge.rl.learner" in sys.modules)
+print("forge.rl.learner.learner" in sys.modules)
 """
 
 

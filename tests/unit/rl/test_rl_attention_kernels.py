@@ -12,12 +12,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention as flex_kernel
 
 from forge.core.prefix_tree import plan_trees
-from forge.rl import attention_kernels, flex_attention, tree_attention
-from forge.rl.attention_kernels import Portable
-from forge.rl.attention_schedule import AttentionSchedule
-from forge.rl.flex_attention import flex_tree_attention
-from forge.rl.tree_batch import build_tree_batch
-from forge.rl.tree_parts import cut_part
+from forge.rl.attention import flex, kernels, tree_attention
+from forge.rl.attention.flex import flex_tree_attention
+from forge.rl.attention.kernels import Portable
+from forge.rl.attention.schedule import AttentionSchedule
+from forge.rl.tree.batch import build_tree_batch
+from forge.rl.tree.parts import cut_part
 from tests.support.rl_models import make_sample
 
 WINDOWS = [None, 70]
@@ -60,7 +60,7 @@ def test_the_portable_kernel_equals_the_cpus_own(
     found = []
     for portable in (False, True):
         if portable:
-            monkeypatch.setattr(attention_kernels, "CHUNK_SCORES", 5000)
+            monkeypatch.setattr(kernels, "CHUNK_SCORES", 5000)
             monkeypatch.setattr(tree_attention, "kernel_for", lambda _: Portable())
         q, k, v = inputs(schedule)
         out = tree_attention.tree_attention(q, k, v, schedule, scale=0.3, window=window)
@@ -94,7 +94,7 @@ def test_flex_attention_computes_in_the_type_of_the_values(monkeypatch: pytest.M
         given.extend(column.dtype for column in columns)
         return flex_kernel(*columns, **options)
 
-    monkeypatch.setattr(flex_attention, "_kernel", lambda _: watch)
+    monkeypatch.setattr(flex, "_kernel", lambda _: watch)
     schedule = schedule_of()
     q, k, v = (x.detach().float() for x in inputs(schedule))
     out = flex_tree_attention(q, k, v.bfloat16(), schedule, scale=0.3)
@@ -121,7 +121,7 @@ def test_blocks_are_small_where_larger_ones_do_not_fit(
         given.append(options["kernel_options"])
         return columns[0]
 
-    monkeypatch.setattr(flex_attention, "_kernel", lambda _: watch)
+    monkeypatch.setattr(flex, "_kernel", lambda _: watch)
     schedule = schedule_of()
     x = torch.zeros(1, 1, schedule.tokens, size, dtype=dtype)
     flex_tree_attention(x, x, x, schedule, scale=0.3)
@@ -137,7 +137,7 @@ def test_few_compilations_serve_all_trees_and_none_is_left_out(
     one block or several) is more than the eight variants it would compile before it gave up."""
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(flex_kernel, backend=counter, dynamic=True)
-    monkeypatch.setattr(flex_attention, "_kernel", lambda _: compiled)
+    monkeypatch.setattr(flex, "_kernel", lambda _: compiled)
     torch._dynamo.reset()
     kinds = [(heads, dtype) for heads in (2, 4) for dtype in (torch.float32, torch.bfloat16)]
     for heads, dtype in kinds:

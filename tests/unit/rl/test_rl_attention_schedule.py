@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.core.prefix_tree import Node, Sample, TreePlan, plan_trees
-from forge.rl import attention_schedule
-from forge.rl.attention_schedule import AttentionSchedule, schedule_attention
-from forge.rl.tree_batch import build_tree_batch
-from forge.rl.tree_parts import cut_part
+from forge.rl.attention import schedule as schedule_module
+from forge.rl.attention.schedule import AttentionSchedule, schedule_attention
+from forge.rl.tree.batch import build_tree_batch
+from forge.rl.tree.parts import cut_part
 from tests.support.rl_models import make_sample
 
 
@@ -70,8 +70,8 @@ def test_every_pair_is_computed_exactly_once(
     sliding window what of it is in reach."""
     plan = plan_of(sequences)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_schedule, "CALL_FLOPS", 6e4)
-        patch.setattr(attention_schedule, "CHAIN_TOKENS", chain_tokens)
+        patch.setattr(schedule_module, "CALL_FLOPS", 6e4)
+        patch.setattr(schedule_module, "CHAIN_TOKENS", chain_tokens)
         schedule = schedule_attention(plan.nodes, channels=channels)
     assert torch.equal(coverage(schedule), ancestry(plan))
     near = (schedule.positions_K[:, None] - schedule.positions_K) < window

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.core.prefix_tree import Sample
-from forge.rl import attention_schedule
-from forge.rl.batch_plan import BatchPlan, plan_batch
-from forge.rl.learner import Learner
+from forge.rl.attention import schedule as schedule_module
+from forge.rl.learner.batch_plan import BatchPlan, plan_batch
+from forge.rl.learner.learner import Learner
+from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
-from forge.rl.policy import TreePolicy
-from forge.rl.step import LearnerConfig
+from forge.rl.model.policy import TreePolicy
 from tests.support.rl_forests import KINDS, forest
 from tests.support.rl_models import (
     CAP,
@@ -122,9 +122,9 @@ def test_fp32_is_exact_to_rounding(family: str, kind: str, way: str) -> None:
 def test_every_schedule_is_exact(kind: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same trees as a single masked block, and as chains and slabs alone."""
     calls = 1e12 if schedule == "one block" else 0.0
-    monkeypatch.setattr(attention_schedule, "CALL_FLOPS", calls)
+    monkeypatch.setattr(schedule_module, "CALL_FLOPS", calls)
     if schedule == "short chains":
-        monkeypatch.setattr(attention_schedule, "CHAIN_TOKENS", 3)
+        monkeypatch.setattr(schedule_module, "CHAIN_TOKENS", 3)
     with wide_norms():
         expected = reference("qwen3", torch.float64, kind)
         found = errors("qwen3", torch.float64, forest(kind), "whole", expected)
@@ -142,7 +142,7 @@ def test_a_state_from_token_to_token_is_not_merged(
         caplog.clear()
         found = errors(family, torch.float32, samples, budget, expected)
         assert max(found) <= 1e-5
-        (record,) = [one for one in caplog.records if one.name == "forge.rl.policy"]
+        (record,) = [one for one in caplog.records if one.name == "forge.rl.model.policy"]
         assert "sequence by sequence" in record.getMessage()
 
 
@@ -169,7 +169,7 @@ def test_any_tree_is_exact(
 ) -> None:
     """In fp64, on random forests: no shape of tree, no split and no relay changes the gradient."""
     with wide_norms(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_schedule, "CALL_FLOPS", call_flops)
+        patch.setattr(schedule_module, "CALL_FLOPS", call_flops)
         model = tiny_model(family, torch.float64)
         expected = reference_gradient(model, samples, balance_coef=balance_of(family))
         found = errors(family, torch.float64, samples, budget, expected)

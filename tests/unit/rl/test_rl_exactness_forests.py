@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forge.core.prefix_tree import Sample
-from forge.rl import attention_schedule
-from forge.rl.learner import Learner
+from forge.rl.attention import schedule
+from forge.rl.learner.learner import Learner
+from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
-from forge.rl.policy import TreePolicy
-from forge.rl.step import LearnerConfig
+from forge.rl.model.policy import TreePolicy
 from tests.support.rl_models import (
     CAP,
     Gradient,
@@ -115,7 +115,7 @@ def errors(
 ) -> tuple[float, float]:
     """Relative, of loss and gradients."""
     with wide_norms(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_schedule, "CALL_FLOPS", call_flops)
+        patch.setattr(schedule, "CALL_FLOPS", call_flops)
         learner = known(family).learner
         model, balance = learner.policy.model, learner.policy.balance
         learner.token_budget = budget

@@ -26,11 +26,11 @@ from benchmarks.support.model_families import (
 )
 from benchmarks.support.model_families import build as build_family
 from forge.core.errors import InvalidArgument
-from forge.rl.batch_plan import plan_batch
-from forge.rl.model_probe import Way, kinds_of_modules, small_copy
-from forge.rl.policy import TreePolicy
-from forge.rl.separate_samples import separated
-from forge.rl.tree_states import TreeStates
+from forge.rl.learner.batch_plan import plan_batch
+from forge.rl.model.policy import TreePolicy
+from forge.rl.model.probe import Way, kinds_of_modules, small_copy
+from forge.rl.tree.separate_samples import separated
+from forge.rl.tree.states import TreeStates
 from tests.support.rl_forests import KINDS, forest
 from tests.support.rl_models import SHAPE, tiny_model
 

@@ -20,9 +20,9 @@ from transformers import (
 
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes
-from forge.rl.learner import Learner
-from forge.rl.policy import TreePolicy
-from forge.rl.step import LearnerConfig, Schedule
+from forge.rl.learner.learner import Learner
+from forge.rl.learner.types import LearnerConfig, Schedule
+from forge.rl.model.policy import TreePolicy
 from tests.support.rl_models import make_sample, tiny_model
 
 SMALL = {

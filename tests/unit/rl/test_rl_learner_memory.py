@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from forge.core.prefix_tree import Sample
-from forge.rl.learner import Learner
-from forge.rl.policy import TreePolicy
-from forge.rl.step import LearnerConfig
+from forge.rl.learner.learner import Learner
+from forge.rl.learner.types import LearnerConfig
+from forge.rl.model.policy import TreePolicy
 from tests.support.rl_models import make_sample, tiny_model
 from tests.support.short_memory import NO_MACHINE_HAS, memory_for
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forge.rl import logprobs
-from forge.rl.logprobs import edge_logprobs
-from forge.rl.tree_batch import HeadRows
+from forge.rl.model import head_logprobs
+from forge.rl.model.head_logprobs import edge_logprobs
+from forge.rl.tree.batch import HeadRows
 
 TOKENS, CHANNELS, VOCABULARY = 7, 5, 11
 
@@ -40,7 +40,7 @@ def test_chunks_change_neither_values_nor_gradients(
 ) -> None:
     """However the rows are cut, and whatever of them is kept or computed again, fp64 values and
     gradients are those of the plain formula, the norm's own among them."""
-    monkeypatch.setattr(logprobs, "kept_elements", lambda states: kept_rows * VOCABULARY)
+    monkeypatch.setattr(head_logprobs, "kept_elements", lambda states: kept_rows * VOCABULARY)
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, CHANNELS, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(VOCABULARY, CHANNELS, dtype=torch.float64, requires_grad=True)
@@ -82,7 +82,7 @@ def test_frozen_weights_get_no_gradient_and_the_states_the_same() -> None:
 
 def test_of_a_row_only_the_state_before_the_norm_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what the norm makes of it nor logits, once these are too many to be kept."""
-    monkeypatch.setattr(logprobs, "kept_elements", lambda states: 0)
+    monkeypatch.setattr(head_logprobs, "kept_elements", lambda states: 0)
     norm, weight = nn.LayerNorm(CHANNELS), torch.randn(VOCABULARY, CHANNELS, requires_grad=True)
     hidden = torch.randn(TOKENS, CHANNELS, requires_grad=True)
     held: list[tuple[int, ...]] = []

@@ -18,13 +18,13 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, Granite
 from forge.core import prefix_tree
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
-from forge.rl.learner import Learner
+from forge.rl.learner.learner import Learner
+from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
+from forge.rl.model.policy import TreePolicy
 from forge.rl.mtp import MtpConfig, MtpHeads, MtpLoss, training
 from forge.rl.mtp.losses import LOSSES, acceptance, topk_kl, total_variation
-from forge.rl.policy import TreePolicy
-from forge.rl.step import LearnerConfig
-from forge.rl.tree_states import TreeStates
+from forge.rl.tree.states import TreeStates
 from tests.support.rl_forests import KINDS, forest
 from tests.support.rl_models import CAP, SHAPE, gradients, make_sample, tiny_model, wide_norms
 

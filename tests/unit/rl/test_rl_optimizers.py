@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from forge.core.errors import ConfigError, InvalidArgument
-from forge.rl.learner import Learner
+from forge.rl.learner.learner import Learner
+from forge.rl.learner.types import LearnerConfig
+from forge.rl.model.policy import TreePolicy
 from forge.rl.optimizers import NAMES, OptimizerConfig, OptimizerName, Optimizers
-from forge.rl.policy import TreePolicy
-from forge.rl.step import LearnerConfig
 from tests.support.rl_models import make_sample, tiny_model
 
 

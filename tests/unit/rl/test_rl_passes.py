@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from forge.rl.passes import Passes, PassOutput, run_passes
+from forge.rl.tree.passes import Passes, PassOutput, run_passes
 
 
 def test_a_pass_run_again_draws_what_it_drew() -> None:

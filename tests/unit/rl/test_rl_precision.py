@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from forge.rl.precision import computes_bfloat16
+from forge.rl.model.precision import computes_bfloat16
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forge.core.prefix_tree import Sample
-from forge.rl.batch_plan import plan_batch
-from forge.rl.rank_balance import held_tokens, rank_spans
-from forge.rl.tree_parts import TreeLayout
+from forge.rl.learner.batch_plan import plan_batch
+from forge.rl.parallel.partition import held_tokens, rank_spans
+from forge.rl.tree.parts import TreeLayout
 from tests.support.rl_forests import KINDS, forest, random_forest
 from tests.support.rl_models import make_sample
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from forge.rl.learner import Learner
-from forge.rl.policy import TreePolicy
-from forge.rl.served import ServedValues
-from forge.rl.step import LearnerConfig
+from forge.rl.learner.learner import Learner
+from forge.rl.learner.types import LearnerConfig
+from forge.rl.model.policy import TreePolicy
+from forge.rl.model.served_weights import ServedValues
 from tests.support.rl_models import make_sample, tiny_model
 
 SAMPLES = [make_sample([1, 2, 3, n, n + 1], (3, 5), rng=Random(n)) for n in range(4)]

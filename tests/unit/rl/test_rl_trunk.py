@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forge.rl.trunk import Trunk
+from forge.rl.model.backbone import Trunk
 
 
 class Layers(nn.Module):

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from forge.core.credit.rewards import RewardWeights
 from forge.core.errors import DataLoss, ForgeError, NotFound
-from forge.rl.batch_plan import BatchPlan
+from forge.rl.learner.batch_plan import BatchPlan
 from forge.runtime.rpc.chunks import split
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from services.trainer import batches

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM, PhiConfig, PhiForCausalLM
 
-from forge.rl.learner import Learner
-from forge.rl.policy import TreePolicy
-from forge.rl.step import LearnerConfig
+from forge.rl.learner.learner import Learner
+from forge.rl.learner.types import LearnerConfig
+from forge.rl.model.policy import TreePolicy
 from services.trainer.trainee import load_model
 from tests.support.rl_models import make_sample
 

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from forge.core.errors import DataLoss
-from forge.rl.batch_plan import plan_batch
-from forge.rl.step import StepResult
+from forge.rl.learner.batch_plan import plan_batch
+from forge.rl.learner.types import StepResult
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.history import History

@@ -16,7 +16,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from forge.core.errors import ConfigError
-from forge.rl.batch_plan import plan_batch
+from forge.rl.learner.batch_plan import plan_batch
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.history import History

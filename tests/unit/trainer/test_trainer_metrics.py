@@ -9,9 +9,9 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from forge.rl.batch_plan import plan_batch
+from forge.rl.learner.batch_plan import plan_batch
+from forge.rl.learner.types import StepResult
 from forge.rl.losses.stats import TokenStats, domain_stats, policy_stats
-from forge.rl.step import StepResult
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
 from services.trainer.samples import BatchSamples

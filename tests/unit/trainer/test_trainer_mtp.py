@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from forge.core.errors import InvalidArgument
-from forge.rl.batch_plan import plan_batch
-from forge.rl.step import StepResult
+from forge.rl.learner.batch_plan import plan_batch
+from forge.rl.learner.types import StepResult
 from services.inference.engines.base import NamedTensor as Received
 from services.inference.engines.embedded.policy import Policy
 from services.trainer import metrics

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from forge.core.errors import ConfigError
-from forge.rl.batch_plan import plan_batch
+from forge.rl.learner.batch_plan import plan_batch
 from services.trainer.actors.learner import Capture, Restore, Step
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.history import History

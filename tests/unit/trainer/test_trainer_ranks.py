@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from forge.core.errors import ConfigError
-from forge.rl.batch_plan import plan_batch
-from forge.rl.step import StepResult
+from forge.rl.learner.batch_plan import plan_batch
+from forge.rl.learner.types import StepResult
 from services.trainer import ranks
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoints import CheckpointStore

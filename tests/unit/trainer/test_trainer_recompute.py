@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forge.core.errors import ConfigError
-from forge.rl.batch_plan import plan_batch
+from forge.rl.learner.batch_plan import plan_batch
 from services.trainer import placement
 from services.trainer.actors.learner import Step, TakeSnapshot
 from tests.support.learners import started_learner

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from forge.rl.batch_plan import plan_batch
-from forge.rl.step import StepResult
+from forge.rl.learner.batch_plan import plan_batch
+from forge.rl.learner.types import StepResult
 from services.trainer.actors.learner import LearnerActor, Restore, Step
 from tests.support.learners import started_learner
 from tests.support.rl_models import SHAPE, make_sample

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from forge.core.errors import InvalidArgument
+from forge.rl.model.precision import computes_bfloat16
 from forge.rl.mtp.heads import PREFIX
-from forge.rl.precision import computes_bfloat16
 from services.inference.engines.base import ModelLimits, NamedTensor, UnfitWeights
 from services.inference.engines.embedded import attention
 from services.inference.engines.embedded.attention import KvPass

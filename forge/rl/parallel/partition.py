@@ -1,7 +1,7 @@
 """Which range of a tree each rank computes: equal work, within what a rank's memory holds.
 
-Owns the cut alone. What ranks then exchange is `forge.rl.context_parallel`; what a pass is cut to
-where one process computes a tree is `forge.core.prefix_tree`.
+Owns the cut alone. What ranks then exchange is `forge.rl.parallel.context_parallel`; what a pass is
+cut to where one process computes a tree is `forge.core.prefix_tree`.
 
 Work is tokens, each weighed by what it attends. Memory is counted in tokens too, of which a
 `token_budget` says how many a pass holds: a rank's own tokens, and those of the path to its first
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forge.core.prefix_tree import Span
-from forge.rl.tree_parts import TreeLayout
+from forge.rl.tree.parts import TreeLayout
 
 
 def rank_spans(

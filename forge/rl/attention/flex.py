@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from forge.rl.attention_schedule import AttentionSchedule
+from forge.rl.attention.schedule import AttentionSchedule
 
 BLOCK_TOKENS = 128
 _FAR = 1 << 30

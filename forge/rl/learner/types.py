@@ -1,6 +1,6 @@
 """What an optimizer step is asked for and what it tells.
 
-Owns the settings and the outcome; the step itself is `forge.rl.learner`.
+Owns the settings and the outcome; the step itself is `forge.rl.learner.learner`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from forge.rl.batch_plan import BatchPlan
-from forge.rl.critic import CriticConfig, CriticStats
+from forge.rl.learner.batch_plan import BatchPlan
+from forge.rl.learner.critic import CriticConfig, CriticStats
 from forge.rl.losses import DomainStats, ObjectiveConfig, PolicyStats
 from forge.rl.mtp import MtpConfig, MtpStats
 from forge.rl.optimizers import OptimizerConfig

@@ -3,8 +3,8 @@
 Owns every exchange between ranks that compute the same trees. Ahead of each, all say whether they
 got there; one whose memory did not suffice says so instead of taking part, wherever the others are
 by then, and all of them leave the attempt at that point. What is tried next is
-`forge.rl.learner`'s. One that fails in another way is gone for the others, who can tell that from
-failures of their own.
+`forge.rl.learner.learner`'s. One that fails in another way is gone for the others, who can tell
+that from failures of their own.
 """
 
 from __future__ import annotations

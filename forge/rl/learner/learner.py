@@ -2,8 +2,8 @@
 
 Owns gradient accumulation, several passes over a batch, the guards against a step that is not
 finite and against memory that does not suffice, and the optimizer. Its settings are
-`forge.rl.step`, what is optimized is `forge.rl.losses`; where batches come from and what happens to
-the weights afterwards is the trainer service's.
+`forge.rl.learner.types`, what is optimized is `forge.rl.losses`; where batches come from and what
+happens to the weights afterwards is the trainer service's.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
-from forge.rl.batch_plan import BatchPlan, plan_batch
-from forge.rl.critic import Credit, Critic, critic_stats
-from forge.rl.exchange import RankShortage, meet
+from forge.rl.collectives import RankShortage, meet
+from forge.rl.learner.batch_plan import BatchPlan, plan_batch
+from forge.rl.learner.critic import Credit, Critic, critic_stats
+from forge.rl.learner.types import LearnerConfig, StepResult
 from forge.rl.losses import (
     Objective,
     TokenStats,
@@ -30,13 +31,12 @@ from forge.rl.losses import (
     domain_stats,
     policy_stats,
 )
-from forge.rl.memory import memory_shortage, smaller_budgets
+from forge.rl.model.policy import TreePolicy
+from forge.rl.model.served_weights import ServedValues
 from forge.rl.mtp import MtpStats, MtpTraining
 from forge.rl.optimizers import Optimizers
-from forge.rl.policy import TreePolicy
-from forge.rl.served import ServedValues
-from forge.rl.step import LearnerConfig, StepResult
-from forge.rl.tree_batch import TreeBatch
+from forge.rl.out_of_memory import memory_shortage, smaller_budgets
+from forge.rl.tree.batch import TreeBatch
 
 
 @dataclass(slots=True, kw_only=True)

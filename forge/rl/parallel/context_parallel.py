@@ -1,10 +1,10 @@
 """One tree over several ranks: each computes a range of the layout, exactly.
 
 Owns the exchange between the ranks of a group that hold the same weights and the same batch. Ranges
-follow the depth-first order; where they begin is the choice of `forge.rl.rank_balance`. A rank's
-queries attend the path to its first token on other ranks: those keys and values are gathered layer
-by layer, attended in slabs, and merged with the rank's own by log-sum-exp. Keys travel rather than
-queries, because they are few: one path per rank, shared by all that hangs on it. Backward,
+follow the depth-first order; where they begin is the choice of `forge.rl.parallel.partition`. A
+rank's queries attend the path to its first token on other ranks: those keys and values are gathered
+layer by layer, attended in slabs, and merged with the rank's own by log-sum-exp. Keys travel rather
+than queries, because they are few: one path per rank, shared by all that hangs on it. Backward,
 gradients of gathered keys are summed over ranks and return to who computed them.
 
 Log-probs are gathered too, so every rank sees the whole tree's and computes the same loss, whatever
@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from forge.core.prefix_tree import Span
-from forge.rl.exchange import all_reduce
-from forge.rl.relay import Slots, shared_slots, shared_tokens
-from forge.rl.tree_parts import TreeLayout, TreePart, cut_part, path_to
+from forge.rl.collectives import all_reduce
+from forge.rl.tree.kv_relay import Slots, shared_slots, shared_tokens
+from forge.rl.tree.parts import TreeLayout, TreePart, cut_part, path_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Which way a model can be trained, found by computing: merged, by sequence, or not at all.
 
 Owns the comparison of every way with the model's own forward, one sequence at a time. It is made
-twice: on a copy of the model with every size made small (`forge.rl.small_config`), in fp64, by
-gradients too, with sequences beyond every window and threshold; and on the model itself, whose
+twice: on a copy of the model with every size made small (`forge.rl.model.small_config`), in fp64,
+by gradients too, with sequences beyond every window and threshold; and on the model itself, whose
 weights and code may differ from what its configuration says, with a few tokens.
 """
 
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample, plan_trees
-from forge.rl.model_support import forget_lengths
-from forge.rl.small_config import THRESHOLD, small_config
-from forge.rl.tree_batch import build_tree_batch
+from forge.rl.model.capabilities import forget_lengths
+from forge.rl.model.small_config import THRESHOLD, small_config
+from forge.rl.tree.batch import build_tree_batch
 
 if TYPE_CHECKING:
-    from forge.rl.policy import TreePolicy
+    from forge.rl.model.policy import TreePolicy
 
 UNSPLIT = 1 << 30
 SMALL_BUDGETS = (UNSPLIT, 24)

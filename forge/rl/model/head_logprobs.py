@@ -2,7 +2,7 @@
 
 Owns the end of a model in training: the last norm and the language-model head in fp32 (or wider),
 for the rows asked, a chunk at a time. Of a row the backward is held no more than the state before
-the norm, and computes the rest again. Which rows are asked is `forge.rl.tree_batch`.
+the norm, and computes the rest again. Which rows are asked is `forge.rl.tree.batch`.
 
 Shapes: L tokens of a pass, R rows, r those of a chunk, E edges, C hidden channels, V vocabulary.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from forge.rl.tree_parts import HeadRows
+from forge.rl.tree.parts import HeadRows
 
 CHUNK_ELEMENTS = 1 << 26
 """Most logits in one table: 256 MiB in fp32."""

@@ -1,6 +1,6 @@
 """Memory that does not suffice: how it is recognized, what is tried next, and what saves it.
 
-Owns nothing of a step; `forge.rl.learner` does the trying.
+Owns nothing of a step; `forge.rl.learner.learner` does the trying.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns the attention function that replaces a model's own during tree-merged training, and its
 backward. What the tree looks like is `forge.core.prefix_tree`; how its attention is cut into kernel
-calls is `forge.rl.attention_schedule`.
+calls is `forge.rl.attention.schedule`.
 
 A token attends its ancestors and itself. In depth-first order this needs two kinds of dense
 kernel calls and no gather: each block of the layout attends itself, and each node with
@@ -30,9 +30,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from forge.core.errors import InvalidArgument
-from forge.rl.attention_kernels import Kernel, Shape, kernel_for
-from forge.rl.attention_schedule import AttentionSchedule, Call
-from forge.rl.flex_attention import flex_runs, flex_tree_attention
+from forge.rl.attention.flex import flex_runs, flex_tree_attention
+from forge.rl.attention.kernels import Kernel, Shape, kernel_for
+from forge.rl.attention.schedule import AttentionSchedule, Call
 
 TREE_ATTENTION = "forge_tree"
 """Name of the attention implementation, for `model.set_attn_implementation`."""

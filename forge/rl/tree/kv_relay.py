@@ -1,7 +1,7 @@
 """Trees larger than a pass: keys and values are relayed from part to part, gradients back.
 
 Owns what parts of one tree exchange when one process runs them one after the other. How a tree is
-cut is `forge.rl.tree_parts`, the order of the passes `forge.rl.passes`.
+cut is `forge.rl.tree.parts`, the order of the passes `forge.rl.tree.passes`.
 
 Forward, every part leaves the keys and values of those of its tokens that later parts attend.
 Backward, parts run in reverse order, so when a part is differentiated all gradients that later

@@ -1,7 +1,7 @@
 """How the attention of one tree is cut into dense kernel calls.
 
 Owns the choice between few large calls and little masked work. The calls themselves are
-`forge.rl.tree_attention`.
+`forge.rl.attention.tree_attention`.
 
 Every call has a fixed cost, worth some thousands of query-key pairs on a CPU, while trees of short
 answers have hundreds of nodes of a few tokens. So a run of small neighbouring subtrees becomes one
@@ -119,7 +119,7 @@ class AttentionSchedule:
     """Where the subtree of each token ends: query q attends key k if k <= q < ends_K[k]."""
     positions_K: Tensor
     block_masks: dict[tuple[int, torch.device], BlockMask] = field(default_factory=dict)
-    """Kept by `forge.rl.flex_attention`, by window."""
+    """Kept by `forge.rl.attention.flex`, by window."""
     _calls: dict[int, tuple[Call, ...]] = field(default_factory=dict)
 
     def calls(self, window: int | None = None) -> tuple[Call, ...]:

@@ -1,7 +1,7 @@
 """The dense attention calls that trees are made of, with their log-sum-exp and their backward.
 
 Owns one pair of functions per way to compute them. Which calls a tree takes is
-`forge.rl.attention_schedule`; how their results become one is `forge.rl.tree_attention`.
+`forge.rl.attention.schedule`; how their results become one is `forge.rl.attention.tree_attention`.
 
 Shapes: H query heads, K key/value heads (H is a multiple), N queries, M keys, D head size.
 """

@@ -15,8 +15,8 @@ from itertools import pairwise
 import torch
 
 from forge.core.prefix_tree import Node
-from forge.rl.tree_batch import TreeBatch
-from forge.rl.tree_parts import HeadRows, TreeLayout, cut_part, path_to
+from forge.rl.tree.batch import TreeBatch
+from forge.rl.tree.parts import HeadRows, TreeLayout, cut_part, path_to
 
 
 def separated(batch: TreeBatch) -> TreeBatch:

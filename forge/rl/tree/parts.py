@@ -2,8 +2,8 @@
 
 Owns the cutting of a layout into ranges with the path that leads to them, and into single
 sequences. Which ranges there are is the choice of `forge.core.prefix_tree` or
-`forge.rl.rank_balance`; who computes the path's keys and values is `forge.rl.relay` or
-`forge.rl.context_parallel`.
+`forge.rl.parallel.partition`; who computes the path's keys and values is `forge.rl.tree.kv_relay`
+or `forge.rl.parallel.context_parallel`.
 
 In depth-first order every ancestor that a range has outside of itself is an ancestor of its first
 token. So what a range needs to know of the rest of the tree is one path, however bushy both are.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from forge.core.prefix_tree import Node, Span
-from forge.rl.attention_schedule import AttentionSchedule, schedule_attention
+from forge.rl.attention.schedule import AttentionSchedule, schedule_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """A tree plan as tensors: what goes into the model and where its samples' tokens come out.
 
 Owns the index arithmetic between samples and the merged layout. Planning is
-`forge.core.prefix_tree`; the passes of a tree are `forge.rl.tree_parts`, what is computed in them
-is `forge.rl.policy`.
+`forge.core.prefix_tree`; the passes of a tree are `forge.rl.tree.parts`, what is computed in them
+is `forge.rl.model.policy`.
 
 Shapes: L layout tokens, T trained tokens of all samples in the tree, E distinct edges (a trained
 token at one place of the layout), R logit rows (a token some edge leaves from), S samples.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forge.core.prefix_tree import Node, Sample, TreePlan
-from forge.rl.tree_parts import HeadRows, TreeLayout, TreePart, cut_part, parents
+from forge.rl.tree.parts import HeadRows, TreeLayout, TreePart, cut_part, parents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class TreeBatch:
     token_budget: int = 0
     """Most tokens that a pass was to have; 0: any number."""
     separate: bool = False
-    """Each distinct sample is a sequence of its own (`forge.rl.separate_samples`)."""
+    """Each distinct sample is a sequence of its own (`forge.rl.tree.separate_samples`)."""
 
     @property
     def tokens(self) -> int:

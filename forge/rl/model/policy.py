@@ -23,13 +23,12 @@ from torch import Tensor
 
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Span
-from forge.rl.balance import RouterBalance
-from forge.rl.context_parallel import GatheredPrefix, gather_edges, rank_part, sum_gradients
-from forge.rl.exchange import all_reduce
-from forge.rl.logprobs import edge_logprobs, logits_logprobs
-from forge.rl.model_probe import Way, examine, told
-from forge.rl.model_support import attention_channels as attention_channels
-from forge.rl.model_support import (
+from forge.rl.attention.tree_attention import TREE_ATTENTION, Prefix, TreeInput, register
+from forge.rl.collectives import all_reduce
+from forge.rl.losses.moe_load_balance import RouterBalance
+from forge.rl.model.backbone import Trunk, TrunkOutput
+from forge.rl.model.capabilities import attention_channels as attention_channels
+from forge.rl.model.capabilities import (
     depends_on_length,
     forget_lengths,
     logit_scale,
@@ -37,15 +36,21 @@ from forge.rl.model_support import (
     prefix_cost,
     unmergeable,
 )
-from forge.rl.passes import Passes, PassOutput, run_passes, with_loss
-from forge.rl.rank_balance import rank_spans
-from forge.rl.relay import Relay, RelayPrefix, shared_slots
-from forge.rl.separate_samples import separated
-from forge.rl.tree_attention import TREE_ATTENTION, Prefix, TreeInput, register
-from forge.rl.tree_batch import TreeBatch
-from forge.rl.tree_parts import HeadRows, TreePart, single_sequences
-from forge.rl.tree_states import TreeStates
-from forge.rl.trunk import Trunk, TrunkOutput
+from forge.rl.model.head_logprobs import edge_logprobs, logits_logprobs
+from forge.rl.model.probe import Way, examine, told
+from forge.rl.parallel.context_parallel import (
+    GatheredPrefix,
+    gather_edges,
+    rank_part,
+    sum_gradients,
+)
+from forge.rl.parallel.partition import rank_spans
+from forge.rl.tree.batch import TreeBatch
+from forge.rl.tree.kv_relay import Relay, RelayPrefix, shared_slots
+from forge.rl.tree.parts import HeadRows, TreePart, single_sequences
+from forge.rl.tree.passes import Passes, PassOutput, run_passes, with_loss
+from forge.rl.tree.separate_samples import separated
+from forge.rl.tree.states import TreeStates
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """A batch of samples, merged into trees and ready for the learner.
 
-Owns the plan of a whole batch and what it is counted by. One tree is `forge.rl.tree_batch`; how
+Owns the plan of a whole batch and what it is counted by. One tree is `forge.rl.tree.batch`; how
 samples are cut into trees is `forge.core.prefix_tree`.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from forge.core.prefix_tree import Sample, plan_trees
 from forge.rl.losses import BatchSize
-from forge.rl.model_support import pair_cost
-from forge.rl.tree_batch import TreeBatch, build_tree_batch
+from forge.rl.model.capabilities import pair_cost
+from forge.rl.tree.batch import TreeBatch, build_tree_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

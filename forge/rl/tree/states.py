@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from forge.rl.exchange import all_reduce
-from forge.rl.tree_parts import TreePart
+from forge.rl.collectives import all_reduce
+from forge.rl.tree.parts import TreePart
 
 
 class TreeStates:

@@ -3,7 +3,7 @@
 Owns which attribute of a configuration of transformers means what: widths and counts become small,
 windows, chunks, index sizes and thresholds of position become shorter than `PROBE_TOKENS`, so that
 a sequence of a few dozen tokens goes beyond all of them. What a model computes on the copy is
-`forge.rl.model_probe`.
+`forge.rl.model.probe`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,2 @@
+"""Attention over a prefix tree: which kernel calls it takes, and the calls. Imports no other
+room."""

@@ -1,0 +1,1 @@
+"""The optimizer step: batches, objective, critic, optimizer. Imports every other room."""

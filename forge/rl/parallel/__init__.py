@@ -1,0 +1,1 @@
+"""One tree over several ranks. Imports `tree` and `attention`."""
