@@ -26,6 +26,7 @@ from forge.core.clocks import AGREE_S
 from forge.core.errors import ForgeError
 from forge.runtime.clock_watch import REMEDY
 
+DISTRIBUTION = "forge-rl"
 GIB = 1 << 30
 EXTRAS = ("gateway", "pool", "inference", "trainer", "agents")
 """What a run on one machine needs besides the core and an etcd."""
@@ -53,6 +54,7 @@ def examine(root: Path, console: Console, *, cluster: Connection | None = None) 
     checks: list[Callable[[], Finding]] = [
         _python,
         _packages,
+        _import_names,
         _torch,
         _etcd,
         _loopback,
@@ -94,7 +96,7 @@ def _python() -> Finding:
 
 def _packages() -> Finding:
     wrong = set()
-    for one in map(Requirement, metadata.requires("forge-rl") or ()):
+    for one in map(Requirement, metadata.requires(DISTRIBUTION) or ()):
         if one.marker and not any(one.marker.evaluate({"extra": extra}) for extra in EXTRAS):
             continue
         try:
@@ -108,6 +110,22 @@ def _packages() -> Finding:
         ok=not wrong,
         text=f"packages: {', '.join(sorted(wrong))}" if wrong else "packages",
         remedy='Run `make setup`, or install the extra of the service, e.g. "forge-rl[gateway]".',
+    )
+
+
+def _import_names() -> Finding:
+    """pip lets two distributions write files of one package; the later one wins, file by file."""
+    owners = metadata.packages_distributions()
+    others = {
+        f"{owner} {metadata.version(owner)} has a package {name} too"
+        for name in ("forge", "services")
+        for owner in owners.get(name, ())
+        if owner != DISTRIBUTION
+    }
+    return Finding(
+        ok=not others,
+        text=", ".join(sorted(others)) or f"{DISTRIBUTION} {metadata.version(DISTRIBUTION)}",
+        remedy=f"Uninstall it, then: pip install --force-reinstall --no-deps {DISTRIBUTION}",
     )
 
 

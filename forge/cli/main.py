@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,6 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
-    help="Trains any LLM agent by reinforcement learning. Start with [bold]forge run[/bold].",
 )
 model_app = typer.Typer(no_args_is_help=True, help="Get starting weights, export trained ones.")
 app.add_typer(model_app, name="model")
@@ -43,6 +43,24 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="service.key=value, e.g. trainer.learning_rate=1e-4. Repeatable."),
 ]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        console.print(metadata.version("forge-rl"), highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Trains any LLM agent by reinforcement learning. Start with [bold]forge run[/bold]."""
 
 
 @app.command()

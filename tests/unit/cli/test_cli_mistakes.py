@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from importlib import metadata
 from io import StringIO
 from pathlib import Path
@@ -73,6 +74,27 @@ def test_doctor_names_packages_that_are_not_what_forge_needs(
     assert ended.exit_code == 1
     assert "BAD packages: lmdb is missing, torch 2.5.1 is not >=2.11\n" in ended.stdout
     assert "BAD torch cannot be imported: ImportError: libgomp.so.1: cannot open" in ended.stdout
+
+
+def test_doctor_names_another_distribution_with_the_same_import_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its files and ours would replace each other in one folder."""
+    other = tmp_path / "nucleus_forge-1.2.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: nucleus-forge\nVersion: 1.2\n")
+    (other / "top_level.txt").write_text("forge\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ended = CliRunner().invoke(app, ["doctor", "--root", str(tmp_path)])
+    assert ended.exit_code == 1
+    assert "BAD nucleus-forge 1.2 has a package forge too\n" in ended.stdout
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    """`forge --version` prints what pyproject.toml says, the one place that has it."""
+    pyproject = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    ended = CliRunner().invoke(app, ["--version"])
+    assert ended.stdout == pyproject["project"]["version"] + "\n"
 
 
 def test_last_words_of_a_process_are_shown_as_they_are() -> None:
