@@ -5,10 +5,13 @@ SEED ?= 0
 
 ROUNDS ?= 10
 
-.PHONY: run setup test test-clients lint protos chaos crash fuzz bench bench-peers families
+.PHONY: run help setup test test-clients lint docs protos chaos crash fuzz bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/.installed  ## Install everything into .venv
 
@@ -49,6 +52,10 @@ lint: setup  ## Format, rules, types, import contracts, protos
 	@.venv/bin/lint-imports
 	@.venv/bin/buf lint
 
+docs: setup  ## Build the site in site/; a broken link or any warning fails
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 chaos: setup  ## Kill each service in the middle of a run, for real
 	@$(PY) -m pytest tests/chaos
 
@@ -82,7 +89,7 @@ bench-peers: .venv-peers/.installed  ## Install what the benchmarks compare with
 	@.venv-peers/bin/pip install --quiet --disable-pip-version-check -r benchmarks/peers.txt
 	@touch $@
 
-protos: .venv-protos/.installed  ## Regenerate the committed stubs
+protos: .venv-protos/.installed  ## Regenerate the committed stubs in forge/v1
 	@PATH="$(CURDIR)/.venv-protos/bin:$$PATH" .venv-protos/bin/python -m grpc_tools.protoc -Iprotos \
 		--python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. protos/forge/v1/*.proto
 

@@ -26,7 +26,8 @@ _NAMED = 8
 """How many records an error lists."""
 _COMPARED = counter(
     "forge_pool_closed_reads_total",
-    "Reads of whole closed trajectories, by what the comparison with their seal says.",
+    "Reads of whole closed trajectories, by their comparison with the seal: verified, unverified "
+    "(closed by a version without digests) or damaged.",
     ["outcome"],
 )
 _VERIFIED = _COMPARED.labels("verified")

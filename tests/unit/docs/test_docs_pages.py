@@ -1,0 +1,55 @@
+"""Pages of the site that are made from source."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from docs.hooks import api, commands, protos, settings
+from forge.agents.config import RunnerConfig
+from forge.v1 import pool_pb2, scheduler_pb2
+from services.scheduler.config import SchedulerConfig
+
+
+def test_every_setting_has_its_default_bounds_and_meaning() -> None:
+    """A setting is one row; an inherited default that a service changes is shown there again."""
+    text = settings.page().text
+    for config in (SchedulerConfig, RunnerConfig):
+        for field in dataclasses.fields(config):
+            assert f"| `{field.name}` |" in text
+    row = "| `port` | integer | `0` | 0 to 65535 | gRPC port; 0 takes a free one |"
+    assert text.count(row) == 1
+    trainer = text.partition("## Trainer")[2]
+    assert "| `drain_s` | number | `600.0` | 0 to 3600 |" in trainer
+
+
+def test_every_rpc_is_documented_with_its_comment() -> None:
+    """The pages of the protos have each RPC, message and field."""
+    texts = {page.path: page.text for page in protos.pages()}
+    for module in (pool_pb2, scheduler_pb2):
+        name = module.DESCRIPTOR.name.rpartition("/")[2].removesuffix(".proto")
+        text = texts[f"reference/protos/{name}.md"]
+        for service in module.DESCRIPTOR.services_by_name.values():
+            for method in service.methods:
+                comment = text.partition(f"### {method.name}\n")[2].split("```")[2]
+                assert len(comment.split()) > 3, f"{method.full_name} has no comment"
+        for message in module.DESCRIPTOR.message_types_by_name.values():
+            section = text.partition(f"### {message.name}\n")[2]
+            for field in message.fields:
+                assert f"| `{field.name}` | {field.number} |" in section
+
+
+def test_every_command_is_documented_with_its_options() -> None:
+    """Commands of groups too; an option has its default and meaning."""
+    text = commands.page().text
+    for command in ("forge run", "forge pool query", "forge queue submit", "forge model export"):
+        assert f"## {command}\n" in text
+    assert "| `--seed` | `0` | Seeds the weights, the tasks and the order. |" in text
+
+
+def test_every_module_of_the_library_has_a_section() -> None:
+    """Links to a file of the library lead to its section in the page of its package."""
+    texts = {page.path: page.text for page in api.pages()}
+    for file, place in api.places():
+        path, _, section = place.partition("#")
+        module = file.removesuffix(".py").replace("/", ".")
+        assert f"## {section}\n\n::: {module}\n" in texts[path]
