@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from forge.agents.attempts import Attempts, Limits
@@ -12,13 +13,14 @@ from forge.agents.environments.base import Domain
 from forge.agents.gateways import Gateways
 from forge.agents.plugins import load_attribute, named_references
 from forge.agents.reward_pool import RewardLimits, RewardPool
-from forge.agents.runner import Runner
+from forge.agents.runner import CALL_S, Runner
 from forge.agents.scaffolds import Scaffolds
 from forge.agents.scaffolds import command as commands
 from forge.agents.scoring import Scorer
-from forge.client.scheduler import leads, scheduler_remote
+from forge.client.scheduler import SyncScheduler, leads, scheduler_remote
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
+from forge.v1 import scheduler_pb2
 
 ABANDON_SHARE = 0.3
 """Of the time to drain: kept for stopping what did not end by itself."""
@@ -35,12 +37,15 @@ class RunnerApp:
         self._scaffolds = self._make_scaffolds()
         self._rewards = self._make_rewards()
         self._scheduler = scheduler_remote(context.coordinator, context.channels)
+        self._sync_scheduler = SyncScheduler(context.coordinator, context.security)
         self._runner = Runner(
             runner_id=self._config.instance_id,
             scheduler=self._ask_scheduler,
+            renew=self._renew_claims,
             attempt=self._make_attempts().run,
             concurrency=self._config.concurrency,
             lease_wait_s=self._config.lease_wait_s,
+            patience_s=self._config.rollout_timeout_s,
         )
         self._running: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
@@ -69,6 +74,7 @@ class RunnerApp:
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
+        self._sync_scheduler.close()
         await self._scaffolds.close()
         await self._rewards.close()
         if self._failure is not None:
@@ -98,6 +104,13 @@ class RunnerApp:
 
     async def _ask_scheduler(self, method: str, request: Any, *, timeout_s: float) -> Any:
         return await self._scheduler.call(method, request, timeout_s=timeout_s, where=leads)
+
+    def _renew_claims(self, lease_ids: Sequence[str]) -> Sequence[str]:
+        """On the thread of `ClaimRenewal`."""
+        request = scheduler_pb2.RenewRolloutsRequest(lease_ids=lease_ids)
+        response = self._sync_scheduler.call("RenewRollouts", request, timeout_s=CALL_S)
+        lost: Sequence[str] = response.lost
+        return lost
 
     def _make_scaffolds(self) -> Scaffolds:
         config = self._config

@@ -1,7 +1,7 @@
 """Keeps as many rollouts going as it may, and tells the scheduler how each ended.
 
-Owns the leases: it asks for work, renews what it holds, stops what it lost, and reports what
-ended, in batches. What a rollout is, `forge.agents.attempts` knows.
+Owns the leases: it asks for work, has what it holds renewed (`forge.agents.claim_renewal`), stops
+what it lost, and reports what ended, in batches. What a rollout is, `forge.agents.attempts` knows.
 
 A scheduler that is away stops nothing: rollouts go on, and their outcomes wait here, still
 holding their place, until they could be reported. Every attempt writes a trajectory of its own, so
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from forge.agents.claim_renewal import ClaimRenewal, Renew
 from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
 from forge.runtime.telemetry import counter, gauge, histogram, log
 from forge.v1 import scheduler_pb2 as pb
@@ -25,7 +25,6 @@ from forge.v1 import scheduler_pb2 as pb
 Outcome = pb.FinishRolloutsRequest.Outcome
 
 REPORT_BATCH = 256
-RENEW_BATCH = 4096
 CALL_S = 10.0
 PAUSE_S = 1.0
 """Before a call that failed is made again."""
@@ -61,10 +60,13 @@ class Runner:
         *,
         runner_id: str,
         scheduler: Scheduler,
+        renew: Renew,
         attempt: Callable[[pb.RolloutLease], Coroutine[Any, Any, Outcome]],
         concurrency: int,
         lease_wait_s: float,
+        patience_s: float,
     ) -> None:
+        """`patience_s`: claims are renewed for so long while the event loop is blocked."""
         self._runner_id = runner_id
         self._scheduler = scheduler
         self._attempt = attempt
@@ -75,8 +77,7 @@ class Runner:
         """To be reported; each still holds its place, so there are never more than that."""
         self._changed = asyncio.Event()
         """Set whenever a claim came or went."""
-        self._renewal_due = asyncio.Event()
-        """Set when claims are to be renewed before it is time."""
+        self._renewal = ClaimRenewal(renew, on_lost=self._stop_lost, patience_s=patience_s)
         self._draining = False
         self._tasks: asyncio.TaskGroup
         self._leasing: asyncio.Task[None] | None = None
@@ -86,7 +87,7 @@ class Runner:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._leasing = tasks.create_task(self._lease_work())
-            renewing = tasks.create_task(self._renew_claims())
+            renewing = tasks.create_task(self._renewal.run())
             reporting = tasks.create_task(self._report_outcomes())
             await asyncio.wait([self._leasing])
             while self._held:
@@ -96,7 +97,7 @@ class Runner:
 
     def renew_now(self) -> None:
         """A new leader knows a claim once it is renewed, and does not wait for long."""
-        self._renewal_due.set()
+        self._renewal.renew_now()
 
     async def drain(self, *, patience_s: float) -> None:
         """Take no more work; let what runs end, stop what takes longer than `patience_s`."""
@@ -150,6 +151,7 @@ class Runner:
             return
         task = self._tasks.create_task(self._attempt(lease), name=lease.trajectory_id)
         self._held[lease.lease_id] = _Held(lease=lease, task=task)
+        self._renewal.add(lease.lease_id, lease_s=lease.lease_s)
         _RUNNING.inc()
         # A callback, not a wrapper: one that is cancelled before its first step ends too.
         task.add_done_callback(partial(self._end, lease, time.monotonic()))
@@ -190,7 +192,7 @@ class Runner:
             while not self._ended.empty() and len(outcomes) < REPORT_BATCH:
                 outcomes.append(self._ended.get_nowait())
             await self._finish(pb.FinishRolloutsRequest(outcomes=outcomes))
-            self._release(outcome.lease_id for outcome in outcomes)
+            self._release([outcome.lease_id for outcome in outcomes])
 
     async def _finish(self, request: pb.FinishRolloutsRequest) -> None:
         """Report for as long as it takes; claims are renewed meanwhile."""
@@ -206,33 +208,15 @@ class Runner:
                 log.warning("scheduler_away", method="FinishRollouts", error=str(error))
             await asyncio.sleep(PAUSE_S)
 
-    async def _renew_claims(self) -> None:
-        while True:
-            if not self._held:
-                await self._change()
-                continue
-            shortest_s = min(held.lease.lease_s for held in self._held.values())
-            with suppress(TimeoutError):
-                async with asyncio.timeout(shortest_s / 3):
-                    await self._renewal_due.wait()
-            self._renewal_due.clear()
-            ids = list(self._held)
-            for start in range(0, len(ids), RENEW_BATCH):
-                request = pb.RenewRolloutsRequest(lease_ids=ids[start : start + RENEW_BATCH])
-                response = await self._ask("RenewRollouts", request, CALL_S)
-                if response is None:
-                    self.renew_now()
-                else:
-                    self._stop_lost(response.lost)
-
-    def _stop_lost(self, lease_ids: Iterable[str]) -> None:
+    def _stop_lost(self, lease_ids: Sequence[str]) -> None:
         for lease_id in lease_ids:
             if held := self._held.get(lease_id):
                 log.warning("claim_lost", trajectory_id=held.lease.trajectory_id)
                 held.task.cancel()
         self._release(lease_ids)
 
-    def _release(self, lease_ids: Iterable[str]) -> None:
+    def _release(self, lease_ids: Sequence[str]) -> None:
+        self._renewal.drop(lease_ids)
         for lease_id in lease_ids:
             self._held.pop(lease_id, None)
         self._changed.set()

@@ -1,13 +1,22 @@
-"""Finding the one scheduler that serves: the elected leader."""
+"""Calls to the one scheduler that serves: the elected leader.
+
+Owns how the leader is found, from an event loop (`scheduler_remote`) and from a thread beside one
+(`SyncScheduler`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import grpc
+
+from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.coordination import Coordinator, Instance
-from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.channel import Channels, blocking_channel
 from forge.runtime.rpc.remote import Remote
+from forge.runtime.rpc.status import from_rpc_error
+from forge.runtime.security import Security
 from forge.v1.scheduler_pb2_grpc import SchedulerServiceStub
 
 if TYPE_CHECKING:
@@ -35,3 +44,55 @@ def _why_none_leads(instances: Sequence[Instance]) -> str:
         if "term_error" in instance.metadata
     ]
     return "; ".join(["no scheduler leads", *failed]) if failed else ""
+
+
+class SyncScheduler:
+    """Blocking calls to the leader, from one thread beside the event loop.
+
+    Discovery runs on the event loop. While that is blocked, its last view counts, and the leader
+    of that view may have ended: the other schedulers are tried then. Only a leader accepts a call.
+    """
+
+    def __init__(self, coordinator: Coordinator, security: Security) -> None:
+        """Belongs on the event loop."""
+        self._discovery = coordinator.discover("scheduler")
+        self._security = security
+        self._channels: dict[str, grpc.Channel] = {}
+
+    def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
+        """One unary call; `timeout_s` is for one scheduler. Raises `ForgeError`."""
+        known = self._discovery.instances
+        self._forget({instance.address for instance in known})
+        failure: ForgeError | None = None
+        for instance in sorted(known, key=leads, reverse=True):
+            try:
+                return self._ask(instance.address, method, request, timeout_s)
+            except ForgeError as error:
+                if not error.retryable:
+                    raise
+                failure = failure or error
+        raise failure or Unavailable("no scheduler is known")
+
+    def close(self) -> None:
+        """A call that still waits ends with `Unavailable`. From any thread."""
+        self._forget(set())
+
+    def _ask(self, address: str, method: str, request: Any, timeout_s: float) -> Any:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = blocking_channel(address, self._security)
+        token = (("authorization", f"Bearer {self._security.service_token()}"),)
+        stub = SchedulerServiceStub(channel)
+        try:
+            return getattr(stub, method)(request, timeout=timeout_s, metadata=token)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        except ValueError as error:
+            # So grpc says that the channel was closed.
+            raise Unavailable(str(error)) from error
+
+    def _forget(self, addresses: set[str]) -> None:
+        """Keep only the channels to these addresses."""
+        for address in self._channels.keys() - addresses:
+            if channel := self._channels.pop(address, None):
+                channel.close()

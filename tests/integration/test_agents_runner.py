@@ -18,6 +18,7 @@ import pytest_asyncio
 
 from examples.custom_domain import Dice
 from forge.client.operator import Operator
+from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.security import Keyring, Security
@@ -251,6 +252,35 @@ async def test_work_of_a_killed_runner_is_done_by_another(system: Cluster) -> No
     groups = await ending
     assert [outcomes(group) for group in groups.values()] == [[1.0]] * 4
     assert psutil.wait_procs(processes, timeout=START_S)[1] == []
+
+
+@SHORT_LEASES
+async def test_agent_that_blocks_the_event_loop_keeps_its_claim(
+    system: Cluster, tmp_path: Path
+) -> None:
+    """It blocks its runner for longer than a lease, and its first attempt counts all the same."""
+    began, until = tmp_path / "began", tmp_path / "until"
+    domain = "--domains=blocking=tests.support.agent_tasks:BlockingDomain"
+    system.start_runner("runner-0", domain, "--concurrency=1")
+    blocked = task("blocked", size=1, domain="blocking", began=str(began), until=str(until))
+    ending = asyncio.create_task(system.ended(blocked))
+    while not began.exists():
+        await asyncio.sleep(0.05)
+    # This runner leases later and renews nothing: a lease has passed since the block began, once
+    # the scheduler ends this claim.
+    dead = system.start_runner("runner-1", REWARDED, "--concurrency=1", "--command=sleep 600")
+    silent = task("silent", size=1)
+    silent.tag = "other"
+    await system.operator.submit([silent])
+    await system.running(2)
+    dead.kill()
+    await system.stack.logged("scheduler", '"event": "rollout_failed"')
+    until.touch()
+    groups = await ending
+    assert outcomes(groups["blocked"]) == [1.0]
+    lines = log_lines(system.stack.log_of("scheduler"))
+    failed = [line["trajectory_id"] for line in lines if line["event"] == "rollout_failed"]
+    assert {parse_trajectory_id(each).task_id for each in failed} == {"silent"}
 
 
 async def test_what_runs_passes_to_the_next_leader_at_once(system: Cluster) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -76,6 +78,30 @@ class SumEpisode:
 
     async def close(self) -> None:
         self.closed = True
+
+
+class BlockingDomain(SumDomain):
+    """Its score blocks the runner's event loop until a file exists; it makes another first."""
+
+    name = "blocking"
+
+    def episode(self, payload: Mapping[str, Any]) -> BlockingEpisode:
+        return BlockingEpisode(Path(payload["began"]), Path(payload["until"]))
+
+
+class BlockingEpisode(SumEpisode):
+    """Right whatever is answered."""
+
+    def __init__(self, began: Path, until: Path) -> None:
+        super().__init__(0)
+        self._began = began
+        self._until = until
+
+    def score(self, transcript: Transcript) -> list[Reward]:
+        self._began.touch()
+        while not self._until.exists():
+            time.sleep(0.02)
+        return [Reward(name="right", kind="outcome", value=1.0)]
 
 
 def rollout(

@@ -36,6 +36,15 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 )
 
 
+def blocking_channel(address: str, security: Security) -> grpc.Channel:
+    """A channel to "host:port" for threads; each call brings a token. Raises ConfigError where TLS
+    is needed but not set."""
+    credentials = security.channel_credentials(address)
+    if credentials is None:
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+
+
 class Channels:
     """All channels of one process, made on demand."""
 

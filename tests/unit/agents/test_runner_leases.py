@@ -6,26 +6,35 @@ The scheduler is a stand-in that hands out what it is given and records what it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
+from forge.agents import claim_renewal
 from forge.agents import runner as runner_module
 from forge.agents.runner import Outcome, Runner
 from forge.core.errors import Unauthenticated, Unavailable
 from forge.v1 import scheduler_pb2 as pb
 from tests.support.agent_tasks import lease
 
+HELD_UP_S = 30.0
+"""Longest that a test blocks the event loop: until it fails."""
+
 
 class StandIn:
-    """A scheduler with a list of leases to give out."""
+    """A scheduler with a list of leases to give out. Made on the event loop."""
 
     def __init__(self, *leases: pb.RolloutLease) -> None:
         self.waiting = list(leases)
         self.asked: list[int] = []
         self.renewed: asyncio.Queue[list[str]] = asyncio.Queue()
+        self.renewals = 0
+        """The same for a test that blocks the event loop."""
+        self._loop = asyncio.get_running_loop()
         self.lost: list[str] = []
         self.outcomes: dict[str, Outcome] = {}
         self.reported = asyncio.Event()
@@ -49,9 +58,13 @@ class StandIn:
         del self.waiting[: request.max_rollouts]
         return pb.LeaseRolloutsResponse(leases=given)
 
-    async def RenewRollouts(self, request: Any) -> Any:
-        self.renewed.put_nowait(list(request.lease_ids))
-        return pb.RenewRolloutsResponse(lost=self.lost)
+    def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
+        """Called on a thread."""
+        if self.refusals.get("RenewRollouts"):
+            raise self.refusals["RenewRollouts"].pop(0)
+        self.renewals += 1
+        self._loop.call_soon_threadsafe(self.renewed.put_nowait, list(lease_ids))
+        return self.lost
 
     async def FinishRollouts(self, request: Any) -> Any:
         self.outcomes |= {outcome.lease_id: outcome for outcome in request.outcomes}
@@ -89,15 +102,41 @@ class Work:
         return Outcome(lease_id=claim.lease_id, trajectory_id=claim.trajectory_id)
 
 
-@asynccontextmanager
-async def working(scheduler: StandIn, work: Any, *, concurrency: int = 8) -> AsyncIterator[Runner]:
-    runner = Runner(
+def blocking(until: Callable[[], bool]) -> Callable[[pb.RolloutLease], Any]:
+    """Work that holds the event loop until something is so."""
+
+    async def block(claim: pb.RolloutLease) -> Outcome:
+        give_up_s = time.monotonic() + HELD_UP_S
+        while not until() and time.monotonic() < give_up_s:
+            time.sleep(0.001)
+        return Outcome(
+            lease_id=claim.lease_id,
+            trajectory_id=claim.trajectory_id,
+            error="" if until() else "nothing happened while the event loop was blocked",
+        )
+
+    return block
+
+
+def a_runner(
+    scheduler: StandIn, work: Any, *, concurrency: int = 1, patience_s: float = 3600.0
+) -> Runner:
+    return Runner(
         runner_id="runner-0",
         scheduler=scheduler,
+        renew=scheduler.renew,
         attempt=work,
         concurrency=concurrency,
         lease_wait_s=1.0,
+        patience_s=patience_s,
     )
+
+
+@asynccontextmanager
+async def working(
+    scheduler: StandIn, work: Any, *, concurrency: int = 8, patience_s: float = 3600.0
+) -> AsyncIterator[Runner]:
+    runner = a_runner(scheduler, work, concurrency=concurrency, patience_s=patience_s)
     running = asyncio.create_task(runner.run())
     yield runner
     await runner.drain(patience_s=0.0)
@@ -107,6 +146,7 @@ async def working(scheduler: StandIn, work: Any, *, concurrency: int = 8) -> Asy
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "PAUSE_S", 0.0)
+    monkeypatch.setattr(claim_renewal, "PAUSE_S", 0.0)
 
 
 async def test_no_more_rollouts_run_than_allowed() -> None:
@@ -140,6 +180,35 @@ async def test_a_new_leader_hears_at_once_what_runs() -> None:
         runner.renew_now()
         assert await scheduler.renewed.get() == ["lease-0"]
     assert not scheduler.refusals["RenewRollouts"]
+
+
+async def test_claims_are_renewed_while_an_agent_blocks_the_event_loop() -> None:
+    """An agent that computes, or waits without yielding, costs neither its own claim nor others."""
+    scheduler = StandIn(lease(0, lease_s=0.03))
+    async with working(scheduler, blocking(lambda: scheduler.renewals >= 3)):
+        await scheduler.until_reported(1)
+    assert scheduler.outcomes["lease-0"].error == ""
+
+
+async def test_event_loop_that_stays_blocked_loses_its_claims() -> None:
+    """A runner that hangs for good must not hold its rollouts for as long as the scheduler lets it;
+    once it runs again, it renews again."""
+    scheduler, work = StandIn(lease(0, lease_s=0.03), lease(1, lease_s=0.03)), Work()
+    with capture_logs() as logged:
+
+        def given_up() -> bool:
+            return any(line.get("claims_given_up") for line in logged)
+
+        async def block_first(claim: pb.RolloutLease) -> Outcome:
+            await (blocking(given_up) if claim.lease_id == "lease-0" else work)(claim)
+            return Outcome(lease_id=claim.lease_id, trajectory_id=claim.trajectory_id)
+
+        async with working(scheduler, block_first, patience_s=0.0):
+            await scheduler.until_reported(1)
+            while not scheduler.renewed.empty():
+                scheduler.renewed.get_nowait()
+            assert "lease-1" in await scheduler.renewed.get()
+    assert given_up()
 
 
 async def test_a_lost_claim_stops_its_rollout_and_no_other() -> None:
@@ -179,13 +248,7 @@ async def test_a_wrong_key_ends_the_runner() -> None:
     """Without the right to lease there is no point in going on."""
     scheduler = StandIn()
     scheduler.refusals["LeaseRollouts"] = [Unauthenticated("not signed by this cluster's key")]
-    runner = Runner(
-        runner_id="runner-0",
-        scheduler=scheduler,
-        attempt=Work(),
-        concurrency=1,
-        lease_wait_s=1.0,
-    )
+    runner = a_runner(scheduler, Work())
     with pytest.raises(ExceptionGroup) as caught:
         await runner.run()
     assert caught.group_contains(Unauthenticated)
@@ -194,9 +257,7 @@ async def test_a_wrong_key_ends_the_runner() -> None:
 async def test_draining_lets_rollouts_end() -> None:
     """A runner that is told to stop takes nothing new and finishes what it has."""
     scheduler, work = StandIn(lease(0)), Work()
-    runner = Runner(
-        runner_id="runner-0", scheduler=scheduler, attempt=work, concurrency=1, lease_wait_s=1.0
-    )
+    runner = a_runner(scheduler, work)
     running = asyncio.create_task(runner.run())
     await work.began.get()
     draining = asyncio.create_task(runner.drain(patience_s=60.0))
@@ -212,9 +273,7 @@ async def test_what_was_given_as_the_runner_left_is_run() -> None:
     """The answer to a call that waits may be on its way already: that claim is not thrown away."""
     scheduler, work = StandIn(), Work()
     work.go.set()
-    runner = Runner(
-        runner_id="runner-0", scheduler=scheduler, attempt=work, concurrency=1, lease_wait_s=1.0
-    )
+    runner = a_runner(scheduler, work)
     running = asyncio.create_task(runner.run())
     while not scheduler.asked:
         await asyncio.sleep(0)
@@ -228,9 +287,7 @@ async def test_what_was_given_as_the_runner_left_is_run() -> None:
 async def test_runner_leaves_without_a_scheduler() -> None:
     """One that is away keeps nobody from stopping."""
     scheduler, work = StandIn(), Work()
-    runner = Runner(
-        runner_id="runner-0", scheduler=scheduler, attempt=work, concurrency=1, lease_wait_s=1.0
-    )
+    runner = a_runner(scheduler, work)
     running = asyncio.create_task(runner.run())
     while not scheduler.asked:
         await asyncio.sleep(0)
@@ -254,9 +311,7 @@ async def test_what_outlasts_the_drain_is_stopped_and_reported() -> None:
 async def test_a_rollout_stopped_before_its_first_step_is_reported() -> None:
     """However early the runner is told to stop, no claim is left behind."""
     scheduler, work = StandIn(lease(0)), Work()
-    runner = Runner(
-        runner_id="runner-0", scheduler=scheduler, attempt=work, concurrency=1, lease_wait_s=1.0
-    )
+    runner = a_runner(scheduler, work)
     running = asyncio.create_task(runner.run())
     while not runner._held:
         await asyncio.sleep(0)
