@@ -1,8 +1,9 @@
 """A limit on what somebody does by themselves, on a host and a cluster that may be overloaded.
 
-Owns the measure: time counts as much less as the host has more to run than cores, and time spent
-waiting for the cluster does not count. So a limit that is fair on a quiet host is fair on a busy
-one, and what is limited still ends.
+Owns the measure: time counts as much less as the host has more to run than cores. Time spent
+waiting for the cluster does not count, nor does time in which this process could not run: its host
+stopped it, or other work held its event loop. So a limit that is fair on a quiet host is fair on a
+busy one, and what is limited still ends.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -18,6 +20,9 @@ Result = TypeVar("Result")
 LOOK_S = 5.0
 """Between two looks at the load of the host."""
 SHORTEST_LOOK_S = 0.01
+LATE_S = 1.0
+"""A look that comes later than this was held up; what is beyond it does not count."""
+_LOADAVG = Path("/proc/loadavg")
 
 
 class OutOfTime(Exception):
@@ -27,9 +32,20 @@ class OutOfTime(Exception):
 def crowding() -> float:
     """How many times more there is to run on this host than it has cores; at least 1."""
     try:
-        return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+        to_run = most_to_run(_LOADAVG.read_text())
     except OSError:
         return 1.0
+    return max(1.0, to_run / len(os.sched_getaffinity(0)))
+
+
+def most_to_run(loadavg: str) -> float:
+    """Of a line of /proc/loadavg: the average of the last minute, or what is there to run now.
+
+    The average alone is a minute late, when a limit of seconds has long been judged.
+    """
+    average, _, _, entities, _ = loadavg.split()
+    # This process is one of those that run now.
+    return max(float(average), float(entities.partition("/")[0]) - 1)
 
 
 async def nothing() -> float:
@@ -67,7 +83,7 @@ async def within(
             if task.done():
                 return task.result()
             now_s = clock()
-            own_s += (now_s - looked_s) * pace
+            own_s += min(now_s - looked_s, wait_s + LATE_S) * pace
             looked_s = now_s
     finally:
         task.cancel()

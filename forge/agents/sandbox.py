@@ -1,10 +1,14 @@
 """Runs a model's Python program in a short-lived process of its own, within limits.
 
 Owns the process and what contains it, outermost first:
-- a deadline, after which the whole process group is killed;
-- where the kernel lets us, namespaces of its own: no network, and no process outlives the run;
+- a deadline in own time (`forge.agents.own_time`), after which the whole process group is killed;
+- where the kernel lets us, namespaces of its own: no network, and no process outlives the run or
+  the runner;
 - resource limits: CPU time, memory, processes, file size; output is cut off by its reader;
-- an audit hook that refuses everything a calculation does not need: writing, sockets, processes.
+- an audit hook that refuses everything a calculation does not need: writing, sockets, processes;
+- a `time.sleep` that refuses more than a few seconds in all.
+A program is judged by its CPU time, which is the same on every host: on an overloaded one it takes
+longer, and succeeds. The deadline only ends what waits for ever.
 The hook stops accidents, not a determined attacker: programs of people one does not trust belong
 on a host of their own. Owns no wording of results for models; that is the domain's.
 """
@@ -22,22 +26,42 @@ from dataclasses import dataclass
 from typing import Final
 
 from forge.agents.child import kill_group
+from forge.agents.own_time import OutOfTime, within
 
 _UNSHARE: Final = (
     "unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child=KILL",
 )  # fmt: skip
+_WRAPPERS: Final = (
+    # With the runner the kernel kills `unshare`, and the program with that.
+    ("setpriv", "--pdeathsig", "KILL", *_UNSHARE),
+    _UNSHARE,
+)
+"""Commands that give a process namespaces of its own, the best first."""
 
 # Starting Python without `site` takes 6 ms: cheap enough for a process per run, which needs no
-# trust in the program that ran before.
+# trust in the program that ran before. Importing `signal` in place of `_signal` would double that.
 _PRELUDE: Final = """
-import resource, sys
-cpu_s, memory, processes, file = map(int, sys.argv[1:])
+import _signal, resource, sys, time
+cpu_s, sleep_s, memory, processes, file = map(int, sys.argv[1:])
 for kind, limit in (
-    (resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0),
+    (resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0),
     (resource.RLIMIT_NPROC, processes), (resource.RLIMIT_FSIZE, file),
 ):
     resource.setrlimit(kind, (limit, limit))
+def late(number, frame):
+    raise TimeoutError(f"more than {cpu_s} s of CPU time")
+_signal.signal(_signal.SIGXCPU, late)
+# A program that catches the error has a second left.
+resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
 program = sys.stdin.buffer.read().decode()
+left_s = sleep_s
+def sleep(seconds, sleep=time.sleep):
+    global left_s
+    left_s -= max(0.0, seconds)
+    if left_s < 0:
+        raise TimeoutError(f"more than {sleep_s} s of sleep")
+    sleep(seconds)
+time.sleep = sleep
 allowed = frozenset((
     "builtins.id", "builtins.input", "builtins.input/result", "code.__new__", "compile", "exec",
     "import", "marshal.loads", "object.__delattr__", "object.__getattr__", "object.__setattr__",
@@ -65,8 +89,11 @@ except Exception as error:
 class Limits:
     """What one program may use."""
 
-    wall_s: float = 4.0
     cpu_s: int = 2
+    sleep_s: int = 2
+    """All calls of `time.sleep` together, by what they ask for."""
+    wall_s: float = 60.0
+    """Own time: ends what waits for something else. Computing and sleeping never take so long."""
     memory_bytes: int = 256 << 20
     """Address space, the interpreter's own 20 MiB included."""
     processes: int = 0
@@ -120,11 +147,11 @@ class Sandbox:
 
     async def _start(self, wrapper: tuple[str, ...]) -> Process:
         limits = self._limits
-        numbers = (limits.cpu_s, limits.memory_bytes, limits.processes, limits.file_bytes)
+        numbers = (limits.cpu_s, limits.sleep_s, limits.memory_bytes, limits.processes)
         return await asyncio.create_subprocess_exec(
             *wrapper,
             *(sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _PRELUDE),
-            *map(str, numbers),
+            *map(str, (*numbers, limits.file_bytes)),
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,
@@ -135,19 +162,25 @@ class Sandbox:
 
     async def _finish(self, process: Process, program: bytes) -> tuple[str, str]:
         """Output and error of the started process."""
-        assert process.stdin and process.stdout and process.stderr
         output, errors = bytearray(), bytearray()
         try:
-            async with asyncio.timeout(self._limits.wall_s), asyncio.TaskGroup() as tasks:
-                tasks.create_task(_feed(process.stdin, program))
-                for stream, into in ((process.stdout, output), (process.stderr, errors)):
-                    tasks.create_task(self._read(process, stream, into))
-                tasks.create_task(process.wait())
-        except TimeoutError:
+            await within(self._limits.wall_s, self._exchange(process, program, output, errors))
+        except OutOfTime:
             error = f"TimeoutError: no end after {self._limits.wall_s:g} s"
         else:
             error = self._complaint(process, output, errors)
         return output[: self._limits.output_bytes].decode(errors="replace"), error
+
+    async def _exchange(
+        self, process: Process, program: bytes, output: bytearray, errors: bytearray
+    ) -> None:
+        """Hand the program over and read what it prints, to its end."""
+        assert process.stdin and process.stdout and process.stderr
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_feed(process.stdin, program))
+            for stream, into in ((process.stdout, output), (process.stderr, errors)):
+                tasks.create_task(self._read(process, stream, into))
+            tasks.create_task(process.wait())
 
     async def _read(self, process: Process, stream: asyncio.StreamReader, into: bytearray) -> None:
         while piece := await stream.read(1 << 16):
@@ -174,13 +207,16 @@ async def _feed(stdin: asyncio.StreamWriter, program: bytes) -> None:
 
 
 async def _namespaces() -> tuple[str, ...]:
-    """The command that gives a process namespaces of its own; () where that is not allowed."""
-    if shutil.which(_UNSHARE[0]) is None:
-        return ()
-    probe = await asyncio.create_subprocess_exec(
-        *_UNSHARE, "true", stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL
-    )
-    return _UNSHARE if await probe.wait() == 0 else ()
+    """The first of `_WRAPPERS` that this host allows; () for none."""
+    for wrapper in _WRAPPERS:
+        if shutil.which(wrapper[0]) is None:
+            continue
+        probe = await asyncio.create_subprocess_exec(
+            *wrapper, "true", stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL
+        )
+        if await probe.wait() == 0:
+            return wrapper
+    return ()
 
 
 SANDBOX: Final = Sandbox()

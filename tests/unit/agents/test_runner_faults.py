@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from forge.agents import own_time
-from forge.agents.own_time import OutOfTime, within
+from forge.agents.own_time import OutOfTime, most_to_run, within
 from forge.core.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from forge.core.queue.failures import FailureKind, kind_of_abandoned
 from forge.v1 import scheduler_pb2 as pb
@@ -117,6 +117,8 @@ class Time:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
+        self.held_up_s = 0.0
+        """By so much later than it was to end, each wait ends."""
         self._wait = asyncio.wait
         monkeypatch.setattr(own_time.asyncio, "wait", self._pass)
 
@@ -124,7 +126,7 @@ class Time:
         return self.now_s
 
     async def _pass(self, tasks: Any, *, timeout: float | None = None) -> Any:
-        self.now_s += timeout or 0.0
+        self.now_s += (timeout or 0.0) + self.held_up_s
         return await self._wait(tasks, timeout=None if timeout is None else 0.0)
 
     async def limit(self, *, crowding: float = 1.0, waited_s: Callable[[], float]) -> float:
@@ -155,6 +157,29 @@ async def test_time_on_a_crowded_host_counts_less(monkeypatch: pytest.MonkeyPatc
     """With eight programs for each core, an agent gets eight times as long."""
     ended_s = await Time(monkeypatch).limit(crowding=8.0, waited_s=lambda: 0.0)
     assert 800.0 <= ended_s <= 806.0
+
+
+async def test_time_in_which_the_runner_could_not_run_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its host stopped it, or another agent held its event loop, 300 s at a time: 20 looks of 5 s
+    are needed, of 6 s where the first second of each delay counts."""
+    time = Time(monkeypatch)
+    time.held_up_s = 300.0
+    assert await time.limit(waited_s=lambda: 0.0) >= 100.0 / 6 * 300.0
+
+
+@pytest.mark.parametrize(
+    ("loadavg", "expected"),
+    [
+        ("8.00 2.00 1.00 3/151 27542\n", 8.0),  # a minute of load
+        ("0.50 0.10 0.00 17/151 27542\n", 16.0),  # the load has just begun
+        ("0.00 0.00 0.00 1/151 27542\n", 0.0),
+    ],
+)
+def test_load_that_has_just_begun_counts(loadavg: str, expected: float) -> None:
+    """The average of a minute comes too late for a limit of seconds."""
+    assert most_to_run(loadavg) == expected
 
 
 async def test_time_alone_on_a_host_counts_in_full(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
 
-from forge.agents.sandbox import Limits, Sandbox
+from forge.agents.environments import code
+from forge.agents.environments.base import Transcript
+from forge.agents.sandbox import _WRAPPERS, Limits, Sandbox, _namespaces
+
+LOOK_S = 0.01
+HELD_UP_S = 5.0
+ENDLESS_WAITS = [
+    "import time; time.sleep(1 << 20)",
+    "import time\nwhile True: time.sleep(0.001)",
+    "import threading; threading.Event().wait()",
+]
+RUN_IN_A_PROCESS = """
+import asyncio, sys
+from forge.agents.sandbox import Sandbox
+asyncio.run(Sandbox().run(sys.argv[1]))
+"""
+
+
+async def programs(parent: int) -> list[psutil.Process]:
+    """The processes under `parent` that run a program, once there are any; the leader first."""
+    while True:
+        found = []
+        for process in psutil.Process(parent).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if any("RLIMIT_CPU" in word for word in process.cmdline()):
+                    found.append(process)
+        if found:
+            return found
+        await asyncio.sleep(LOOK_S)
 
 
 @pytest.fixture
@@ -41,12 +75,70 @@ async def test_misdeed_is_refused_and_named(sandbox: Sandbox, program: str, comp
 
 
 async def test_endless_program_is_ended() -> None:
-    """A loop without end costs its deadline, and no process stays behind."""
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    outcome = await Sandbox(Limits(wall_s=0.5)).run("while True: pass")
+    """A loop without end costs its CPU time, and no process stays behind."""
+    before = set(psutil.Process().children(recursive=True))
+    outcome = await Sandbox(Limits(cpu_s=1)).run("while True: pass")
+    assert outcome.error == "TimeoutError: more than 1 s of CPU time"
+    assert not set(psutil.Process().children(recursive=True)) - before
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["sum(iter(int, 1))", "while True:\n try:\n  while True: pass\n except BaseException: pass"],
+)
+async def test_program_that_its_error_does_not_end_is_killed(program: str) -> None:
+    """It hears of no error, or catches it; the kernel's limit cannot be caught."""
+    outcome = await Sandbox(Limits(cpu_s=1)).run(program)
     assert outcome.error
-    left = {child.pid for child in psutil.Process().children(recursive=True)} - before
-    assert not left
+
+
+@pytest.mark.parametrize("program", ENDLESS_WAITS)
+async def test_program_that_waits_is_ended(program: str) -> None:
+    """It uses no CPU time: sleeps are added up, and other waits end by the deadline."""
+    outcome = await Sandbox(Limits(wall_s=1.0)).run(program)
+    assert outcome.error.startswith("TimeoutError: ")
+
+
+async def test_long_sleep_is_refused_at_once(sandbox: Sandbox) -> None:
+    """Its deadline is far away; the model reads what it did wrong."""
+    outcome = await sandbox.run("import time; time.sleep(2); time.sleep(1)")
+    assert outcome.error == "TimeoutError: more than 2 s of sleep"
+
+
+async def test_program_that_its_host_holds_up_gets_its_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loaded host runs a correct program late, here by SIGSTOP for seconds: it has not failed."""
+    monkeypatch.setattr(code, "SANDBOX", Sandbox(Limits(sleep_s=600)))
+    episode = code.CodeDomain().episode({"quantity": "sum", "numbers": [41, 17, 32]})
+    # It begins to compute only once it may: so it is stopped in time.
+    program = (
+        "import os.path, time\n"
+        f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+        "print(41 + 17 + 32)"
+    )
+    running = asyncio.create_task(episode.call("run", {"code": program}))
+    (leader, *_) = await programs(os.getpid())
+    os.killpg(leader.pid, signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    # Real time: a limit by the wall clock that suits a quiet host has passed then.
+    await asyncio.sleep(HELD_UP_S)
+    os.killpg(leader.pid, signal.SIGCONT)
+    answer = await running
+    (reward,) = episode.score(Transcript(answer=answer, turns=2))
+    assert reward.value == 1.0
+
+
+async def test_program_ends_with_its_runner() -> None:
+    """Even a runner that gets SIGKILL leaves no program behind that waits for ever."""
+    if await _namespaces() != _WRAPPERS[0]:
+        pytest.skip("this host has no namespaces, or an old setpriv")
+    runner = subprocess.Popen([sys.executable, "-c", RUN_IN_A_PROCESS, ENDLESS_WAITS[-1]])
+    left = await programs(runner.pid)
+    runner.kill()
+    runner.wait()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, left, timeout=60)
+    assert not alive
 
 
 async def test_flood_of_output_is_cut_off(sandbox: Sandbox) -> None:
