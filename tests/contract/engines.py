@@ -35,7 +35,7 @@ from services.inference.engines.embedded.engine import (
     EmbeddedOptions,
     EmbeddedPrefill,
 )
-from services.inference.engines.embedded.tensors import NAMES, to_bytes
+from services.inference.engines.embedded.tensor_bytes import NAMES, to_bytes
 
 # Engines and references compute at the same time; more threads than cores only wait for each other.
 torch.set_num_threads(1)

@@ -23,9 +23,9 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import FINISH_REASON_LENGTH, SampledTokens
 from services.inference.engines.base import Prompt, Sampling
-from services.inference.router import run
+from services.inference.router import request as request_module
 from services.inference.router.actor import MIN_ADMITTED, Report, RouterActor
-from services.inference.router.run import RouterOptions, Run
+from services.inference.router.request import RouterOptions, Run
 
 OPTIONS = RouterOptions(request_timeout_s=300.0, worker_wait_s=30.0, hold_s=30.0)
 
@@ -184,8 +184,8 @@ async def test_the_wait_for_a_worker_begins_when_one_is_lost(
 ) -> None:
     """However long it had read the prompt; when it goes on like that, the caller is told."""
     worker = Worker()
-    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: worker.now_s))
-    monkeypatch.setattr(run, "_RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(request_module, "time", SimpleNamespace(monotonic=lambda: worker.now_s))
+    monkeypatch.setattr(request_module, "_RETRY_PAUSE_S", 0.0)
     async with routed(worker) as one:
         worker.takes_s = [60.0]
         assert [len(said.tokens.ids) async for said in one.run(most=10).responses()] == [4 * 10]
@@ -197,7 +197,7 @@ async def test_the_wait_for_a_worker_begins_when_one_is_lost(
 
 async def test_a_prompt_that_is_read_anew_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a decode worker refused before it fetched it is released, not left until hold_s."""
-    monkeypatch.setattr(run, "_RELEASE_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(request_module, "_RELEASE_TIMEOUT_S", 30.0)
     worker = Worker()
     async with routed(worker) as one:
         worker.refusals = 2

@@ -23,7 +23,7 @@ from forge.runtime.rpc.tensors import weight_responses
 from forge.runtime.security import Keyring, Security
 from forge.v1 import inference_pb2, inference_pb2_grpc
 from forge.v1.common_pb2 import SamplingParams
-from services.inference import wire
+from services.inference import codec
 from services.inference.engines.base import NamedTensor
 from tests.support.etcd import EtcdServer
 
@@ -106,7 +106,7 @@ class Sample:
     last: inference_pb2.SampleResponse | None = None
 
     def add(self, response: inference_pb2.SampleResponse) -> None:
-        tokens = wire.read_tokens(response.tokens)
+        tokens = codec.read_tokens(response.tokens)
         self.ids += tokens.ids
         self.logprobs += tokens.logprobs
         self.versions += tokens.versions

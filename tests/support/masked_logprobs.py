@@ -10,7 +10,7 @@ import torch
 
 from forge.core.token_columns import int32_bytes
 from services.inference.engines.base import Grammar, Prompt, Sampling
-from services.inference.grammar import Grammars, mask_words
+from services.inference.engines.grammar_masks import Grammars, mask_words
 
 
 async def masked_logprobs(

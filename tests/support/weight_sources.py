@@ -18,7 +18,7 @@ from forge.runtime.security import Keyring, Security
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import NamedTensor
-from services.inference.worker.weights import WeightFollower
+from services.inference.worker.weight_follower import WeightFollower
 
 SECURITY = Security(Keyring.from_bytes(b"k" * 32), subject="test")
 

@@ -2,7 +2,7 @@
 
 fleet.py    what is known of the workers; pure
 actor.py    the actor that owns it: admission, placement, suspicion
-run.py      one request, from admission to its last token, over the deaths of workers
+request.py  one request, from admission to its last token, over the deaths of workers
 sample_stream.py  many requests on one stream
 service.py  InferenceService
 """

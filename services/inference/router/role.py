@@ -11,9 +11,9 @@ from forge.runtime.service import ServiceContext
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.background import Background
 from services.inference.config import InferenceConfig
-from services.inference.limits import read_limits
+from services.inference.engines.model_limits import read_limits
 from services.inference.router.actor import FleetChanged, RouterActor
-from services.inference.router.run import RouterOptions
+from services.inference.router.request import RouterOptions
 from services.inference.router.service import InferenceServicer
 
 

@@ -12,10 +12,10 @@ from forge.runtime.actor import ActorRef
 from forge.runtime.rpc.channel import Channels
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference import wire
+from services.inference import codec
 from services.inference.engines.base import ModelLimits
 from services.inference.router.actor import Report
-from services.inference.router.run import RouterOptions, Run
+from services.inference.router.request import RouterOptions, Run
 from services.inference.router.sample_stream import SampleStreams
 
 _ASK_TIMEOUT_S = 10.0
@@ -59,7 +59,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
                 yield response
 
     async def _sample(self, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleResponse, None]:
-        prompt = wire.read_prompt(
+        prompt = codec.read_prompt(
             request.request_id,
             request.prompt_ids,
             request.sampling,

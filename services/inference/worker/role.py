@@ -13,7 +13,7 @@ from services.inference.engines.embedded.engine import (
     EmbeddedPrefill,
 )
 from services.inference.worker.service import DecodeServicer, PrefillServicer, WeightServicer
-from services.inference.worker.weights import WeightFollower
+from services.inference.worker.weight_follower import WeightFollower
 
 _FETCH_KV_SILENCE_S = 30.0
 """Without a piece of the keys and values for so long, the request is prefilled elsewhere."""

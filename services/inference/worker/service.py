@@ -16,9 +16,9 @@ from forge.runtime.rpc.streams import flowing
 from forge.runtime.rpc.tensors import weight_responses
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference import wire
+from services.inference import codec
 from services.inference.engines.base import DecodeEngine, FetchKv, KvSpan, PrefillEngine
-from services.inference.worker.weights import WeightFollower
+from services.inference.worker.weight_follower import WeightFollower
 
 
 class PrefillServicer(rpc.PrefillServiceServicer):
@@ -30,7 +30,7 @@ class PrefillServicer(rpc.PrefillServiceServicer):
             raise InvalidArgument("request_id is empty")
         if not request.hold_s > 0:
             raise InvalidArgument(f"hold_s = {request.hold_s}: must be above 0")
-        prompt = wire.read_prompt(
+        prompt = codec.read_prompt(
             request.request_id,
             request.prompt_ids,
             request.sampling,
@@ -39,7 +39,7 @@ class PrefillServicer(rpc.PrefillServiceServicer):
         )
         read = await self._engine.prefill(prompt, hold_s=request.hold_s)
         return pb.PrefillResponse(
-            first=wire.write_tokens(read.first),
+            first=codec.write_tokens(read.first),
             cached_tokens=read.cached_tokens,
             queue_s=read.queue_s,
             prefill_s=read.prefill_s,
@@ -49,7 +49,7 @@ class PrefillServicer(rpc.PrefillServiceServicer):
         self, request: pb.FetchKvRequest, context: Any
     ) -> AsyncIterator[pb.FetchKvResponse]:
         span = await self._engine.fetch_kv(request.request_id, from_token=request.from_token)
-        for response in wire.write_span(span, slices=request.slices):
+        for response in codec.write_span(span, slices=request.slices):
             yield response
         if request.release:
             self._engine.release(request.request_id)
@@ -68,14 +68,14 @@ class DecodeServicer(rpc.DecodeServiceServicer):
     async def Decode(
         self, request: pb.DecodeRequest, context: Any
     ) -> AsyncIterator[pb.DecodeResponse]:
-        prompt = wire.read_prompt(
+        prompt = codec.read_prompt(
             request.request_id,
             request.prompt_ids,
             request.sampling,
             self._engine.limits,
             seed=secrets.randbits(64),
         )
-        first = wire.read_tokens(request.first)
+        first = codec.read_tokens(request.first)
         if len(first.ids) != 1:
             raise InvalidArgument(f"first has {len(first.ids)} tokens; prefill samples exactly one")
         fetch = self._fetch_from(request.prefill_address, request.request_id)
@@ -83,8 +83,8 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         async with aclosing(pieces):
             async for piece in pieces:
                 yield pb.DecodeResponse(
-                    tokens=wire.write_tokens(piece.tokens),
-                    finish_reason=wire.write_finish(piece.finish),
+                    tokens=codec.write_tokens(piece.tokens),
+                    finish_reason=codec.write_finish(piece.finish),
                     queue_s=piece.queue_s,
                     decode_s=piece.decode_s,
                 )
@@ -92,7 +92,7 @@ class DecodeServicer(rpc.DecodeServiceServicer):
     def _fetch_from(self, address: str, request_id: str) -> FetchKv:
         async def fetch(from_token: int) -> KvSpan:
             stub = rpc.PrefillServiceStub(self._channels.get(address))
-            assembler = wire.SpanAssembler()
+            assembler = codec.SpanAssembler()
             call: Any = stub.FetchKv(
                 pb.FetchKvRequest(
                     request_id=request_id, from_token=from_token, release=True, slices=True

@@ -21,10 +21,10 @@ from llguidance import LLParserLimits
 
 from forge.core.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from forge.core.token_columns import int32_bytes
-from services.inference import grammar as grammar_module
+from services.inference.engines import grammar_masks as grammar_module
 from services.inference.engines.base import Grammar, Prompt, Sampling
-from services.inference.engines.embedded.draws import draw
-from services.inference.grammar import Grammars, Matcher, mask_words
+from services.inference.engines.embedded.sampler import draw
+from services.inference.engines.grammar_masks import Grammars, Matcher, mask_words
 from tests.support.chat_templates import make_tokenizer, save_model
 
 TOKENIZER = make_tokenizer("chatml")

@@ -14,7 +14,7 @@ from forge.runtime.rpc.server import RpcServer
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens, SamplingParams
-from services.inference import wire
+from services.inference import codec
 from services.inference.engines.base import FetchKv, KvSpan, ModelLimits, Piece
 from services.inference.worker.service import DecodeServicer
 from tests.support.weight_sources import SECURITY
@@ -35,7 +35,7 @@ class Prefill(rpc.PrefillServiceServicer):
     async def FetchKv(
         self, request: pb.FetchKvRequest, context: Any
     ) -> AsyncIterator[pb.FetchKvResponse]:
-        for sent, response in enumerate(wire.write_span(SPAN, slices=self._slices)):
+        for sent, response in enumerate(codec.write_span(SPAN, slices=self._slices)):
             if sent == self._hangs_after:
                 await asyncio.Event().wait()
             yield response

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from forge.core.errors import Unavailable
-from services.inference.worker.weights import WeightFollower
+from services.inference.worker.weight_follower import WeightFollower
 
 
 class Peers:

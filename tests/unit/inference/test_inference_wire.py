@@ -19,9 +19,9 @@ from forge.runtime.rpc import tensors
 from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.runtime.rpc.tokens import joined, split
 from forge.v1.common_pb2 import Grammar, SampledTokens, SamplingParams
-from services.inference import wire
+from services.inference import codec
 from services.inference.engines.base import KvSpan, ModelLimits, Tokens
-from services.inference.limits import read_limits
+from services.inference.engines.model_limits import read_limits
 
 LIMITS = ModelLimits(context_tokens=8, vocabulary=10)
 
@@ -59,7 +59,7 @@ def test_bad_input_is_named_with_its_value(
     """InvalidArgument says which field, which value and what is allowed."""
     params = SamplingParams(**{"max_tokens": 4, **sampling})
     with pytest.raises(InvalidArgument) as refused:
-        wire.read_prompt("r", prompt_ids, params, LIMITS, seed=0)
+        codec.read_prompt("r", prompt_ids, params, LIMITS, seed=0)
     assert all(word in str(refused.value) for word in words)
 
 
@@ -67,15 +67,15 @@ def test_bad_input_is_named_with_its_value(
 def test_a_grammar_travels_whole(kind: str) -> None:
     """What a router reads it writes to its workers; a request without one stays without."""
     params = SamplingParams(max_tokens=4, temperature=1, top_p=1, seed=5, stop_token_ids=[3])
-    assert wire.read_sampling(params, seed=0).grammar is None
-    assert wire.write_sampling(wire.read_sampling(params, seed=0)) == params
+    assert codec.read_sampling(params, seed=0).grammar is None
+    assert codec.write_sampling(codec.read_sampling(params, seed=0)) == params
     params.grammar.MergeFrom(Grammar(**{kind: "{}", "lenient": True, "matched_tokens": 7}))
-    assert wire.write_sampling(wire.read_sampling(params, seed=0)) == params
+    assert codec.write_sampling(codec.read_sampling(params, seed=0)) == params
 
 
 def test_unset_sampling_means_the_distribution_that_is_trained() -> None:
     """Temperature and top-p 1, every token allowed, and the seed given by the caller of read."""
-    sampling = wire.read_sampling(SamplingParams(max_tokens=4), seed=99)
+    sampling = codec.read_sampling(SamplingParams(max_tokens=4), seed=99)
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
     assert sampling.seed == 99
 
@@ -91,17 +91,17 @@ def test_sampling_survives_the_way_to_a_worker() -> None:
         seed=2**64 - 1,
         top_logprobs=20,
     )
-    sampling = wire.read_sampling(params, seed=0)
-    assert wire.read_sampling(wire.write_sampling(sampling), seed=0) == sampling
+    sampling = codec.read_sampling(params, seed=0)
+    assert codec.read_sampling(codec.write_sampling(sampling), seed=0) == sampling
     assert sampling.seed == 2**64 - 1
 
 
 def test_tokens_survive_the_way() -> None:
     """Columns read back as written, and parts join in order."""
     tokens = Tokens(ids=(3, 1), logprobs=(-0.5, -0.25), versions=(7, 8))
-    message = wire.write_tokens(tokens)
-    assert wire.read_tokens(message) == tokens
-    doubled = wire.read_tokens(joined([message, message]))
+    message = codec.write_tokens(tokens)
+    assert codec.read_tokens(message) == tokens
+    doubled = codec.read_tokens(joined([message, message]))
     assert doubled.ids == (3, 1, 3, 1)
 
 
@@ -115,8 +115,8 @@ def test_what_was_split_joins_again(count: int, top: int, max_bytes: int) -> Non
         versions=(7,) * count,
         top=tuple(((at, -1.0),) * top for at in range(count)) if top else (),
     )
-    parts = list(split(wire.write_tokens(tokens), max_bytes=max_bytes))
-    assert wire.read_tokens(joined(parts)) == tokens
+    parts = list(split(codec.write_tokens(tokens), max_bytes=max_bytes))
+    assert codec.read_tokens(joined(parts)) == tokens
     for part in parts:
         columns = sum(len(value) for _, value in part.ListFields())
         assert columns <= max_bytes or len(part.ids) == 4
@@ -126,20 +126,20 @@ def test_the_likeliest_survive_the_way() -> None:
     """As many for each token as there were, also joined; columns that do not fit are refused."""
     top = (((3, -0.5), (1, -1.0)), ((9, -0.25), (2, -math.inf)))
     tokens = Tokens(ids=(3, 1), logprobs=(-0.5, -0.25), versions=(7, 8), top=top)
-    message = wire.write_tokens(tokens)
-    assert wire.read_tokens(message) == tokens
-    assert wire.read_tokens(joined([message, message])).top == (*top, *top)
+    message = codec.write_tokens(tokens)
+    assert codec.read_tokens(message) == tokens
+    assert codec.read_tokens(joined([message, message])).top == (*top, *top)
     message.top_logprobs = message.top_logprobs[:-4]
     with pytest.raises(InvalidArgument, match="likeliest"):
-        wire.read_tokens(message)
+        codec.read_tokens(message)
     with pytest.raises(InvalidArgument, match="top_logprobs = 21"):
-        wire.read_sampling(SamplingParams(max_tokens=1, top_logprobs=21), seed=0)
+        codec.read_sampling(SamplingParams(max_tokens=1, top_logprobs=21), seed=0)
 
 
 def test_columns_of_different_length_are_refused() -> None:
     """A token without its log-prob is never taken in."""
     with pytest.raises(InvalidArgument, match="disagree"):
-        wire.read_tokens(SampledTokens(ids=ids(1, 2), logprobs=b"\0" * 4, weight_versions=ids(1)))
+        codec.read_tokens(SampledTokens(ids=ids(1, 2), logprobs=b"\0" * 4, weight_versions=ids(1)))
 
 
 @pytest.mark.parametrize("slices", [True, False])
@@ -154,8 +154,8 @@ def test_spans_survive_the_wire(slices: bool) -> None:
         shape=(1, 2, 1, 2, len(data) // 4),
         data=data,
     )
-    assembler = wire.SpanAssembler()
-    responses = list(wire.write_span(span, slices=slices))
+    assembler = codec.SpanAssembler()
+    responses = list(codec.write_span(span, slices=slices))
     assert len(responses) > 1
     assert all(response.HasField("slice") == slices for response in responses)
     assert [one for one in map(assembler.add, responses) if one is not None] == [span]
@@ -167,9 +167,9 @@ def test_a_span_that_no_message_can_hold_travels_only_in_slices(
     """Without slices the refusal names the size and the field to set."""
     monkeypatch.setattr(tensors, "MAX_SERIALIZED_BYTES", 7)
     span = KvSpan(from_token=0, tokens=1, version=1, dtype="uint8", shape=(8,), data=bytes(8))
-    assert len(list(wire.write_span(span, slices=True))) == 1
+    assert len(list(codec.write_span(span, slices=True))) == 1
     with pytest.raises(FailedPrecondition, match="kv has 8 bytes, a message holds 7: set `slices`"):
-        list(wire.write_span(span, slices=False))
+        list(codec.write_span(span, slices=False))
 
 
 def test_limits_come_from_the_models_config(tmp_path: Path) -> None:

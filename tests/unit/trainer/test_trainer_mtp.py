@@ -16,7 +16,7 @@ from forge.core.errors import InvalidArgument
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
 from services.inference.engines.base import NamedTensor as Received
-from services.inference.engines.embedded.policy import Policy
+from services.inference.engines.embedded.model import Policy
 from services.trainer import metrics
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoints import CheckpointStore

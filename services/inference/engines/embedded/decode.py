@@ -24,15 +24,15 @@ from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
 from forge.core.placement.prefix_cache import Match
 from forge.runtime.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Finish, KvSpan, Piece, Prompt, Tokens
-from services.inference.engines.embedded.draws import DrawnToken, draw
-from services.inference.engines.embedded.kv_cache import KvCache, prefix
-from services.inference.engines.embedded.policy import Policy
+from services.inference.engines.embedded.kv.decode_attention import SlabStep
+from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
+from services.inference.engines.embedded.kv.shared_prefixes import Branch, Trunks
+from services.inference.engines.embedded.kv.slabs import Slabs
+from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.prefill import Swap
-from services.inference.engines.embedded.slabs import Slabs
-from services.inference.engines.embedded.step import SlabStep
-from services.inference.engines.embedded.tensors import from_bytes
-from services.inference.engines.embedded.trunks import Branch, Trunks
-from services.inference.grammar import Matcher
+from services.inference.engines.embedded.sampler import DrawnToken, draw
+from services.inference.engines.embedded.tensor_bytes import from_bytes
+from services.inference.engines.grammar_masks import Matcher
 
 STREAM_INTERVAL_S = 0.05
 """Streamed tokens are sent together when they come faster than this."""

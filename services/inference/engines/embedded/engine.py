@@ -28,15 +28,15 @@ from services.inference.engines.base import (
     Prompt,
     Tokens,
 )
-from services.inference.engines.embedded import tensors
+from services.inference.engines.embedded import tensor_bytes
 from services.inference.engines.embedded.decode import Abort, DecodeActor, Join, Reserve
-from services.inference.engines.embedded.held import HeldPrompts
-from services.inference.engines.embedded.kv_cache import KvCache, prefix
-from services.inference.engines.embedded.policy import Policy
+from services.inference.engines.embedded.held_prompts import HeldPrompts
+from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
+from services.inference.engines.embedded.kv.shared_prefixes import Trunks
+from services.inference.engines.embedded.kv.slabs import Slabs
+from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.prefill import HeldPrompt, PrefillActor, Read, Swap
-from services.inference.engines.embedded.slabs import Slabs
-from services.inference.engines.embedded.trunks import Trunks
-from services.inference.grammar import Grammars
+from services.inference.engines.grammar_masks import Grammars
 
 # A crash in the model leaves its state unknown: the process ends, and its supervisor starts anew.
 _NEVER_RESTART = Restart(max_restarts=0)
@@ -202,9 +202,9 @@ class EmbeddedPrefill(_Embedded):
             from_token=from_token,
             tokens=kv.shape[3],
             version=held.version,
-            dtype=tensors.NAMES[kv.dtype],
+            dtype=tensor_bytes.NAMES[kv.dtype],
             shape=tuple(kv.shape),
-            data=tensors.to_bytes(kv),
+            data=tensor_bytes.to_bytes(kv),
         )
 
     def release(self, request_id: str) -> None:

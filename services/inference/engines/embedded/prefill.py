@@ -3,7 +3,7 @@
 What several prompts of a batch have in common is computed once too: the later one copies, layer by
 layer and in the same forward pass, from the earlier one.
 
-Shape suffixes as in slabs.py; S = tokens computed for one prompt in one pass.
+Shape suffixes as in kv/slabs.py; S = tokens computed for one prompt in one pass.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from forge.core.errors import ForgeError, Unavailable
 from forge.core.placement.prefix_cache import PrefixCache
 from forge.runtime.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Prefilled, Prompt, Tokens
-from services.inference.engines.embedded.attention import grouped_attention
-from services.inference.engines.embedded.draws import DrawnToken, draw
-from services.inference.engines.embedded.kv_cache import KvCache
-from services.inference.engines.embedded.policy import Policy, StagedWeights
-from services.inference.grammar import Matcher
+from services.inference.engines.embedded.kv.attention import grouped_attention
+from services.inference.engines.embedded.kv.prefix_cache import KvCache
+from services.inference.engines.embedded.model import Policy, StagedWeights
+from services.inference.engines.embedded.sampler import DrawnToken, draw
+from services.inference.engines.grammar_masks import Matcher
 
 _MASK_ELEMENTS = 1 << 24
 """Most elements of one prompt's attention mask in one pass: long prompts go in smaller steps."""

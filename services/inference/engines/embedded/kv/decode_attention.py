@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from services.inference.engines.embedded.attention import grouped_attention
-from services.inference.engines.embedded.slabs import ALIGNMENT_TOKENS, Slab
-from services.inference.engines.embedded.trunks import Trunk
+from services.inference.engines.embedded.kv.attention import grouped_attention
+from services.inference.engines.embedded.kv.shared_prefixes import Trunk
+from services.inference.engines.embedded.kv.slabs import ALIGNMENT_TOKENS, Slab
 
 _PADDED_SEQUENCES = 16
 """Trunks with more sequences than this are read alone, the others padded to the largest of them."""

@@ -8,7 +8,7 @@ from forge.core.errors import DataLoss
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.tensors import SliceAssembler
 from forge.v1 import inference_pb2 as pb
-from services.inference import wire
+from services.inference import codec
 from services.inference.engines.base import NamedTensor
 
 
@@ -73,7 +73,7 @@ class WeightAssembly:
         whole = self._joiner.add(response.tensor)
         if whole is None:
             return None
-        tensor = wire.read_tensor(whole)
+        tensor = codec.read_tensor(whole)
         self._expect_name(tensor.name)
         return tensor
 

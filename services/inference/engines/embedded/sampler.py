@@ -1,7 +1,7 @@
 """From logits to tokens: grammars first, then each request's own settings and random stream.
 
 Owns the application of masks, and the share of probability that masks and cuts left. What a
-grammar allows is `services.inference.grammar`'s, the drawing `forge.rl.sampling`'s.
+grammar allows is `services.inference.engines.grammar_masks`'s, the drawing `forge.rl.sampling`'s.
 
 Shape suffixes: R rows, M rows with a grammar, V vocabulary.
 """
@@ -18,7 +18,7 @@ import torch
 from forge.core.errors import ForgeError
 from forge.rl.sampling import sample, uniforms
 from services.inference.engines.base import Likeliest, Prompt
-from services.inference.grammar import Matcher, mask_words
+from services.inference.engines.grammar_masks import Matcher, mask_words
 
 
 class DrawnToken(NamedTuple):

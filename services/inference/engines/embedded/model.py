@@ -18,9 +18,9 @@ from forge.core.errors import InvalidArgument
 from forge.rl.model.precision import computes_bfloat16
 from forge.rl.mtp.heads import PREFIX
 from services.inference.engines.base import ModelLimits, NamedTensor, UnfitWeights
-from services.inference.engines.embedded import attention
-from services.inference.engines.embedded.attention import KvPass
-from services.inference.engines.embedded.tensors import DTYPES, from_named
+from services.inference.engines.embedded.kv import attention
+from services.inference.engines.embedded.kv.attention import KvPass
+from services.inference.engines.embedded.tensor_bytes import DTYPES, from_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

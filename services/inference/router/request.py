@@ -32,7 +32,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens, TurnTimings
-from services.inference import wire
+from services.inference import codec
 from services.inference.engines.base import TOKEN_BYTES, Finish, Prompt, Sampling
 from services.inference.router.actor import (
     Abandoned,
@@ -107,7 +107,7 @@ class Run:
                 yield pb.SampleResponse(tokens=tokens)
             yield pb.SampleResponse(
                 tokens=last,
-                finish_reason=wire.write_finish(self._finish),
+                finish_reason=codec.write_finish(self._finish),
                 timings=self._timings,
                 cached_tokens=self._cached_tokens or 0,
             )
@@ -165,7 +165,7 @@ class Run:
             # Of its own: what an earlier attempt left behind must not be taken for this one's.
             request_id=secrets.token_hex(8),
             prompt_ids=self._prompt.ids + self._sampled,
-            sampling=wire.write_sampling(self._sampling_from_here()),
+            sampling=codec.write_sampling(self._sampling_from_here()),
             hold_s=self._options.hold_s,
         )
         address, read = await self._prefill(request)
@@ -235,7 +235,7 @@ class Run:
                 async for response in call:
                     self._take(response.tokens)
                     if response.finish_reason:
-                        self._finish = wire.read_finish(response.finish_reason)
+                        self._finish = codec.read_finish(response.finish_reason)
                         self._timings.queue_s += response.queue_s
                         self._timings.decode_s += response.decode_s
                         ids = self._prompt.ids + self._sampled
@@ -294,7 +294,7 @@ class Run:
 
     def _finish_of(self, first: SampledTokens) -> Finish | None:
         """Whether the answer ends with the token that prefill sampled."""
-        if wire.read_tokens(first).ids[-1] in self._prompt.sampling.stop_ids:
+        if codec.read_tokens(first).ids[-1] in self._prompt.sampling.stop_ids:
             return Finish.STOP
         return Finish.LENGTH if self._tokens >= self._most_tokens else None
 

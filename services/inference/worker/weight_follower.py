@@ -24,7 +24,7 @@ from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import counter, gauge, log
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import Engine, NamedTensor
-from services.inference.worker.assembly import WeightAssembly
+from services.inference.worker.weight_assembly import WeightAssembly
 from services.inference.worker.weight_sources import WeightSources
 
 _FIRST_BACKOFF_S = 0.2
