@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 
 from forge.runtime.actor import ActorRef
+from forge.runtime.background import Background
 from forge.runtime.coordination import Discovery
 from forge.runtime.service import ServiceContext
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference.background import Background
 from services.inference.config import InferenceConfig
 from services.inference.engines.model_limits import read_limits
 from services.inference.router.actor import FleetChanged, RouterActor

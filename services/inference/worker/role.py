@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from forge.runtime.background import Background
 from forge.runtime.service import ServiceContext
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference.background import Background
 from services.inference.config import InferenceConfig
 from services.inference.engines.base import Engine
 from services.inference.engines.embedded.engine import (
