@@ -22,7 +22,7 @@ from llguidance import regex_to_lark
 from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
 from forge.core.formats.calls import read_as, typed, untyped
-from forge.core.grammar import guided
+from forge.grammar.answer_grammar import guided
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.structured_output.call_syntax import OneByOne, lark_escaped, reads_key, spelt
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from forge.core.errors import InvalidArgument
-from forge.core.grammar import check_schema
+from forge.grammar.answer_grammar import check_schema
 from forge.v1 import common_pb2
 
 AnswerKind = Literal["text", "json_object", "json_schema"]

@@ -18,7 +18,7 @@ from llguidance import regex_to_lark
 
 from forge.core.errors import InvalidArgument
 from forge.core.formats import CallDelta, OutputFormat
-from forge.core.grammar import MAX_GRAMMAR_BYTES, guided
+from forge.grammar.answer_grammar import MAX_GRAMMAR_BYTES, guided
 from forge.v1 import common_pb2
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.metrics import UNENFORCED

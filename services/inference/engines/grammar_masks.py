@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from forge.core.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from forge.core.grammar import LIMITS, one_line, source
 from forge.core.token_columns import TOKEN_BYTES, int32_array
+from forge.grammar.answer_grammar import LIMITS, one_line, source
 from forge.runtime.telemetry import counter
 from services.inference.engines.base import Grammar, Prompt
 

@@ -20,7 +20,7 @@ from llguidance.hf import from_tokenizer
 from forge.core.errors import InvalidArgument
 from forge.core.formats import CallDelta, collect
 from forge.core.formats.registry import BUILT_IN
-from forge.core.grammar import LIMITS, source
+from forge.grammar.answer_grammar import LIMITS, source
 from forge.v1 import common_pb2
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.metrics import UNENFORCED

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 from forge.core.errors import InvalidArgument
 from forge.core.formats import collect, get_format
 from forge.core.formats.registry import BUILT_IN
-from forge.core.grammar import LIMITS, Kind, source
+from forge.grammar.answer_grammar import LIMITS, Kind, source
 from forge.v1 import common_pb2
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.chat_model import ChatModel

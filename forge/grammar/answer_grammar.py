@@ -1,8 +1,7 @@
 """Grammars that an answer can be held to: their bounds, and what is wrong with one.
 
 Owns the translation into llguidance's terms and the wording of what it refuses, so that who takes
-a schema from an agent and who enforces it judge alike. Matching tokens is the engine's. Needs
-llguidance, so nothing in the core imports this module.
+a schema from an agent and who enforces it judge alike. Matching tokens is the engine's.
 """
 
 from __future__ import annotations
