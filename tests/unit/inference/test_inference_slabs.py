@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
+from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.kv.slabs import SlabRow, Slabs
-from services.inference.engines.embedded.model import KvShape
 
 SHAPE = KvShape(
     layers=2, windowed=False, heads=2, head_size=4, dtype=torch.float32, device=torch.device("cpu")

@@ -28,8 +28,8 @@ from services.inference.engines.embedded.kv.decode_attention import SlabStep
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
 from services.inference.engines.embedded.kv.shared_prefixes import Branch, Trunks
 from services.inference.engines.embedded.kv.slabs import Slabs
+from services.inference.engines.embedded.messages import Swap
 from services.inference.engines.embedded.model import Policy
-from services.inference.engines.embedded.prefill import Swap
 from services.inference.engines.embedded.sampler import DrawnToken, draw
 from services.inference.engines.embedded.tensor_bytes import from_bytes
 from services.inference.engines.grammar_masks import Matcher

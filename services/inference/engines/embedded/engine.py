@@ -34,8 +34,9 @@ from services.inference.engines.embedded.held_prompts import HeldPrompts
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
 from services.inference.engines.embedded.kv.shared_prefixes import Trunks
 from services.inference.engines.embedded.kv.slabs import Slabs
+from services.inference.engines.embedded.messages import Swap
 from services.inference.engines.embedded.model import Policy
-from services.inference.engines.embedded.prefill import HeldPrompt, PrefillActor, Read, Swap
+from services.inference.engines.embedded.prefill import HeldPrompt, PrefillActor, Read
 from services.inference.engines.grammar_masks import Grammars
 
 # A crash in the model leaves its state unknown: the process ends, and its supervisor starts anew.

@@ -20,32 +20,8 @@ from forge.rl.mtp.heads import PREFIX
 from services.inference.engines.base import ModelLimits, NamedTensor, UnfitWeights
 from services.inference.engines.embedded.kv import attention
 from services.inference.engines.embedded.kv.attention import KvPass
+from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.tensor_bytes import DTYPES, from_named
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvShape:
-    """What the keys and values of one token look like."""
-
-    layers: int
-    windowed: bool
-    """Whether some layer sees only the last tokens."""
-    heads: int
-    head_size: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def token_bytes(self) -> int:
-        return self.layers * 2 * self.heads * self.head_size * self.dtype.itemsize
-
-    def empty(self, tokens: int) -> torch.Tensor:
-        """Room for one sequence: [layers, 2, heads, tokens, head_size]."""
-        return torch.empty(
-            (self.layers, 2, self.heads, tokens, self.head_size),
-            dtype=self.dtype,
-            device=self.device,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,8 @@ from forge.runtime.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Prefilled, Prompt, Tokens
 from services.inference.engines.embedded.kv.attention import grouped_attention
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
-from services.inference.engines.embedded.model import Policy, StagedWeights
+from services.inference.engines.embedded.messages import Swap
+from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.sampler import DrawnToken, draw
 from services.inference.engines.grammar_masks import Matcher
 
@@ -39,13 +40,6 @@ class Read:
     """On the monotonic clock."""
     matcher: Matcher | None = None
     """Of a prompt with a grammar: where its answer begins."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swap:
-    """Ask: serve other weights."""
-
-    weights: StagedWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 
 from forge.core.placement.prefix_cache import Match, PrefixCache
 from services.inference.engines.base import TOKEN_BYTES
-from services.inference.engines.embedded.model import KvShape
+from services.inference.engines.embedded.kv.shape import KvShape
 
 
 class KvCache:

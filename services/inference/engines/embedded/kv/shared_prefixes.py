@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from forge.core.placement.prefix_cache import Match
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
+from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.kv.slabs import Slab, SlabRow, Slabs
-from services.inference.engines.embedded.model import KvShape
 
 MIN_TRUNK_TOKENS = 64
 """Sharing less than this costs more than it saves."""

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from services.inference.engines.embedded.model import KvShape
+from services.inference.engines.embedded.kv.shape import KvShape
 
 SMALLEST_CLASS_TOKENS = 64
 _FIRST_ROWS = 4
