@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterator
 
 from forge.core.errors import InvalidArgument
+from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.rpc import tensors
 from forge.runtime.rpc.chunks import Joiner, split
 from forge.v1.common_pb2 import (
@@ -22,7 +23,6 @@ from forge.v1.common_pb2 import (
 from forge.v1.common_pb2 import Grammar as GrammarParams
 from forge.v1.inference_pb2 import FetchKvResponse, KvBlock
 from services.inference.engines.base import (
-    TOKEN_BYTES,
     Finish,
     Grammar,
     KvSpan,

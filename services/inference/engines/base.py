@@ -13,8 +13,7 @@ from enum import Enum
 from typing import Literal, Protocol
 
 from forge.core.errors import ForgeError
-
-TOKEN_BYTES = 4
+from forge.core.token_columns import TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

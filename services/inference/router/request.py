@@ -24,6 +24,7 @@ from forge.core.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actor import ActorRef
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import ERROR_KEY, from_rpc_error
@@ -33,7 +34,7 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens, TurnTimings
 from services.inference import codec
-from services.inference.engines.base import TOKEN_BYTES, Finish, Prompt, Sampling
+from services.inference.engines.base import Finish, Prompt, Sampling
 from services.inference.router.actor import (
     Abandoned,
     Admission,

@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from forge.core.errors import ResourceExhausted
-from services.inference.engines.base import TOKEN_BYTES, Prompt
+from forge.core.token_columns import TOKEN_BYTES
+from services.inference.engines.base import Prompt
 from services.inference.engines.embedded.prefill import HeldPrompt
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from forge.core.placement.prefix_cache import Match, PrefixCache
-from services.inference.engines.base import TOKEN_BYTES
+from forge.core.token_columns import TOKEN_BYTES
 from services.inference.engines.embedded.kv.shape import KvShape
 
 
