@@ -38,7 +38,7 @@ from benchmarks.support.held_out_answers import (
     read_held_out,
 )
 from benchmarks.support.report import arguments, keep
-from services.trainer.contents import MASTER_FILE, master_in
+from services.trainer.checkpoint.files import MASTER_FILE, master_in
 
 QUICK_PROMPTS = 8
 KEPT = {

@@ -81,7 +81,7 @@ def forge_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from filelock import FileLock
 
     from forge.cli.models import tiny_directory
-    from services.trainer.warm_start import Course, warm_start
+    from services.trainer.starting_weights.tiny import Course, warm_start
 
     root = _shared_by_workers(tmp_path_factory) / "forge"
     course = Course(flawless_steps=150, imperfect_steps=50, batch_tokens=512)

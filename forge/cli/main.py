@@ -231,7 +231,10 @@ def model_fetch(
 )
 def model_warm_start(context: typer.Context) -> None:
     """Teach a model from conversations before it is trained by reward. See --help."""
-    os.execv(sys.executable, [sys.executable, "-m", "services.trainer.supervised", *context.args])
+    os.execv(
+        sys.executable,
+        [sys.executable, "-m", "services.trainer.starting_weights.supervised", *context.args],
+    )
 
 
 @model_app.command("export")

@@ -29,12 +29,18 @@ async def ensure_model(model: str, *, seed: int, root: Path) -> Path:
     models = root / "models"
     if model == "tiny":
         path = tiny_directory(root, seed=seed)
-        command = ["services.trainer.warm_start", "--out", str(path), "--seed", str(seed)]
+        command = [
+            "services.trainer.starting_weights.tiny",
+            "--out",
+            str(path),
+            "--seed",
+            str(seed),
+        ]
     elif Path(model).is_dir():
         return Path(model).resolve()
     else:
         path = models / model.replace("/", "_")
-        command = ["services.trainer.model_fetch", model, "--out", str(path)]
+        command = ["services.trainer.starting_weights.fetch", model, "--out", str(path)]
     if not (path / "config.json").exists():
         try:
             models.mkdir(parents=True, exist_ok=True)

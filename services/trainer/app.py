@@ -28,16 +28,16 @@ from services.trainer.actors.training import (
     SaveCheckpoint,
     Training,
 )
-from services.trainer.batches import BatchSource, SourceSettings
-from services.trainer.checkpoints import CheckpointStore
+from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
+from services.trainer.data.batch_source import BatchSource, SourceSettings
+from services.trainer.data.speed import speed_baselines
 from services.trainer.evaluation import DEFAULTS, Evaluator, Timetable, run_id_in
-from services.trainer.record import TrainingRecord
-from services.trainer.run_clock import FILE_NAME, RunClock
+from services.trainer.reporting.run_clock import FILE_NAME, RunClock
+from services.trainer.reporting.run_record import TrainingRecord
+from services.trainer.reporting.sinks import make_sinks
 from services.trainer.service import FULL_NAME, SCOPES, WEIGHTS_FULL_NAME, TrainerServicer
-from services.trainer.sinks import make_sinks
-from services.trainer.speed import speed_baselines
-from services.trainer.weights import Publisher, Superseded, WeightServicer
+from services.trainer.weight_publisher import Publisher, Superseded, WeightServicer
 
 _RETRY_S = 1.0
 

@@ -19,8 +19,8 @@ from forge.rl.mtp import MtpConfig, MtpLoss
 from forge.rl.mtp.losses import LOSSES
 from forge.rl.optimizers import NAMES, OptimizerConfig, OptimizerName
 from forge.runtime.config import ServiceConfig, setting
-from services.trainer.lora import LoraSettings
-from services.trainer.samples import CreditRules
+from services.trainer.data.samples import CreditRules
+from services.trainer.model.lora import LoraSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

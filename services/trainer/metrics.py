@@ -13,7 +13,7 @@ from typing import Literal
 from forge.rl.learner.types import StepResult
 from forge.runtime.telemetry import counter, gauge, histogram
 from forge.v1 import trainer_pb2 as pb
-from services.trainer.samples import BatchSamples
+from services.trainer.data.samples import BatchSamples
 
 _YIELD_STEPS = 5
 """Steps whose mean reward stands for the beginning, and for now, in the yield."""

@@ -13,7 +13,7 @@ from forge.runtime.actor import ActorRef
 from forge.v1 import trainer_pb2 as pb
 from forge.v1 import trainer_pb2_grpc as rpc
 from services.trainer.actors.training import UNBOUNDED_S, SaveCheckpoint
-from services.trainer.record import TrainingRecord
+from services.trainer.reporting.run_record import TrainingRecord
 
 FULL_NAME = "forge.v1.TrainerService"
 WEIGHTS_FULL_NAME = "forge.v1.WeightService"

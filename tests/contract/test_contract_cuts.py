@@ -15,7 +15,7 @@ from forge.core.token_columns import float32_array, int32_bytes
 from forge.v1 import common_pb2 as pb
 from services.inference.codec import write_tokens
 from services.inference.engines.base import Grammar, Sampling, Tokens
-from services.trainer.samples import CreditRules, build_samples
+from services.trainer.data.samples import CreditRules, build_samples
 from tests.contract import engines
 from tests.contract.engines import (
     END,

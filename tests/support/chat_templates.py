@@ -157,7 +157,9 @@ LLAMA3 = """
 """
 
 # The embedded policy's own.
-TINY = (Path(services.__path__[0]) / "trainer/tiny/chat_template.jinja").read_text()
+TINY = (
+    Path(services.__path__[0]) / "trainer/starting_weights/tiny_model/chat_template.jinja"
+).read_text()
 
 # Not families: one numbers its messages from the start, so that no message can be rendered without
 # what came before; the other from the end, so that every message changes all before it.

@@ -10,9 +10,9 @@ from forge.client.operator import Operator
 from forge.core.errors import ForgeError
 from forge.v1 import common_pb2, inference_pb2, scheduler_pb2
 from forge.v1 import trainer_pb2 as pb
+from services.trainer.checkpoint.history import Entry
 from services.trainer.evaluation import DEFAULTS, Evaluator, Timetable
-from services.trainer.history import Entry
-from services.trainer.record import TrainingRecord
+from services.trainer.reporting.run_record import TrainingRecord
 
 
 class System:

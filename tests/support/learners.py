@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer.actors.learner import LearnerActor
-from services.trainer.checkpoints import CheckpointStore
+from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 
 

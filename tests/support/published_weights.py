@@ -9,7 +9,7 @@ from typing import Any
 from forge.core.errors import StaleFence, Unavailable
 from forge.runtime.rpc.chunks import Joiner
 from forge.v1 import common_pb2, inference_pb2
-from services.trainer.weights import KEY, WeightServicer
+from services.trainer.weight_publisher import KEY, WeightServicer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,11 @@ from forge.runtime.actor import Actor, ActorRef
 from services.trainer.actors.checkpointing import Flush, Write
 from services.trainer.actors.learner import Capture, Restore, Step, TakeSnapshot
 from services.trainer.actors.training import Advance
-from services.trainer.batches import Claim, PreparedBatch
-from services.trainer.checkpoints import Checkpoint
-from services.trainer.record import TrainingRecord
-from services.trainer.samples import BatchSamples
-from services.trainer.weights import Snapshot
+from services.trainer.checkpoint.store import Checkpoint
+from services.trainer.data.batch_source import Claim, PreparedBatch
+from services.trainer.data.samples import BatchSamples
+from services.trainer.reporting.run_record import TrainingRecord
+from services.trainer.weight_publisher import Snapshot
 
 
 @dataclass(slots=True, kw_only=True)

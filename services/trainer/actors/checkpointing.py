@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from forge.runtime.actor import ThreadActor
-from services.trainer.checkpoints import CheckpointStore
-from services.trainer.contents import Contents
-from services.trainer.history import History
+from services.trainer.checkpoint.files import Contents
+from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.store import CheckpointStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The learner: the one owner of model and optimizer, on a thread of its own.
 
 Owns stepping, and copies of the moment for publication and checkpoints; what is stepped is a
-`services.trainer.replica`, or one per rank. When to do which is decided by
+`services.trainer.learner.model_replica`, or one per rank. When to do which is decided by
 `services.trainer.actors.training`.
 """
 
@@ -18,12 +18,12 @@ from torch import Tensor
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.runtime.actor import ThreadActor
 from forge.runtime.telemetry import log
-from services.trainer.checkpoints import Checkpoint, CheckpointStore
+from services.trainer.checkpoint.files import UNREADABLE, raw_bytes, read, read_published
+from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig
-from services.trainer.contents import UNREADABLE, raw_bytes, read, read_published
-from services.trainer.ranks import Ranks
-from services.trainer.replica import Adopt, Order, Replica, StartOver, Take
-from services.trainer.weights import NamedTensor, Snapshot
+from services.trainer.learner.model_replica import Adopt, Order, Replica, StartOver, Take
+from services.trainer.learner.rank_processes import Ranks
+from services.trainer.weight_publisher import NamedTensor, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

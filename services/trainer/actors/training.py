@@ -25,13 +25,13 @@ from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
 from services.trainer.actors.checkpointing import Flush, Write
 from services.trainer.actors.learner import Capture, Restore, Step, TakeSnapshot
-from services.trainer.batches import BatchSource, PreparedBatch
-from services.trainer.checkpoints import Checkpoint
+from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig
+from services.trainer.data.batch_source import BatchSource, PreparedBatch
 from services.trainer.evaluation import Evaluator
-from services.trainer.record import TrainingRecord
-from services.trainer.run_clock import RunClock
-from services.trainer.weights import Publisher
+from services.trainer.reporting.run_clock import RunClock
+from services.trainer.reporting.run_record import TrainingRecord
+from services.trainer.weight_publisher import Publisher
 
 UNBOUNDED_S = 7 * 24 * 3600.0
 """A deadline for work whose length is the model's: a step, a checkpoint."""

@@ -16,7 +16,7 @@ from forge.cli.display import kept_note, result_table
 from forge.cli.kept import MeasuredModel, measured_model, read_kept
 from forge.cli.main import app
 from forge.core.errors import DataLoss, NotFound
-from services.trainer.contents import Contents, digest_of
+from services.trainer.checkpoint.files import Contents, digest_of
 
 MODEL = {"w": torch.arange(6.0).bfloat16().reshape(2, 3), "a": torch.ones(3).bfloat16()}
 HEADS = {"mtp.0.w": torch.zeros(2).bfloat16()}

@@ -14,9 +14,9 @@ from forge.core.errors import DataLoss, ForgeError, NotFound
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.runtime.rpc.chunks import split
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
-from services.trainer import batches
-from services.trainer.batches import BatchSource, SourceSettings
-from services.trainer.samples import CreditRules
+from services.trainer.data import batch_source
+from services.trainer.data.batch_source import BatchSource, SourceSettings
+from services.trainer.data.samples import CreditRules
 from tests.support.pool_records import make_reward, make_turn
 
 RULES = CreditRules(weights=RewardWeights())
@@ -238,7 +238,7 @@ async def test_a_silent_stream_is_given_up(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shard that stops in the middle is asked again for the rest, without a deadline for all."""
-    monkeypatch.setattr(batches, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(batch_source, "_SILENCE_S", 0.05)
     cluster.pool.silent_after_first = True
     cluster.scheduler.available.release()
     batch = await cluster.source.take(wait_s=30)

@@ -12,9 +12,9 @@ import torch
 
 from forge.core.errors import ResourceExhausted
 from forge.v1 import trainer_pb2 as pb
-from services.trainer.checkpoints import CheckpointStore
-from services.trainer.contents import Contents, read, read_heads, read_published
-from services.trainer.history import History
+from services.trainer.checkpoint.files import Contents, read, read_heads, read_published
+from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.store import CheckpointStore
 from tests.support.disks import full_beyond
 
 
@@ -101,8 +101,8 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from forge.v1 import trainer_pb2 as pb
-from services.trainer.checkpoints import CheckpointStore
-from services.trainer.history import History
+from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.checkpoint.history import History
 
 point, store = sys.argv[2], CheckpointStore(Path(sys.argv[1]))
 

@@ -15,7 +15,7 @@ from forge.rl.losses import Objective, ObjectiveConfig
 from forge.rl.losses.algorithms import PRESETS
 from forge.runtime.config import load, to_toml
 from services.trainer.actors.learner import LearnerActor, Step
-from services.trainer.checkpoints import CheckpointStore
+from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from tests.support.rl_models import make_sample, tiny_model
 

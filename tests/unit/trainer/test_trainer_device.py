@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge.core.errors import ConfigError
-from services.trainer.placement import device_of
+from services.trainer.model.placement import device_of
 from tests.support.learners import started_learner
 
 

@@ -13,7 +13,7 @@ from transformers import OPTConfig, OPTForCausalLM, PhiConfig, PhiForCausalLM
 from forge.rl.learner.learner import Learner
 from forge.rl.learner.types import LearnerConfig
 from forge.rl.model.policy import TreePolicy
-from services.trainer.trainee import load_model
+from services.trainer.model.full_weights import load_model
 from tests.support.rl_models import make_sample
 
 SHAPE: dict[str, Any] = {

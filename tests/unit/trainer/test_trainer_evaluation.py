@@ -10,8 +10,8 @@ import structlog
 from forge.core.errors import ConfigError, InvalidArgument, Unavailable
 from forge.v1 import common_pb2
 from services.trainer.evaluation import Evaluator, Timetable, run_id_in
-from services.trainer.record import TrainingRecord
-from services.trainer.sinks import scalars
+from services.trainer.reporting.run_record import TrainingRecord
+from services.trainer.reporting.sinks import scalars
 from tests.support.evaluations import Run, System, held_out
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from forge.core.errors import ResourceExhausted
 from forge.v1 import trainer_pb2 as pb
-from services.trainer.checkpoints import CheckpointStore
-from services.trainer.history import Entry, History
-from services.trainer.record import TrainingRecord
+from services.trainer.checkpoint.history import Entry, History
+from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.reporting.run_record import TrainingRecord
 from tests.support.disks import full_beyond
 
 

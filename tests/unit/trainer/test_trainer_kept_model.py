@@ -16,9 +16,9 @@ from forge.core.errors import DataLoss
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
-from services.trainer.checkpoints import CheckpointStore
-from services.trainer.history import History
-from services.trainer.weights import Publisher, WeightServicer
+from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.weight_publisher import Publisher, WeightServicer
 from tests.support.learners import started_learner
 from tests.support.published_weights import FakeRegister, fetch
 from tests.support.rl_models import make_sample

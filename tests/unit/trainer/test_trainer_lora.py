@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 from forge.core.errors import ConfigError
 from forge.rl.learner.batch_plan import plan_batch
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
-from services.trainer.checkpoints import CheckpointStore
-from services.trainer.history import History
-from services.trainer.trainee import load_model
-from services.trainer.weights import Snapshot
+from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.model.full_weights import load_model
+from services.trainer.weight_publisher import Snapshot
 from tests.support.learners import started_learner
 from tests.support.rl_models import make_sample
 
@@ -121,7 +121,7 @@ def test_the_reference_is_the_base_without_adapters(
         loads.append(path)
         return load_model(path, **named)
 
-    monkeypatch.setattr("services.trainer.replica.load_model", counted)
+    monkeypatch.setattr("services.trainer.learner.model_replica.load_model", counted)
     settings = {"kl_coef": 0.3, "kl_estimator": "k3", "lora_dropout": dropout, "mtp_heads": 1}
     shared = learner(model_path, tmp_path / "shared", **settings)
     assert loads == [model_path]

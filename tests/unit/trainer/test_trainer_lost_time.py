@@ -14,8 +14,8 @@ from forge.runtime.actor import ActorSystem
 from services.trainer.actors.training import Training
 from services.trainer.config import TrainerConfig
 from services.trainer.metrics import training_yield
-from services.trainer.record import TrainingRecord
-from services.trainer.run_clock import RunClock
+from services.trainer.reporting.run_clock import RunClock
+from services.trainer.reporting.run_record import TrainingRecord
 from tests.support.training_world import (
     FakeEvaluator,
     FakeLearner,

@@ -14,7 +14,7 @@ from forge.rl.learner.types import StepResult
 from forge.rl.losses.stats import TokenStats, domain_stats, policy_stats
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
-from services.trainer.samples import BatchSamples
+from services.trainer.data.samples import BatchSamples
 from tests.support.rl_models import make_sample
 
 VERSION = 7

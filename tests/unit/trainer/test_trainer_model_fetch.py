@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 
 from forge.core.errors import InvalidArgument, NotFound
-from services.trainer import model_fetch
+from services.trainer.starting_weights import fetch
 
 
 def model_directory(path: Path, *, without: str = "") -> Path:
@@ -29,7 +29,7 @@ def model_directory(path: Path, *, without: str = "") -> Path:
 def test_a_complete_directory_is_used_as_it_is(tmp_path: Path) -> None:
     """A path that holds a model resolves to itself, and nothing is written."""
     directory = model_directory(tmp_path / "model")
-    assert model_fetch.resolve_model(str(directory), tmp_path / "out") == directory
+    assert fetch.resolve_model(str(directory), tmp_path / "out") == directory
     assert not (tmp_path / "out").exists()
 
 
@@ -48,20 +48,20 @@ def test_an_incomplete_directory_is_refused_by_what_it_lacks(
     """The error of an incomplete directory names the missing part."""
     directory = model_directory(tmp_path / "model", without=missing)
     with pytest.raises(InvalidArgument, match=said):
-        model_fetch.resolve_model(str(directory), tmp_path / "out")
+        fetch.resolve_model(str(directory), tmp_path / "out")
 
 
 def test_a_template_in_a_file_of_its_own_counts(tmp_path: Path) -> None:
     """chat_template.jinja stands in for the key in tokenizer_config.json."""
     directory = model_directory(tmp_path / "model", without="tokenizer_config.json")
     (directory / "chat_template.jinja").write_text("...")
-    assert model_fetch.resolve_model(str(directory), tmp_path / "out") == directory
+    assert fetch.resolve_model(str(directory), tmp_path / "out") == directory
 
 
 def test_a_missing_path_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
     """What looks like a path and is none is told as such."""
     with pytest.raises(NotFound, match="no model directory"):
-        model_fetch.resolve_model(str(tmp_path / "absent"), tmp_path / "out")
+        fetch.resolve_model(str(tmp_path / "absent"), tmp_path / "out")
 
 
 def test_an_unreachable_hub_is_one_clear_line(
@@ -74,7 +74,7 @@ def test_an_unreachable_hub_is_one_clear_line(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     with pytest.raises(NotFound, match=r"'some/model'.*Name or service not known; give") as caught:
-        model_fetch.resolve_model("some/model", tmp_path / "out")
+        fetch.resolve_model("some/model", tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -92,7 +92,7 @@ def test_a_model_from_the_hub_appears_whole(
 
     out = tmp_path / "out"
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert model_fetch.resolve_model("some/model", out) == out
+    assert fetch.resolve_model("some/model", out) == out
     monkeypatch.delattr(huggingface_hub, "snapshot_download")
-    assert model_fetch.resolve_model("some/model", out) == out
+    assert fetch.resolve_model("some/model", out) == out
     assert list(tmp_path.iterdir()) == [out]

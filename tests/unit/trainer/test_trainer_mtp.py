@@ -19,11 +19,11 @@ from services.inference.engines.base import NamedTensor as Received
 from services.inference.engines.embedded.model import Policy
 from services.trainer import metrics
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
-from services.trainer.checkpoints import CheckpointStore
-from services.trainer.history import History
-from services.trainer.samples import BatchSamples
-from services.trainer.sinks import scalars
-from services.trainer.weights import Snapshot
+from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.data.samples import BatchSamples
+from services.trainer.reporting.sinks import scalars
+from services.trainer.weight_publisher import Snapshot
 from tests.support.learners import started_learner
 from tests.support.rl_models import make_sample
 

@@ -13,8 +13,8 @@ import torch
 from forge.core.errors import ConfigError
 from forge.rl.learner.batch_plan import plan_batch
 from services.trainer.actors.learner import Capture, Restore, Step
-from services.trainer.checkpoints import CheckpointStore
-from services.trainer.history import History
+from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.store import CheckpointStore
 from tests.support.learners import started_learner
 from tests.support.rl_models import make_sample, tiny_model
 

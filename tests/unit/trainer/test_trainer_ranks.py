@@ -16,11 +16,11 @@ import torch
 from forge.core.errors import ConfigError
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
-from services.trainer import ranks
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
-from services.trainer.checkpoints import CheckpointStore
+from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
-from services.trainer.history import History
+from services.trainer.learner import rank_processes
 from tests.support.learners import started_learner
 from tests.support.rl_models import make_sample, tiny_model
 from tests.support.short_memory import memory_for
@@ -82,10 +82,10 @@ def test_a_rank_that_ends_as_it_begins_is_not_waited_for(
     """The start fails with the rank and its exit code, and can be tried again."""
     config = TrainerConfig(model_path=str(model_path), torch_threads=1, ranks=2)
     with monkeypatch.context() as patch:
-        patch.setattr(ranks, "_follow", ends)
+        patch.setattr(rank_processes, "_follow", ends)
         with pytest.raises(RuntimeError, match="rank 1 ended with 3"):
-            ranks.Ranks(config)
-    ranks.Ranks(config).close()
+            rank_processes.Ranks(config)
+    rank_processes.Ranks(config).close()
 
 
 def test_the_rank_that_failed_is_named_with_its_error(model_path: Path, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_the_rank_that_failed_is_named_with_its_error(model_path: Path, tmp_path
         log_file=str(log),
     )  # fmt: skip
     said = "rank 1 failed: LookupError: no such loss here"
-    with pytest.raises(ranks.RankFailed, match=f"^{said}"):
+    with pytest.raises(rank_processes.RankFailed, match=f"^{said}"):
         step(actor, 0)
     assert actor._ranks is not None
     for process in actor._ranks._processes:
@@ -157,7 +157,7 @@ def test_a_rank_that_is_gone_ends_the_step_and_not_the_run(pair: LearnerActor) -
     step(pair, 0)
     os.kill(process.pid, signal.SIGKILL)
     process.join(30)
-    with pytest.raises(ranks.RankFailed, match="rank 1 failed: SIGKILL ended it"):
+    with pytest.raises(rank_processes.RankFailed, match="rank 1 failed: SIGKILL ended it"):
         for seed in range(2):
             step(pair, seed)
     pair.stopped()

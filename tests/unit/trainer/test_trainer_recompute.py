@@ -11,8 +11,8 @@ import torch
 
 from forge.core.errors import ConfigError
 from forge.rl.learner.batch_plan import plan_batch
-from services.trainer import placement
 from services.trainer.actors.learner import Step, TakeSnapshot
+from services.trainer.model import placement
 from tests.support.learners import started_learner
 from tests.support.rl_models import make_sample
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from services.trainer.run_clock import RunClock
+from services.trainer.reporting.run_clock import RunClock
 
 
 @dataclass

@@ -11,7 +11,7 @@ from forge.core.credit.advantages import AdvantageRules
 from forge.core.credit.rewards import RewardWeights
 from forge.core.token_columns import float32_array, float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2 as pb
-from services.trainer.samples import CreditRules, build_samples
+from services.trainer.data.samples import CreditRules, build_samples
 
 RULES = CreditRules(weights=RewardWeights(alpha=0.5, beta=0.25, gamma=1.0))
 

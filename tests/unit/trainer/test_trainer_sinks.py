@@ -17,8 +17,8 @@ from tensorboardX.proto import event_pb2
 from forge.core.errors import ConfigError
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.config import TrainerConfig
-from services.trainer.record import TrainingRecord
-from services.trainer.sinks import TensorBoardSink, make_sinks, scalars
+from services.trainer.reporting.run_record import TrainingRecord
+from services.trainer.reporting.sinks import TensorBoardSink, make_sinks, scalars
 from tests.support.disks import full_beyond
 
 STEP = pb.StepMetrics(

@@ -14,12 +14,12 @@ from forge.core.token_columns import float32_array
 from forge.runtime.config import load
 from forge.v1 import common_pb2 as pb
 from forge.v1 import trainer_pb2
-from services.trainer.checkpoints import CheckpointStore
+from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
-from services.trainer.history import History
-from services.trainer.record import TrainingRecord
-from services.trainer.samples import BatchSamples, CreditRules, build_samples
-from services.trainer.speed import speed_baselines
+from services.trainer.data.samples import BatchSamples, CreditRules, build_samples
+from services.trainer.data.speed import speed_baselines
+from services.trainer.reporting.run_record import TrainingRecord
 from tests.unit.trainer.test_trainer_samples import outcome, reward, trajectory, turn
 
 PRESETS = ("cispo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "reinforce")

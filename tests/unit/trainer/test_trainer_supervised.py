@@ -14,9 +14,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from forge.core.errors import InvalidArgument
-from services.trainer.demonstrations import lesson_samples, read_conversations
-from services.trainer.supervised import main, split
-from services.trainer.trainee import load_model
+from services.trainer.model.full_weights import load_model
+from services.trainer.starting_weights.demonstrations import lesson_samples, read_conversations
+from services.trainer.starting_weights.supervised import main, split
 
 WORDS = ["end", "user", "assistant", "begin", "red", "blue", "one", "two", "call"]
 TEMPLATE = (

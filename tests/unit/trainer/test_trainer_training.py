@@ -15,9 +15,9 @@ from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted, U
 from forge.runtime.actor import ActorSystem
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.actors.training import Advance, Diverged, SaveCheckpoint, Training
-from services.trainer.checkpoints import Checkpoint
+from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig
-from services.trainer.record import TrainingRecord
+from services.trainer.reporting.run_record import TrainingRecord
 from tests.support.training_world import (
     FakeEvaluator,
     FakeLearner,

@@ -13,10 +13,16 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from forge.agents.environments.split import held_out_payloads
-from services.trainer.tiny.lessons import ATTEMPTS, batches, conversations, lessons, padded
-from services.trainer.tiny.policy import new_policy
-from services.trainer.tiny.tokenizer import END, START
-from services.trainer.warm_start import Course, make_tokenizer, warm_start
+from services.trainer.starting_weights.tiny import Course, make_tokenizer, warm_start
+from services.trainer.starting_weights.tiny_model.lessons import (
+    ATTEMPTS,
+    batches,
+    conversations,
+    lessons,
+    padded,
+)
+from services.trainer.starting_weights.tiny_model.policy import new_policy
+from services.trainer.starting_weights.tiny_model.tokenizer import END, START
 
 SHORT = Course(flawless_steps=4, imperfect_steps=2, batch_tokens=256)
 

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from forge.core.errors import NotFound, Unavailable
-from services.trainer.weights import (
+from services.trainer.weight_publisher import (
     NamedTensor,
     Publisher,
     Snapshot,

@@ -2,7 +2,7 @@
 
 Owns building it from the settings and what is done to it, order by order. Which orders there are
 and when is `services.trainer.actors.learner`; how they reach further ranks is
-`services.trainer.ranks`.
+`services.trainer.learner.rank_processes`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from forge.rl.learner.learner import Learner, Reference
 from forge.rl.learner.types import StepResult
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.served_weights import ServedValues
-from services.trainer.config import TrainerConfig
-from services.trainer.contents import (
+from services.trainer.checkpoint.files import (
     LEARNER_FILE,
     Contents,
     host_copy,
@@ -33,9 +32,10 @@ from services.trainer.contents import (
     read,
     read_heads,
 )
-from services.trainer.lora import LoraTrainee
-from services.trainer.placement import device_of, recompute, trunk_type
-from services.trainer.trainee import OWN_DIRECTORY, Trainee, load_model
+from services.trainer.config import TrainerConfig
+from services.trainer.model.full_weights import OWN_DIRECTORY, Trainee, load_model
+from services.trainer.model.lora import LoraTrainee
+from services.trainer.model.placement import device_of, recompute, trunk_type
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BASE = "base"

@@ -1,4 +1,5 @@
-"""Makes the tiny policy's starting weights: `python -m services.trainer.warm_start --out DIR`.
+"""Makes the tiny policy's starting weights:
+`python -m services.trainer.starting_weights.tiny --out DIR`.
 
 A short supervised warm start. A flawless teacher shows how things are done, then an imperfect one
 shows them as it does them: with guesses, wrong look-ups and forgotten summaries. What comes out
@@ -24,9 +25,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from services.trainer.tiny.lessons import Lesson, batches, conversations, lessons, padded
-from services.trainer.tiny.policy import new_policy
-from services.trainer.tiny.tokenizer import build_tokenizer, chat_template
+from services.trainer.starting_weights.tiny_model.lessons import (
+    Lesson,
+    batches,
+    conversations,
+    lessons,
+    padded,
+)
+from services.trainer.starting_weights.tiny_model.policy import new_policy
+from services.trainer.starting_weights.tiny_model.tokenizer import build_tokenizer, chat_template
 
 VOCABULARY_ROUNDS = 200
 
@@ -146,7 +153,8 @@ def warm_start(out: Path, *, seed: int, course: Course, console: Console) -> Non
 def main(argv: Sequence[str]) -> int:
     """Parse, make, save. Returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m services.trainer.warm_start", description=(__doc__ or "").split("\n\n")[1]
+        prog="python -m services.trainer.starting_weights.tiny",
+        description=(__doc__ or "").split("\n\n")[1],
     )
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="seeds weights and demonstrations")

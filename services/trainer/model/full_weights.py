@@ -1,7 +1,7 @@
 """The model being trained: which of its tensors are trained, sent to inference and saved.
 
-Owns loading it and naming its tensors; a model with adapters is `services.trainer.lora`. How it
-is stepped is `forge.rl.learner.learner`.
+Owns loading it and naming its tensors; a model with adapters is `services.trainer.model.lora`. How
+it is stepped is `forge.rl.learner.learner`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a checkpoint holds: the model that was published, and what training needs to continue.
 
-Owns the files and their formats; `services.trainer.checkpoints` decides whether they are complete.
+Owns the files and their formats; `services.trainer.checkpoint.store` decides whether they are
+complete.
 
     model.safetensors, mtp.safetensors  the tensors published, in the type published: with
                                         configuration and tokenizer, a model directory
@@ -30,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forge.core.errors import ConfigError, DataLoss, InvalidArgument
-from services.trainer.trainee import OWN_DIRECTORY
+from services.trainer.model.full_weights import OWN_DIRECTORY
 
 MODEL_FILE = "model.safetensors"
 HEADS_FILE = "mtp.safetensors"
@@ -40,7 +41,7 @@ ADAPTER_DIRECTORY = "adapter"
 ADAPTER_FILE = "adapter_model.safetensors"
 LEARNER_FILE = "learner.pt"
 STATE_FILE = "state.json"
-"""Of a checkpoint, as which `services.trainer.checkpoints` knows it."""
+"""Of a checkpoint, as which `services.trainer.checkpoint.store` knows it."""
 _OF_OTHER_WEIGHTS = (".index.json", STATE_FILE, PUBLISHED_FILE, "adapter_config.json")
 """What a directory that is trained from says of the weights in it."""
 UNREADABLE = (

@@ -30,7 +30,7 @@ from forge.core.errors import ForgeError
 from forge.rl.collectives import RankLost
 from forge.runtime.telemetry import configure_logging, log
 from services.trainer.config import TrainerConfig
-from services.trainer.replica import Order, Replica, Take
+from services.trainer.learner.model_replica import Order, Replica, Take
 
 _FOREVER = timedelta(days=3650)
 """A rank waits for orders as long as there are none."""

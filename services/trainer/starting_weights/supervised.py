@@ -1,4 +1,5 @@
-"""Supervised warm start of any model: `python -m services.trainer.supervised --help`.
+"""Supervised warm start of any model:
+`python -m services.trainer.starting_weights.supervised --help`.
 
 Teaches a model from conversations (JSON lines of `messages`, optionally `tools`) and writes a model
 directory to train from. The loss is the mean negative log-probability of the assistant's tokens; it
@@ -31,10 +32,10 @@ from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
 from forge.rl.optimizers import NAMES, OptimizerConfig
-from services.trainer.contents import write_model
-from services.trainer.demonstrations import lesson_samples, read_conversations
-from services.trainer.placement import device_of, recompute, trunk_type
-from services.trainer.trainee import load_model, own_tensors
+from services.trainer.checkpoint.files import write_model
+from services.trainer.model.full_weights import load_model, own_tensors
+from services.trainer.model.placement import device_of, recompute, trunk_type
+from services.trainer.starting_weights.demonstrations import lesson_samples, read_conversations
 
 Lessons = Sequence[Sequence[Sample]]
 """The samples of each conversation."""
@@ -182,7 +183,8 @@ def _tell(**values: float) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m services.trainer.supervised", description=(__doc__ or "").split("\n\n")[1]
+        prog="python -m services.trainer.starting_weights.supervised",
+        description=(__doc__ or "").split("\n\n")[1],
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="model directory to start from")

@@ -22,7 +22,7 @@ from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.streams import flowing
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
-from services.trainer.samples import BatchSamples, CreditRules, build_samples
+from services.trainer.data.samples import BatchSamples, CreditRules, build_samples
 
 Planner = Callable[[Sequence[Sample]], BatchPlan]
 

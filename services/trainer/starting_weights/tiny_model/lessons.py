@@ -20,7 +20,7 @@ from forge.agents.environments.general import GeneralDomain
 from forge.agents.environments.qa import QaDomain
 from forge.agents.environments.reasoning import ReasoningDomain
 from forge.agents.environments.split import training_payload
-from services.trainer.tiny.tokenizer import END, START
+from services.trainer.starting_weights.tiny_model.tokenizer import END, START
 
 ATTEMPTS: Final = (
     (ReasoningDomain(), 9),

@@ -1,7 +1,7 @@
 """The history of a run: the metrics of every step, and every evaluation, in the order they came.
 
 Owns what its entries are in files, a line of JSON each. Where these files are is the business of
-`services.trainer.record` and `services.trainer.checkpoints`.
+`services.trainer.reporting.run_record` and `services.trainer.checkpoint.store`.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from google.protobuf.message import Message
 from forge.core.errors import ConfigError
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
+from services.trainer.checkpoint.history import EVALUATION
 from services.trainer.config import TrainerConfig
-from services.trainer.history import EVALUATION
 
 
 class Sink(Protocol):

@@ -26,8 +26,13 @@ from forge.core.token_columns import float32_bytes
 from forge.core.trajectory import TokenTree, TurnTokens
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2 as pb
-from services.trainer.masked import Cut, cut_of, logprobs_without_mask, weighted_advantages
-from services.trainer.speed import completion_of, speeds_of, told_speed
+from services.trainer.data.grammar_correction import (
+    Cut,
+    cut_of,
+    logprobs_without_mask,
+    weighted_advantages,
+)
+from services.trainer.data.speed import completion_of, speeds_of, told_speed
 
 _KINDS: Mapping[int, RewardKind] = {
     pb.REWARD_KIND_OUTCOME: "outcome",

@@ -1,4 +1,5 @@
-"""Gets the starting weights of a model: `python -m services.trainer.model_fetch MODEL --out DIR`.
+"""Gets the starting weights of a model:
+`python -m services.trainer.starting_weights.fetch MODEL --out DIR`.
 
 MODEL is `smollm2`, a directory, or the id of a model on the Hugging Face hub. Owns the way into a
 model directory as every service expects it (config.json, tokenizer.json, a chat template,

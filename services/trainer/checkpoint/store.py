@@ -23,8 +23,8 @@ from typing import Any
 
 from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
 from forge.runtime.telemetry import log
-from services.trainer.contents import STATE_FILE
-from services.trainer.history import MALFORMED, Entry, Extent, History, extend, from_json
+from services.trainer.checkpoint.files import STATE_FILE
+from services.trainer.checkpoint.history import MALFORMED, Entry, Extent, History, extend, from_json
 
 KEPT = 2
 _PREFIX = "step-"

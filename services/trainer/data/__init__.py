@@ -1,0 +1,1 @@
+"""From trajectories of the pool to trainable samples. Imports no other room."""
