@@ -32,13 +32,12 @@ from torch import Tensor
 
 from forge.core.errors import ConfigError, DataLoss, InvalidArgument
 from services.trainer.model.full_weights import OWN_DIRECTORY
+from services.trainer.model.lora import ADAPTER_DIRECTORY, ADAPTER_FILE
 
 MODEL_FILE = "model.safetensors"
 HEADS_FILE = "mtp.safetensors"
 PUBLISHED_FILE = "published.json"
 MASTER_FILE = "master.safetensors"
-ADAPTER_DIRECTORY = "adapter"
-ADAPTER_FILE = "adapter_model.safetensors"
 LEARNER_FILE = "learner.pt"
 STATE_FILE = "state.json"
 """Of a checkpoint, as which `services.trainer.checkpoint.store` knows it."""

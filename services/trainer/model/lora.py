@@ -21,8 +21,10 @@ from torch import Tensor
 from forge.core.errors import ConfigError
 from forge.rl.model.policy import TreePolicy
 from forge.rl.tree.batch import TreeBatch
-from services.trainer.checkpoint.files import ADAPTER_DIRECTORY, ADAPTER_FILE
 from services.trainer.model.full_weights import OWN_DIRECTORY, Trainee, own_tensors
+
+ADAPTER_DIRECTORY = "adapter"
+ADAPTER_FILE = "adapter_model.safetensors"
 
 _ADAPTER = "default"
 _CONFIG_FILE = "adapter_config.json"
