@@ -29,6 +29,7 @@ from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig
 from services.trainer.data.batch_source import BatchSource, PreparedBatch
 from services.trainer.evaluation import Evaluator
+from services.trainer.reporting import step_metrics
 from services.trainer.reporting.run_clock import RunClock
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.weight_publisher import Publisher
@@ -157,7 +158,7 @@ class Training(Actor):
             await self._give_up(batch, result, step)
         elif await self._committed(batch, step):
             publish_s = await self._publish_if_possible(step)
-            times = metrics.StepTimes(
+            times = step_metrics.StepTimes(
                 step_s=result.compute_s,
                 wait_s=wait_s,
                 publish_s=publish_s,
@@ -203,9 +204,9 @@ class Training(Actor):
         return True
 
     def _tell(
-        self, batch: PreparedBatch, result: StepResult, step: int, times: metrics.StepTimes
+        self, batch: PreparedBatch, result: StepResult, step: int, times: step_metrics.StepTimes
     ) -> None:
-        done = metrics.step_metrics(
+        done = step_metrics.step_metrics(
             step=step,
             weight_version=self._record.weight_version,
             batch=batch.samples,

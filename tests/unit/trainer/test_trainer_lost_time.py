@@ -13,9 +13,9 @@ from forge.core.errors import NotFound, Unavailable
 from forge.runtime.actor import ActorSystem
 from services.trainer.actors.training import Training
 from services.trainer.config import TrainerConfig
-from services.trainer.metrics import training_yield
 from services.trainer.reporting.run_clock import RunClock
 from services.trainer.reporting.run_record import TrainingRecord
+from services.trainer.reporting.step_metrics import training_yield
 from tests.support.training_world import (
     FakeEvaluator,
     FakeLearner,

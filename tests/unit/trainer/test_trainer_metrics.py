@@ -15,6 +15,7 @@ from forge.rl.losses.stats import TokenStats, domain_stats, policy_stats
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
 from services.trainer.data.samples import BatchSamples
+from services.trainer.reporting import step_metrics
 from tests.support.rl_models import make_sample
 
 VERSION = 7
@@ -94,12 +95,12 @@ def one_step(*earlier: pb.StepMetrics) -> pb.StepMetrics:
         compute_s=2.0,
         plan=replace(plan_batch(samples, token_budget=64, channels=16), token_budget=64),
     )
-    return metrics.step_metrics(
+    return step_metrics.step_metrics(
         step=len(earlier) + 1,
         weight_version=VERSION + 1,
         batch=BATCH,
         result=result,
-        times=metrics.StepTimes(
+        times=step_metrics.StepTimes(
             step_s=2.0, wait_s=1.5, publish_s=0.5, checkpoint_s=0.25, run_s=9.0
         ),
         earlier=earlier,

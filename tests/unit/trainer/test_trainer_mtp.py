@@ -17,11 +17,11 @@ from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
 from services.inference.engines.base import NamedTensor as Received
 from services.inference.engines.embedded.model import Policy
-from services.trainer import metrics
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.data.samples import BatchSamples
+from services.trainer.reporting import step_metrics
 from services.trainer.reporting.sinks import scalars
 from services.trainer.weight_publisher import Snapshot
 from tests.support.learners import started_learner
@@ -124,8 +124,8 @@ def test_loss_and_acceptance_are_told(model_path: Path, tmp_path: Path) -> None:
         flat_groups=0, excluded=0,
     )  # fmt: skip
     result = step(learner(model_path, tmp_path))
-    times = metrics.StepTimes(step_s=1.0, wait_s=0.0, publish_s=0.0)
-    told = metrics.step_metrics(
+    times = step_metrics.StepTimes(step_s=1.0, wait_s=0.0, publish_s=0.0)
+    told = step_metrics.step_metrics(
         step=1, weight_version=1, batch=batch, result=result, times=times, earlier=[]
     )
     assert set(told.mtp_acceptance) == {"1", "2"}

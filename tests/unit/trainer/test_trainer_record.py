@@ -13,8 +13,8 @@ import structlog
 from forge.core.errors import Unavailable
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.history import Entry, from_json
-from services.trainer.metrics import domain_yield, training_yield
 from services.trainer.reporting.run_record import TrainingRecord
+from services.trainer.reporting.step_metrics import domain_yield, training_yield
 from tests.support.disks import full_beyond
 
 

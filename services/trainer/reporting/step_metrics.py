@@ -1,0 +1,172 @@
+"""The metrics of a step, computed from its batch and its result.
+
+Owns their definitions (docs/training.md has them in words), the yield J among them. Prometheus is
+`services.trainer.metrics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from forge.rl.learner.types import StepResult
+from forge.v1 import trainer_pb2 as pb
+from services.trainer.data.samples import BatchSamples
+
+_YIELD_STEPS = 5
+"""Steps whose mean reward stands for the beginning, and for now, in the yield."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Where the time of one step went."""
+
+    step_s: float
+    """Forward, backward, update."""
+    wait_s: float
+    """From the end of the previous step until the batch was there."""
+    publish_s: float
+    checkpoint_s: float = 0.0
+    """Copying for a checkpoint, after the step before."""
+    run_s: float = 0.0
+    """Of the run, at the end of the step; 0: not known."""
+
+    @property
+    def told_s(self) -> float:
+        return self.step_s + self.wait_s + self.publish_s + self.checkpoint_s
+
+
+def step_metrics(
+    *,
+    step: int,
+    weight_version: int,
+    batch: BatchSamples,
+    result: StepResult,
+    times: StepTimes,
+    earlier: Sequence[pb.StepMetrics],
+) -> pb.StepMetrics:
+    """All about one step that updated the weights."""
+    stats, plan = result.stats, result.plan
+    metrics = pb.StepMetrics(
+        step=step,
+        weight_version=weight_version,
+        loss=result.loss,
+        mean_reward=batch.mean_outcome,
+        reward_by_domain={domain: fmean(values) for domain, values in batch.outcomes.items()},
+        clip_fraction=stats.clip_fraction,
+        entropy=stats.entropy,
+        grad_norm=result.grad_norm,
+        staleness_mean=stats.staleness_mean,
+        staleness_max=stats.staleness_max,
+        logprob_gap_mean=stats.logprob_gap_mean,
+        logprob_gap_p99=stats.logprob_gap_p99,
+        merge_ratio=plan.sample_tokens / max(1, plan.tree_tokens),
+        tree_tokens=plan.tree_tokens,
+        sample_tokens=plan.sample_tokens,
+        trained_tokens=plan.trained_tokens,
+        step_s=times.step_s,
+        wait_s=times.wait_s,
+        publish_s=times.publish_s,
+        checkpoint_s=times.checkpoint_s,
+        lost_s=lost_s(times, earlier),
+        run_s=times.run_s,
+        groups=batch.groups,
+        trajectories=batch.trajectories,
+        trained_tokens_per_s=plan.trained_tokens / max(1e-9, times.step_s),
+        masked_fraction=stats.masked_fraction,
+        reference_kl=stats.reference_kl,
+        behavior_kl=stats.behavior_kl,
+        inference_gap_mean=stats.inference_gap_mean,
+        inference_gap_staleness=stats.inference_gap_staleness,
+        token_budget=plan.token_budget,
+        memory_retries=result.memory_retries,
+        value_loss=result.critic.value_loss,
+        value_explained_variance=result.critic.explained_variance,
+        domains=_domains(batch, result),
+        balance_loss=result.balance_loss,
+        mtp_loss=fmean(result.mtp.losses) if result.mtp.losses else 0.0,
+        truncated_turns=batch.cuts.get("corrected", 0),
+        truncated_turns_left_out=batch.cuts.get("share_missing", 0),
+        sampling_unknown_turns=batch.cuts.get("unknown", 0),
+        mtp_acceptance={str(k): value for k, value in enumerate(result.mtp.acceptance, 1)},
+    )
+    steps = [*earlier, metrics]
+    metrics.yield_j = training_yield(steps)
+    for domain, own in metrics.domains.items():
+        own.yield_j = domain_yield(steps, domain)
+    return metrics
+
+
+def lost_s(times: StepTimes, earlier: Sequence[pb.StepMetrics]) -> float:
+    """Seconds since the step before that its times do not account for; 0 where the end of the step
+    before is not known."""
+    before_s = earlier[-1].run_s if earlier else 0.0
+    if not times.run_s or (earlier and not before_s):
+        return 0.0
+    return max(0.0, times.run_s - before_s - times.told_s)
+
+
+def _domains(batch: BatchSamples, result: StepResult) -> dict[str, pb.DomainMetrics]:
+    domains = {}
+    for domain, outcomes in batch.outcomes.items():
+        shown = pb.DomainMetrics(
+            mean_reward=fmean(outcomes),
+            trajectories=len(outcomes),
+            length_tokens=fmean(batch.lengths.get(domain, [0])),
+            completion_s=median(batch.completions_s.get(domain, [0.0])),
+            timed_trajectories=len(batch.completions_s.get(domain, [])),
+            speed_baseline_s=batch.baselines_s.get(domain, 0.0),
+        )
+        stats = result.domains.get(domain)
+        if stats is not None:
+            shown.trained_tokens = stats.tokens
+            shown.entropy = stats.entropy
+            shown.clip_fraction = stats.clip_fraction
+            shown.staleness_mean = stats.staleness_mean
+            shown.gradient_share = stats.gradient_share
+        domains[domain] = shown
+    return domains
+
+
+def training_yield(steps: Sequence[pb.StepMetrics]) -> float:
+    """J so far: sampled tokens per second times mean outcome gained per trajectory.
+
+    Throughput counts the sampled tokens that were trained on, over all the time of the run: steps,
+    waiting, checkpoints, and what crashes lost. The gain is the mean reward of the last few steps
+    less that of the first few, per trajectory consumed: 0 until there are two steps, negative when
+    training makes it worse.
+    """
+    return _yield(
+        seconds=_seconds(steps),
+        tokens=sum(step.trained_tokens for step in steps),
+        trajectories=sum(step.trajectories for step in steps),
+        rewards=[step.mean_reward for step in steps],
+    )
+
+
+def domain_yield(steps: Sequence[pb.StepMetrics], domain: str) -> float:
+    """J of one domain: its tokens, rewards and trajectories, over all the time there was, so that
+    throughputs of domains add up to that of the whole."""
+    own = [step.domains[domain] for step in steps if domain in step.domains]
+    return _yield(
+        seconds=_seconds(steps),
+        tokens=sum(step.trained_tokens for step in own),
+        trajectories=sum(step.trajectories for step in own),
+        rewards=[step.mean_reward for step in own],
+    )
+
+
+def _seconds(steps: Sequence[pb.StepMetrics]) -> float:
+    return sum(
+        step.step_s + step.wait_s + step.publish_s + step.checkpoint_s + step.lost_s
+        for step in steps
+    )
+
+
+def _yield(*, seconds: float, tokens: int, trajectories: int, rewards: Sequence[float]) -> float:
+    few = min(_YIELD_STEPS, len(rewards) // 2)
+    if not (few and seconds and trajectories):
+        return 0.0
+    gain = fmean(rewards[-few:]) - fmean(rewards[:few])
+    return tokens / seconds * gain / trajectories
