@@ -17,7 +17,8 @@ from functools import partial
 from aiohttp import web
 
 from forge.runtime.config import ServiceConfig, setting
-from forge.runtime.service import ServiceContext, run
+from forge.runtime.service import ServiceContext
+from forge.runtime.startup import run
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc, pool_pb2_grpc
 from services.gateway.actors.shard_writer import Append, Backlog, ShardWriter
 from services.gateway.pool_client import Pool
@@ -115,4 +116,4 @@ def _max_tokens(body: bytes) -> int:
 
 
 if __name__ == "__main__":
-    run("gateway-floor", FloorConfig, FloorApp)
+    run("gateway-floor", FloorConfig, lambda: FloorApp)

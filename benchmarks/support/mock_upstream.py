@@ -18,7 +18,8 @@ from aiohttp import web
 
 from forge.core.token_columns import TOKEN_BYTES, float32_bytes, int32_bytes
 from forge.runtime.config import ServiceConfig, setting
-from forge.runtime.service import ServiceContext, run
+from forge.runtime.service import ServiceContext
+from forge.runtime.startup import run
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.model.chat_model import ChatModel
 from services.inference.router.sample_stream import SampleStreams
@@ -183,4 +184,4 @@ def _chunk(delta: dict[str, Any], finish_reason: str | None) -> bytes:
 
 
 if __name__ == "__main__":
-    run("mock-upstream", MockConfig, MockApp)
+    run("mock-upstream", MockConfig, lambda: MockApp)

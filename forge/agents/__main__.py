@@ -2,12 +2,18 @@
 
 import sys
 
-from forge.agents.app import RunnerApp
 from forge.agents.config import RunnerConfig
-from forge.runtime.service import run
+from forge.runtime.startup import run
+
+
+def load_app() -> type:
+    from forge.agents.app import RunnerApp
+
+    return RunnerApp
+
 
 if __name__ == "__main__":
     # `forge agents` hands its words on; there is nothing else it could do than run.
     if sys.argv[1:2] == ["run"]:
         del sys.argv[1]
-    run("runner", RunnerConfig, RunnerApp)
+    run("runner", RunnerConfig, load_app)

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Literal
 
 from forge.core.errors import ConfigError, FailedPrecondition
+from forge.runtime.startup import CANNOT_START
 from forge.runtime.supervision import Restart, RestartBudget
 
 __all__ = ["ProcessEvent", "ProcessSpec", "ProcessSupervisor", "Restart", "dying_with_parent"]
 
-CANNOT_START = 2
-"""Exit code of a service whose settings are wrong: the same settings give it again."""
 _TAIL_BYTES = 16_384
 _LAST_WILL = """
 import ctypes, os, sys

@@ -1,6 +1,6 @@
 """One shape for every service: how a process starts, serves, drains and ends.
 
-    start: config, log, etcd, actors, app, listen, health SERVING, register lease, READY
+    start: log, etcd, actors, app, listen, health SERVING, register lease, READY
     stop:  deregister, NOT_SERVING, drain, stop listening, stop actors, close stores, exit 0
 
 Owns this order and nothing of what a service does. SIGTERM and SIGINT stop, at any moment of the
@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc.aio
 import sdnotify
@@ -32,9 +30,8 @@ import uvloop
 from forge.core.errors import ConfigError, ForgeError
 from forge.runtime.actor import ActorSystem
 from forge.runtime.clock_watch import ClockWatch
-from forge.runtime.config import ServiceConfig, load
+from forge.runtime.config import ServiceConfig
 from forge.runtime.coordination import Coordinator, Instance, Registration
-from forge.runtime.processes import CANNOT_START
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.server import RpcServer
@@ -114,26 +111,15 @@ class ServiceApp(Protocol):
         """Close stores; the actors have stopped."""
 
 
-def run(service: str, config_type: type[ServiceConfig], app_type: type[Any]) -> NoReturn:
-    """The whole life of a service process: `python -m services.<service>`.
-
-    Exit codes: 0 stopped in good order; 1 an actor or the app failed, or something it needs to
-    start does not answer yet; 2 it cannot start like this, and one line on stderr says why.
-    """
-    try:
-        config = load(config_type, service=service, argv=sys.argv[1:], environ=os.environ)
-        if not config.instance_id:
-            own_id = f"{service}-{socket.gethostname()}-{os.getpid()}"
-            config = dataclasses.replace(config, instance_id=own_id)
-        configure_logging(service, config.instance_id, level=config.log_level, file=config.log_file)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            code = 1 if runner.run(_Process(service, config, app_type).live()) else 0
-    except ForgeError as error:
-        sys.stderr.write(f"forge {service}: {error}\n")
-        code = 1 if error.retryable else CANNOT_START
-    # To look for garbage in all that torch imports would take most of the process's end.
-    gc.freeze()
-    sys.exit(code)
+def serve(service: str, config: ServiceConfig, app_type: type[Any]) -> bool:
+    """Serve until a signal ends it. Returns whether it failed while serving; raises ForgeError
+    when it could not start."""
+    if not config.instance_id:
+        own_id = f"{service}-{socket.gethostname()}-{os.getpid()}"
+        config = dataclasses.replace(config, instance_id=own_id)
+    configure_logging(service, config.instance_id, level=config.log_level, file=config.log_file)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Process(service, config, app_type).live())
 
 
 class _Process:

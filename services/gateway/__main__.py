@@ -1,8 +1,14 @@
 """Run one gateway instance: `python -m services.gateway --help`."""
 
-from forge.runtime.service import run
-from services.gateway.app import GatewayApp
+from forge.runtime.startup import run
 from services.gateway.config import GatewayConfig
 
+
+def load_app() -> type:
+    from services.gateway.app import GatewayApp
+
+    return GatewayApp
+
+
 if __name__ == "__main__":
-    run("gateway", GatewayConfig, GatewayApp)
+    run("gateway", GatewayConfig, load_app)

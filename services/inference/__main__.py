@@ -1,8 +1,14 @@
 """Run one inference instance: `python -m services.inference --help`."""
 
-from forge.runtime.service import run
-from services.inference.app import InferenceApp
+from forge.runtime.startup import run
 from services.inference.config import InferenceConfig
 
+
+def load_app() -> type:
+    from services.inference.app import InferenceApp
+
+    return InferenceApp
+
+
 if __name__ == "__main__":
-    run("inference", InferenceConfig, InferenceApp)
+    run("inference", InferenceConfig, load_app)

@@ -1,13 +1,19 @@
 """Run one pool instance: `python -m services.pool --help`."""
 
 from forge.runtime.allocator import keep_freed_memory
-from forge.runtime.service import run
-from services.pool.app import PoolApp
+from forge.runtime.startup import run
 from services.pool.config import PoolConfig
 
 KEPT_BYTES = 64 << 20
 """Of freed memory: commits and answers of megabytes come and go all the time."""
 
+
+def load_app() -> type:
+    from services.pool.app import PoolApp
+
+    return PoolApp
+
+
 if __name__ == "__main__":
     keep_freed_memory(KEPT_BYTES)
-    run("pool", PoolConfig, PoolApp)
+    run("pool", PoolConfig, load_app)

@@ -1,8 +1,14 @@
 """Run one scheduler instance: `python -m services.scheduler --help`."""
 
-from forge.runtime.service import run
-from services.scheduler.app import SchedulerApp
+from forge.runtime.startup import run
 from services.scheduler.config import SchedulerConfig
 
+
+def load_app() -> type:
+    from services.scheduler.app import SchedulerApp
+
+    return SchedulerApp
+
+
 if __name__ == "__main__":
-    run("scheduler", SchedulerConfig, SchedulerApp)
+    run("scheduler", SchedulerConfig, load_app)

@@ -1,8 +1,14 @@
 """Run the trainer: `python -m services.trainer --help`."""
 
-from forge.runtime.service import run
-from services.trainer.app import TrainerApp
+from forge.runtime.startup import run
 from services.trainer.config import TrainerConfig
 
+
+def load_app() -> type:
+    from services.trainer.app import TrainerApp
+
+    return TrainerApp
+
+
 if __name__ == "__main__":
-    run("trainer", TrainerConfig, TrainerApp)
+    run("trainer", TrainerConfig, load_app)

@@ -8,7 +8,8 @@ from typing import Any
 from forge.core.errors import FailedPrecondition
 from forge.runtime.actor import Actor, ActorRef, Restart
 from forge.runtime.config import ServiceConfig, setting
-from forge.runtime.service import ServiceContext, run
+from forge.runtime.service import ServiceContext
+from forge.runtime.startup import run
 from forge.runtime.telemetry import log
 from tests.support.echo import FULL_NAME, EchoServicer, add_to_server
 
@@ -81,4 +82,4 @@ class ControlledServicer(EchoServicer):
 
 
 if __name__ == "__main__":
-    run("echo", EchoConfig, EchoApp)
+    run("echo", EchoConfig, lambda: EchoApp)
