@@ -16,8 +16,9 @@ from typing import Annotated
 import typer
 
 from forge.cli.connection import Connection
-from forge.cli.outcome import console, finish
+from forge.cli.outcome import console, fail, finish
 from forge.cli.pool_options import reading
+from forge.core.errors import ForgeError
 from forge.v1 import common_pb2, pool_pb2
 
 pool_app = typer.Typer(
@@ -38,15 +39,18 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object a line, for 
 
 
 @pool_app.command()
+@reading
 def check(
+    find: Callable[[], Connection],
     directory: Directory,
     repair: Annotated[
-        Path | None,
+        str,
         typer.Option(
             metavar="COPY",
-            help="Directory of a replica or a backup: take from it what is damaged here.",
+            help="Take what is damaged here from a copy: the directory of a replica or a backup, "
+            "host:port of a replica that runs, or [bold]leader[/bold], found through etcd.",
         ),
-    ] = None,
+    ] = "",
 ) -> None:
     """Verify every record of a shard: checksums, encodings, and what they say of each other.
 
@@ -57,8 +61,22 @@ def check(
     With --repair the shard must be stopped. A closed trajectory becomes exactly what it was closed
     with, or stays as it is; what is left of the damage is then told in the same way.
     """
-    options = [] if repair is None else [f"--repair={repair}"]
+    options = [f"--repair={repair}"] if repair else []
+    if _names_replica(repair):
+        try:
+            at = find()
+        except ForgeError as error:
+            fail(error)
+        options += [
+            *(f"--etcd={at.etcd}", f"--cluster={at.cluster}", f"--key-file={at.key_file}"),
+            *(f"--tls-ca={at.tls_ca}", f"--tls-cert={at.tls_cert}", f"--tls-key={at.tls_key}"),
+        ]
     _tool("check", directory, *options)
+
+
+def _names_replica(copy: str) -> bool:
+    host, _, port = copy.rpartition(":")
+    return not Path(copy).exists() and (copy == "leader" or bool(host and port.isdecimal()))
 
 
 @pool_app.command()

@@ -67,6 +67,8 @@ class ServiceContext:
     fail: Callable[[str, BaseException], None] = lambda name, error: None
     """Ends it likewise, with exit code 1: the named part of the service cannot go on."""
     _became_ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _listens: asyncio.Event = field(default_factory=asyncio.Event)
+    _address: str = ""
 
     def remote(self, kind: str, stub: Callable[[grpc.aio.Channel], Stub]) -> Remote[Stub]:
         """The instances of another kind, as one callable thing."""
@@ -94,6 +96,16 @@ class ServiceContext:
 
     async def until_ready(self) -> None:
         await self._became_ready.wait()
+
+    def set_listening(self, address: str) -> None:
+        """The bootstrap's: the server listens, and others reach it by `address`."""
+        self._address = address
+        self._listens.set()
+
+    async def until_listening(self) -> str:
+        """Returns that address."""
+        await self._listens.wait()
+        return self._address
 
 
 class ServiceApp(Protocol):
@@ -194,6 +206,7 @@ class _Process:
         metrics_port = serve_metrics(config.host, config.metrics_port)
         context.metadata.setdefault("metrics", f"{host}:{metrics_port}")
         address = f"{host}:{(await context.server.start()).rpartition(':')[2]}"
+        context.set_listening(address)
         undo.push_async_callback(context.server.stop, grace_s=0.0)
         if not context.ready:
             # systemd waits for the process, not for weights that are still on their way to it.

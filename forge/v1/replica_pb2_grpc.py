@@ -39,6 +39,11 @@ class PoolReplicaServiceStub(object):
                 request_serializer=forge_dot_v1_dot_replica__pb2.FollowRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_replica__pb2.FollowResponse.FromString,
                 _registered_method=True)
+        self.FetchRecords = channel.unary_stream(
+                '/forge.v1.PoolReplicaService/FetchRecords',
+                request_serializer=forge_dot_v1_dot_replica__pb2.FetchRecordsRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_replica__pb2.FetchRecordsResponse.FromString,
+                _registered_method=True)
 
 
 class PoolReplicaServiceServicer(object):
@@ -60,6 +65,17 @@ class PoolReplicaServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchRecords(self, request, context):
+        """Records of this copy as they lie on its disk, read in one snapshot; damaged ones are left out. The
+        leader answers once its follower has everything the snapshot shows. Both instances answer.
+        UNAVAILABLE while a follower catches up, and when a leader may be deposed. INVALID_ARGUMENT for
+        another shard, an unknown table and a record of one replica alone. FAILED_PRECONDITION when the
+        caller's data is of another lineage. Safe to retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolReplicaServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -67,6 +83,11 @@ def add_PoolReplicaServiceServicer_to_server(servicer, server):
                     servicer.Follow,
                     request_deserializer=forge_dot_v1_dot_replica__pb2.FollowRequest.FromString,
                     response_serializer=forge_dot_v1_dot_replica__pb2.FollowResponse.SerializeToString,
+            ),
+            'FetchRecords': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchRecords,
+                    request_deserializer=forge_dot_v1_dot_replica__pb2.FetchRecordsRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_replica__pb2.FetchRecordsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -96,6 +117,33 @@ class PoolReplicaService(object):
             '/forge.v1.PoolReplicaService/Follow',
             forge_dot_v1_dot_replica__pb2.FollowRequest.SerializeToString,
             forge_dot_v1_dot_replica__pb2.FollowResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchRecords(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forge.v1.PoolReplicaService/FetchRecords',
+            forge_dot_v1_dot_replica__pb2.FetchRecordsRequest.SerializeToString,
+            forge_dot_v1_dot_replica__pb2.FetchRecordsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,11 +8,14 @@ records already stored has not.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from forge.core.trajectory import TrajectoryName
 from forge.v1 import common_pb2, replica_pb2
-from services.pool.records import TurnHead
+from services.pool.records import Key, TurnHead
+
+if TYPE_CHECKING:
+    from services.pool.record_copies import CopiedRecords
 
 
 class NewTurn(NamedTuple):
@@ -129,6 +132,22 @@ class FollowLeader:
         return sum(step.ByteSize() for step in self.steps)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairUnit:
+    """Answered by whether the unit is whole then."""
+
+    unit: Key
+    copy: CopiedRecords
+    since: int
+    """Newest commit here before the copy was read."""
+    leads: bool
+    """The repair is a commit that the follower takes; a follower becomes as its leader is."""
+
+    @property
+    def cost_bytes(self) -> int:
+        return sum(map(len, self.copy.values.values()))
+
+
 Command = (
     AppendTurns
     | AppendRewards
@@ -138,4 +157,5 @@ Command = (
     | FreeGroups
     | MarkOrphans
     | FollowLeader
+    | RepairUnit
 )

@@ -41,6 +41,12 @@ class PoolConfig(ServiceConfig):
     follower_timeout_s: float = setting(
         5.0, help="replicated: how long a follower may confirm nothing", minimum=0.1
     )
+    verify_every_s: float = setting(
+        24 * 3600.0,
+        help="replicated: pause between two passes that verify every record, and repair what is "
+        "damaged from the other replica; 0: no pass",
+        minimum=0,
+    )
     retention: str = setting(
         "covered",
         help="keep: nothing is ever freed; covered: what a checkpoint covers, and what was given "

@@ -15,11 +15,10 @@ from itertools import chain
 
 import msgspec
 
-from forge.core.errors import DataLoss
 from forge.runtime.telemetry import counter
 from forge.v1 import common_pb2
 from services.pool.keys import index_of_turn_key, name_of_trajectory_key
-from services.pool.records import Payload, Records, Table, TrajectoryHeader
+from services.pool.records import DamagedRecord, Payload, Records, Table, TrajectoryHeader
 
 _DIGEST_BYTES = 8
 _NAMED = 8
@@ -91,7 +90,7 @@ def rewards_damage(trajectory: bytes, header: TrajectoryHeader, rewards: Sequenc
 
 
 def checked_rewards(records: Records, trajectory: bytes, header: TrajectoryHeader) -> list[Payload]:
-    """All rewards. Raises `DataLoss` when they are not those that `header` counts."""
+    """All rewards. Raises `DamagedRecord` when they are not those that `header` counts."""
     marks, rewards = _stored(records, Table.REWARDS, trajectory)
     _require(trajectory, rewards_damage(trajectory, header, marks))
     return rewards
@@ -118,7 +117,8 @@ def _stored(records: Records, table: Table, trajectory: bytes) -> tuple[list[Mar
 def _require(trajectory: bytes, damage: str) -> None:
     if damage:
         _DAMAGED.inc()
-        raise DataLoss(f"{name_of_trajectory_key(trajectory)} {damage}")
+        message = f"{name_of_trajectory_key(trajectory)} {damage}"
+        raise DamagedRecord(message, table=Table.TRAJECTORIES, key=trajectory)
 
 
 def _listed(names: Iterable[str]) -> str:

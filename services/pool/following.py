@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
@@ -49,12 +50,15 @@ class Following:
         leaders: Remote[PoolReplicaServiceAsyncStub],
         *,
         instance_id: str,
+        own_address: Callable[[], Awaitable[str]],
     ) -> None:
+        """`own_address`: where this instance answers the leader's FetchRecords."""
         self._store = store
         self._writer = writer
         self._readers = readers
         self._leaders = leaders
         self._instance_id = instance_id
+        self._own_address = own_address
         self._no_room = ""
         """Why the last steps did not get to the disk, when that was for want of room."""
 
@@ -74,9 +78,10 @@ class Following:
             await asyncio.sleep(pause_s)
 
     async def _follow_leader(self) -> None:
-        leader, stub = await self._leaders.pick(where=self._leads, timeout_s=_FIND_S)
+        leader, stub = await self.leader()
         log.info("follows", pool_shard=self._store.shard, leader=leader.instance_id)
         state = await self._readers.run(lambda: self._store.read(self._state))
+        state.address = await self._own_address()
         stream: Any = stub.Follow()
         try:
             await _write(stream, pb.FollowRequest(state=state))
@@ -92,6 +97,10 @@ class Following:
         found.newest_term = max((term for term, _ in state_of(records).terms), default=0)
         found.no_room = self._no_room
         return found
+
+    async def leader(self) -> tuple[Instance, PoolReplicaServiceAsyncStub]:
+        """Raises `Unavailable` when none is found in time."""
+        return await self._leaders.pick(where=self._leads, timeout_s=_FIND_S)
 
     def _leads(self, instance: Instance) -> bool:
         return (

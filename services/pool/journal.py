@@ -222,7 +222,7 @@ def all_records(records: Records, *, after: pb.RecordKey | None) -> tuple[pb.Rec
     number, last = (0, b"") if after is None else (SENT.index(_table(after)), after.key)
     for table in SENT[number:]:
         for key, value in records.scan_sealed(table, after=last):
-            page.changes.add(record=_record_key(table, key), value=value)
+            page.changes.add(record=record_key(table, key), value=value)
             size_bytes += len(key) + len(value)
             if size_bytes >= PAGE_BYTES:
                 return page, True
@@ -234,7 +234,7 @@ def commit_message(position: int, changes: Changes) -> bytes:
     """A serialized FollowStep of one commit."""
     step = pb.FollowStep(commit=pb.RecordChanges(position=position))
     for (table, key), value in changes.items():
-        step.commit.changes.add(record=_record_key(table, key), value=value or b"")
+        step.commit.changes.add(record=record_key(table, key), value=value or b"")
     return step.SerializeToString()
 
 
@@ -244,7 +244,8 @@ def caught_up_message(position: int, terms: Iterable[tuple[int, int]]) -> bytes:
     return pb.FollowStep(caught_up_position=position, terms=made).SerializeToString()
 
 
-def _record_key(table: Table, key: bytes) -> pb.RecordKey:
+def record_key(table: Table, key: bytes) -> pb.RecordKey:
+    """As it is sent."""
     return pb.RecordKey(table=table.value, key=key)
 
 

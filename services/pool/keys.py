@@ -47,7 +47,12 @@ def place_of_queue_key(key: bytes) -> tuple[common_pb2.Purpose.ValueType, int]:
 
 
 def task_of_queue_key(key: bytes) -> TaskId:
-    return TaskId(key[_QUEUE.size :].decode())
+    return TaskId(task_key_of_queue_key(key).decode())
+
+
+def task_key_of_queue_key(key: bytes) -> bytes:
+    """Key of the group, also where a damaged one cannot be decoded."""
+    return key[_QUEUE.size :]
 
 
 def task_prefix(task_id: str) -> bytes:

@@ -147,6 +147,15 @@ class Leader:
         if self._link is not None:
             self._link.add(position, changes)
 
+    async def follower_with(self, position: int) -> str:
+        """Address of the follower, once it has every commit up to `position`. Raises
+        `Unavailable` while none has caught up, or when it goes."""
+        link = self._link
+        if link is None or not link.confirmed or not link.address:
+            raise Unavailable(f"pool shard {self._store.shard} has no follower in sync")
+        await link.reached(position)
+        return link.address
+
     def accept(self, follower: pb.FollowerState) -> Link:
         """A follower joins. Raises as `Follow` in replica.proto tells."""
         if follower.pool_shard != self._store.shard:

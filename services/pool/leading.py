@@ -234,6 +234,7 @@ class Link:
     ) -> None:
         """`position` is the leader's: every later commit is `add`ed."""
         self.replica_id = follower.replica_id
+        self.address = follower.address
         self.confirmed = 0
         self.ended: asyncio.Future[ForgeError] = asyncio.get_running_loop().create_future()
         self._store = store

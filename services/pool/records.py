@@ -6,7 +6,7 @@ about which records may be written. Every value is
     crc32(key, payload) as u32, payload
 
 and is verified whenever it is read, so that a flipped bit, a torn page or a value under the wrong
-key is `DataLoss` and never a wrong token.
+key is `DamagedRecord` and never a wrong token.
 """
 
 from __future__ import annotations
@@ -58,6 +58,15 @@ class Table(Enum):
 
 Key = tuple[Table, bytes]
 """Of a record."""
+
+
+class DamagedRecord(DataLoss):
+    """A record whose checksum does not match, or a closed trajectory that lacks records."""
+
+    def __init__(self, message: str, *, table: Table, key: bytes) -> None:
+        super().__init__(message)
+        self.table = table
+        self.key = key
 
 
 class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -172,10 +181,11 @@ def checksum_of(key: bytes, payload: Payload) -> bytes:
 
 
 def open_value(table: Table, key: bytes, value: Payload) -> Payload:
-    """The payload of `value`; raises `DataLoss` naming the record when it is not intact."""
+    """The payload of `value`; raises `DamagedRecord` when it is not intact."""
     payload = value[_CHECKSUM.size :]
     if len(value) < _CHECKSUM.size or crc32(payload, crc32(key)) != _CHECKSUM.unpack_from(value)[0]:
-        raise DataLoss(f"the checksum of record {key!r} in {table.value} does not match")
+        message = f"the checksum of record {key!r} in {table.value} does not match"
+        raise DamagedRecord(message, table=table, key=key)
     return payload
 
 
@@ -253,13 +263,18 @@ class Records:
         value = self._transaction.get(key, db=self._databases[table])
         return None if value is None else bytes(value)
 
-    def put_sealed(self, table: Table, key: bytes, value: bytes | None) -> None:
-        """Store what lay so on another disk, None to delete it; not noted in `changed`."""
+    def put_sealed(
+        self, table: Table, key: bytes, value: bytes | None, *, noted: bool = False
+    ) -> None:
+        """Store what lay so on another disk, None to delete it; `noted` in `changed` or not."""
         if value is None:
             self._transaction.delete(key, db=self._databases[table])
         else:
             self._transaction.put(key, value, db=self._databases[table])
-        self._tell(table, key)
+        if noted:
+            self._note(table, key, value)
+        else:
+            self._tell(table, key)
 
     def clear(self, table: Table) -> None:
         """Deletes all records of a table; not noted in `changed`."""

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from forge.core.errors import ConfigError, ForgeError, Unavailable
 from forge.runtime.coordination import Coordinator, Leadership
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import gauge, log
-from forge.v1 import replica_pb2_grpc
+from forge.v1 import replica_pb2, replica_pb2_grpc
 from services.pool.actors import WriterRef
 from services.pool.commands import FollowLeader
 from services.pool.config import PoolConfig
@@ -35,6 +35,9 @@ from services.pool.leader import Leader
 from services.pool.leading import RETRY_S
 from services.pool.membership import ReplicaSet, leadership_name, may_lead
 from services.pool.readers import ReaderRef, Readers
+from services.pool.record_copies import CopiedRecords, answer, fetch_unit
+from services.pool.records import DamagedRecord, Key
+from services.pool.self_repair import SelfRepair
 from services.pool.store import PoolStore
 
 _COMMIT_S = 60.0
@@ -67,6 +70,8 @@ class Replica:
         self._elected: Leadership | None = None
         """The office it was elected to, whether or not it leads yet."""
         self._leader: Leader | None = None
+        self._self_repair: SelfRepair | None = None
+        """As a leader; a follower meets damage in its passes alone."""
         self._task: asyncio.Task[None] | None = None
         self._announcing: asyncio.Task[None] | None = None
         self._in_flight = 0
@@ -95,6 +100,25 @@ class Replica:
                 retry_after_s=RETRY_S,
             )
         return self._leader
+
+    async def mended(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
+        """The outcome of `attempt`, made again after each damaged record that it met and that the
+        follower could replace."""
+        met: set[Key] = set()
+        while True:
+            outcome = await attempt()
+            damage = _damage_in(outcome)
+            if damage is None or (damage.table, damage.key) in met or self._self_repair is None:
+                return outcome
+            met.add((damage.table, damage.key))
+            if not await self._self_repair.repaired(damage):
+                return outcome
+
+    async def records(self, request: replica_pb2.FetchRecordsRequest) -> bytes:
+        """Serialized RecordChanges for FetchRecords."""
+        readers = self._readers if self._leader is None else LeadersReaders(self, self._readers)
+        look = partial(answer, request=request)
+        return await readers.run(partial(self._store.read, look))
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -136,8 +160,11 @@ class Replica:
     async def _live(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                following = tasks.create_task(self._following().run(), name="following")
+                follower = self._following()
+                following = tasks.create_task(follower.run(), name="following")
+                verifying = tasks.create_task(self._verify_as_follower(follower), name="verify")
                 self._elected, members = await self._until_elected()
+                verifying.cancel()
                 following.cancel()
             await self._lead(self._elected, members)
         except ForgeError as error:
@@ -154,7 +181,25 @@ class Replica:
             self._readers,
             self._context.remote("pool", replica_pb2_grpc.PoolReplicaServiceStub),
             instance_id=self._config.instance_id,
+            own_address=self._context.until_listening,
         )
+
+    async def _verify_as_follower(self, follower: Following) -> None:
+        async def fetch(unit: Key, since: int) -> CopiedRecords:
+            _, stub = await follower.leader()
+            return await self._fetch(stub, unit)
+
+        repair = SelfRepair(self._store, self._writer, self._readers, fetch, leads=False)
+        await repair.verify(every_s=self._config.verify_every_s)
+
+    async def _fetch_from_follower(self, unit: Key, since: int) -> CopiedRecords:
+        address = await self.leader.follower_with(since)
+        stub = replica_pb2_grpc.PoolReplicaServiceStub(self._context.channels.get(address))
+        return await self._fetch(stub, unit)
+
+    async def _fetch(self, stub: Any, unit: Key) -> CopiedRecords:
+        lineage = await self._readers.run(self._store.lineage)
+        return await fetch_unit(stub, shard=self._store.shard, lineage=lineage, unit=unit)
 
     async def _until_elected(self) -> tuple[Leadership, ReplicaSet]:
         """Campaigns whenever this replica has all that was acknowledged."""
@@ -240,13 +285,22 @@ class Replica:
             state=state,
             on_members=self._announce,
         )
+        self._self_repair = SelfRepair(
+            self._store, self._writer, self._readers, self._fetch_from_follower, leads=True
+        )
         self._leader = leader
         await leader.begin()
         _LEADS.set(1)
         log.info("leads", pool_shard=self._store.shard, fence=leadership.fence)
         self._on_lead()
         self._context.set_ready()
-        await leader.hold()
+        verify = self._self_repair.verify(every_s=self._config.verify_every_s)
+        verifying = asyncio.create_task(verify, name="verify")
+        try:
+            await leader.hold()
+        finally:
+            verifying.cancel()
+            await asyncio.wait({verifying})
         log.error("deposed", pool_shard=self._store.shard, fence=leadership.fence)
 
     def _announce(self) -> None:
@@ -270,10 +324,12 @@ class LeadersWriter:
         leader.admit()
         give_up_s = time.monotonic() + timeout_s
         with self._replica.answering():
-            try:
-                answer = await self._writer.ask(message, timeout_s=timeout_s)
-            except ForgeError as error:
-                answer = error
+
+            async def attempt() -> Any:
+                left_s = max(0.0, give_up_s - time.monotonic())
+                return await _outcome(self._writer.ask(message, timeout_s=left_s))
+
+            answer = await self._replica.mended(attempt)
             # A refusal, too, may rest on what only this replica has yet.
             await leader.gate.passed(timeout_s=max(0.0, give_up_s - time.monotonic()))
         if isinstance(answer, ForgeError):
@@ -291,11 +347,26 @@ class LeadersReaders:
 
     async def run(self, read: Callable[[], T]) -> T:
         leader = self._replica.leader
-        found = await self._readers.run(read)
+        found = await self._replica.mended(lambda: _outcome(self._readers.run(read)))
+        if isinstance(found, ForgeError):
+            raise found
         if leader.gate.required:
             await leader.gate.passed(timeout_s=_READ_S)
         leader.check_readable()
-        return found
+        return cast(T, found)
+
+
+async def _outcome(answer: Awaitable[T]) -> T | ForgeError:
+    try:
+        return await answer
+    except ForgeError as error:
+        return error
+
+
+def _damage_in(outcome: Any) -> DamagedRecord | None:
+    """The first damaged record that an outcome tells of; turns are answered one by one."""
+    outcomes = outcome if isinstance(outcome, tuple) else (outcome,)
+    return next((one for one in outcomes if isinstance(one, DamagedRecord)), None)
 
 
 async def serve_alone(coordinator: Coordinator, store: PoolStore) -> None:

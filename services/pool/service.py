@@ -219,7 +219,7 @@ def _pieces(
 
 
 class PoolReplicaServicer(replica_pb2_grpc.PoolReplicaServiceServicer):
-    """The leader's side of a follower's call; replica.proto says what it promises."""
+    """What the other instance of a shard calls; replica.proto says what it promises."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -237,3 +237,9 @@ class PoolReplicaServicer(replica_pb2_grpc.PoolReplicaServiceServicer):
                 yield response
         finally:
             link.end(Unavailable("the follower hung up"))
+
+    async def FetchRecords(
+        self, request: replica_pb2.FetchRecordsRequest, context: Any
+    ) -> AsyncIterator[replica_pb2.FetchRecordsResponse]:
+        for chunk in split(await self._replica.records(request)):
+            yield replica_pb2.FetchRecordsResponse(records=chunk)

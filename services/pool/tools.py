@@ -16,15 +16,19 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from forge.cli.connection import Connection
 from forge.core.errors import ForgeError
 from services.pool import copies
 from services.pool.check import Damage
 from services.pool.files import InUse
-from services.pool.repair import repair
+from services.pool.repair import OpenCopy, copy_in, repair
+from services.pool.replica_copy import copy_at
 
 DAMAGED, REFUSED, SERVED = 1, 2, 3
 SHOWN_DAMAGE = 1000
 """Lines of it; more are counted."""
+_CONNECTION = ("--etcd", "--cluster", "--key-file", "--tls-ca", "--tls-cert", "--tls-key")
+"""Of the system whose replica `--repair` names; without them it names a directory."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
             command.add_argument(argument, type=Path)
         command.set_defaults(run=run)
         if name == "check":
-            command.add_argument("--repair", type=Path, metavar="COPY")
+            command.add_argument("--repair", metavar="COPY")
+            for option in _CONNECTION:
+                command.add_argument(option, default="")
     options = parser.parse_args(argv)
     try:
         code: int = options.run(options)
@@ -55,9 +61,23 @@ def main(argv: Sequence[str]) -> int:
 def _check(options: argparse.Namespace) -> int:
     with _bar("checking") as progress:
         if options.repair is not None:
-            left = repair(options.directory, options.repair, progress)
+            left = repair(options.directory, _copy(options), progress)
             return _tell(iter(left), f"{options.directory} is whole")
         return _tell(copies.check(options.directory, progress), f"{options.directory} is whole")
+
+
+def _copy(options: argparse.Namespace) -> OpenCopy:
+    if not options.etcd:
+        return copy_in(Path(options.repair))
+    at = Connection(
+        etcd=options.etcd,
+        cluster=options.cluster,
+        key_file=Path(options.key_file),
+        tls_ca=options.tls_ca,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+    )
+    return copy_at(at, options.repair)
 
 
 def _backup(options: argparse.Namespace) -> int:

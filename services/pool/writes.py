@@ -31,6 +31,7 @@ from services.pool.commands import (
     MarkOrphans,
     NewTurn,
     PutGroups,
+    RepairUnit,
     SealTrajectory,
     SetGroupStates,
 )
@@ -53,6 +54,7 @@ from services.pool.keys import (
     turn_key,
 )
 from services.pool.orphans import mark
+from services.pool.record_repair import repair_from_replica
 from services.pool.records import (
     Records,
     Table,
@@ -92,6 +94,8 @@ def apply(command: Command, records: Records) -> Any:
                 return mark(records, command)
             case FollowLeader(steps=steps):
                 return follow(records, steps)
+            case RepairUnit():
+                return repair_from_replica(records, command)
     except ForgeError as error:
         return error
 

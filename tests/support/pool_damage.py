@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,3 +46,16 @@ def _writing(data_dir: Path, table: Table) -> Iterator[tuple[Any, Any]]:
         database = environment.open_db(table.value.encode(), create=False)
         with environment.begin(write=True) as transaction:
             yield transaction, database
+
+
+def flip_served(data_dir: Path, needle: bytes) -> None:
+    """Flips a bit of each place where the file of a shard that is served has `needle`."""
+    path = data_dir / "data.mdb"
+    with path.open("r+b") as file:
+        data = file.read()
+        places = [found.start() for found in re.finditer(re.escape(needle), data)]
+        assert places
+        for place in places:
+            # In place: the process that serves it reads the file through its map.
+            file.seek(place)
+            file.write(bytes([needle[0] ^ 1]))

@@ -73,10 +73,16 @@ class FullDisk:
         return answer
 
 
+async def own_address() -> str:
+    return "host:1"
+
+
 async def followed(replica: Node, writer: FullDisk, leader: LeaderStub) -> None:
     """The leader's stub, until something of it is stored."""
     readers = Readers(1)
-    following = Following(replica.store, writer, readers, leader, instance_id="b")
+    following = Following(
+        replica.store, writer, readers, leader, instance_id="b", own_address=own_address
+    )
     running = asyncio.create_task(following.run())
     async with asyncio.timeout(60):
         await writer.stored.wait()

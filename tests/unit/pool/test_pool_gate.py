@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +99,9 @@ class Held:
 
     def check_readable(self) -> None:
         return None
+
+    async def mended(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
+        return await attempt()
 
     @contextmanager
     def answering(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from services.pool.keys import (
     turn_key,
 )
 from services.pool.records import Table
-from services.pool.repair import repair
+from services.pool.repair import copy_in, repair
 from services.pool.store import PoolStore
 from tests.support.pool_damage import delete_record, flip_key
 from tests.support.pool_records import make_group, make_reward, make_turn
@@ -73,7 +73,7 @@ def test_lost_records_come_back(directory, tmp_path, open_store, table, key, how
     reward that is newer than the copy stays."""
     before = contents(open_store)
     how(directory, table, key)
-    assert repair(directory, tmp_path / "copy", quiet) == []
+    assert repair(directory, copy_in(tmp_path / "copy"), quiet) == []
     assert contents(open_store) == before
 
 
@@ -81,7 +81,7 @@ def test_what_no_copy_has_is_left_as_damage(directory, tmp_path):
     """A reward that came after the copy was made cannot come back, and nothing else is made of
     it."""
     delete_record(directory, Table.REWARDS, reward_key(KEY, "late"))
-    (left,) = repair(directory, tmp_path / "copy", quiet)
+    (left,) = repair(directory, copy_in(tmp_path / "copy"), quiet)
     assert str(left) == "trajectories b:0:0: has 1 of its 2 rewards: early"
 
 
@@ -91,7 +91,7 @@ def test_a_copy_of_another_shard_is_refused(directory, tmp_path):
     other.close()
     delete_record(directory, Table.TURNS, turn_key(KEY, 0))
     with pytest.raises(ConfigError, match="is no copy of this shard"):
-        repair(directory, tmp_path / "other", quiet)
+        repair(directory, copy_in(tmp_path / "other"), quiet)
 
 
 def test_a_shard_that_is_served_is_not_repaired(directory, tmp_path):
@@ -99,5 +99,5 @@ def test_a_shard_that_is_served_is_not_repaired(directory, tmp_path):
     delete_record(directory, Table.TURNS, turn_key(KEY, 0))
     lock = lock_directory(directory)
     with pytest.raises(InUse):
-        repair(directory, tmp_path / "copy", quiet)
+        repair(directory, copy_in(tmp_path / "copy"), quiet)
     os.close(lock)

@@ -60,6 +60,9 @@ class Process:
     def remote(self, kind: str, stub: object) -> None:
         return None
 
+    async def until_listening(self) -> str:
+        return "host:1"
+
     def stop(self) -> None:
         self.stopped.set()
 

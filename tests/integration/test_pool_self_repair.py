@@ -1,0 +1,161 @@
+"""Bytes flipped in the files of a replicated shard that is served: real processes, a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from forge.core.errors import DataLoss, ForgeError
+from forge.runtime.coordination import Coordinator
+from forge.runtime.rpc.status import translated
+from forge.runtime.security import Keyring
+from forge.v1 import common_pb2, pool_pb2
+from services.pool import copies
+from tests.support.etcd import EtcdServer
+from tests.support.pool_damage import flip_served
+from tests.support.pool_process import CALL_S, PoolClient, PoolProcess
+from tests.support.pool_records import make_group, make_reward, make_turn
+from tests.support.pool_shard import ReplicatedShard
+
+pytestmark = pytest.mark.timeout(300)
+
+TRAJECTORY = "t:0:0"
+SAID = "said once and stored once"
+
+MakeShard = Callable[..., ReplicatedShard]
+
+
+@pytest_asyncio.fixture
+async def shard(
+    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
+) -> AsyncIterator[MakeShard]:
+    """A shard with the settings given, both of its processes started."""
+    made: list[ReplicatedShard] = []
+    Keyring.generate(tmp_path / "key")
+
+    def make(*settings: str) -> ReplicatedShard:
+        made.append(
+            ReplicatedShard(
+                tmp_path,
+                etcd=etcd,
+                coordinator=coordinator,
+                cluster=cluster,
+                shard="s0",
+                key_file=tmp_path / "key",
+                settings=settings,
+            )
+        )
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+
+
+async def filled(replicas: ReplicatedShard) -> tuple[PoolClient, PoolProcess, PoolProcess]:
+    """Its leader's client, leader and follower, once both have a sealed trajectory."""
+    client = await replicas.client()
+    request = pool_pb2.PutGroupsRequest(groups=[make_group("t")], fence=1)
+    while True:
+        try:
+            async with translated():
+                await client.stub.PutGroups(request, timeout=CALL_S)
+            break
+        except ForgeError as error:
+            assert error.retryable, error
+            await asyncio.sleep(0.1)
+    said = make_turn(TRAJECTORY, messages_json=SAID)
+    assert not any(one.error for one in await client.append([said, make_turn(TRAJECTORY, 1)]))
+    await client.seal(TRAJECTORY, 2, [make_reward()])
+    leader, _ = await replicas.leader()
+    (follower,) = (each for each in replicas.processes if each is not leader)
+    return client, leader, follower
+
+
+async def fetched(client: PoolClient) -> common_pb2.Trajectory:
+    async with translated():
+        (trajectory,) = await client.fetch(TRAJECTORY)
+    return trajectory
+
+
+async def logged(process: PoolProcess, event: str) -> None:
+    while event not in process.log_path.read_text():
+        await asyncio.sleep(0.05)
+
+
+def damage_of(process: PoolProcess) -> list[str]:
+    return [str(one) for one in copies.check(process.data_dir, lambda done, of: None)]
+
+
+async def test_leader_reads_a_damaged_record_from_its_follower(shard):
+    """The reader gets the trajectory as it was sealed, and the leader's file is whole again."""
+    replicas = shard("--verify-every-s", "0")
+    client, leader, follower = await filled(replicas)
+    before = await fetched(client)
+    flip_served(leader.data_dir, SAID.encode())
+    assert damage_of(leader)
+    assert await fetched(client) == before
+    assert "record_repaired" in leader.log_path.read_text()
+    assert damage_of(leader) == damage_of(follower) == []
+    await client.close()
+
+
+async def test_record_that_both_have_lost_is_named_to_its_reader(shard):
+    """It stays as it is; what else there is can be read, and is counted."""
+    replicas = shard("--verify-every-s", "0")
+    client, leader, follower = await filled(replicas)
+    for process in (leader, follower):
+        flip_served(process.data_dir, SAID.encode())
+    for _ in range(2):
+        with pytest.raises(DataLoss, match=r"record b't:.* in turns does not match"):
+            await fetched(client)
+    assert leader.log_path.read_text().count("record_lost") == 1
+    assert "trajectories t:0:0" in leader.log_path.read_text()
+    assert len(damage_of(leader)) == len(damage_of(follower)) > 0
+    (summary,) = (await client.groups())[0].trajectories
+    assert summary.turns == 2
+    await client.close()
+
+
+async def test_pass_of_a_follower_repairs_it_from_its_leader(shard):
+    """Nobody reads a follower, so it verifies its records itself."""
+    replicas = shard("--verify-every-s", "0.2")
+    client, _, follower = await filled(replicas)
+    flip_served(follower.data_dir, SAID.encode())
+    await logged(follower, "record_repaired")
+    assert damage_of(follower) == []
+    await client.close()
+
+
+@pytest.mark.parametrize("source", ["leader", "address"])
+async def test_stopped_replica_is_repaired_from_one_that_runs(
+    shard, etcd, cluster, coordinator, tmp_path, source
+):
+    """By `forge pool check --repair`, which finds the leader through etcd, or is given an
+    address."""
+    replicas = shard("--verify-every-s", "0")
+    client, _, stopped = await filled(replicas)
+    stopped.kill()
+    flip_served(stopped.data_dir, SAID.encode())
+    assert damage_of(stopped)
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [
+            *(sys.executable, "-m", "forge.cli.main", "pool", "check", str(stopped.data_dir)),
+            *("--repair", source if source == "leader" else client.address),
+            *("--etcd", etcd.endpoint, "--cluster", cluster),
+            *("--key-file", str(tmp_path / "key")),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert done.stdout == f"{stopped.data_dir} is whole\n"
+    await client.close()
