@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from forge.runtime.actor import ActorRef, ActorSystem
+from forge.runtime.allocator import keep_freed_memory, settle
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import gateway_pb2_grpc, inference_pb2_grpc, pool_pb2_grpc
@@ -16,13 +17,17 @@ from services.gateway.actors.session import SessionSettings
 from services.gateway.config import GatewayConfig
 from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
-from services.gateway.memory import keep_freed_memory, settle
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.pool_client import Pool
 from services.gateway.router.sample_stream import SampleStreams
 from services.gateway.service import FULL_NAME, GatewayServicer
 from services.gateway.sessions import Limits, Sessions
 from services.gateway.turns.run import Turns
+
+KEPT_BYTES = 32 << 20
+"""Freed memory that the allocator keeps instead of giving it back."""
+MAPPED_BYTES = 4 << 20
+"""Blocks of this size and more are mapped one by one: more than a prompt of a million ids takes."""
 
 
 class GatewayApp:
@@ -38,7 +43,7 @@ class GatewayApp:
     async def start(self) -> None:
         config = self._context.config
         assert isinstance(config, GatewayConfig)
-        keep_freed_memory()
+        keep_freed_memory(KEPT_BYTES, mapped_bytes=MAPPED_BYTES)
         model = await asyncio.to_thread(
             partial(
                 ChatModel.load,

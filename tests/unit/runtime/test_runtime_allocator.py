@@ -25,6 +25,21 @@ rounds(1)
 print(given_back, rounds(20))
 """
 
+COPIES = """
+import resource
+from forge.runtime.allocator import keep_freed_memory
+from services.gateway.app import KEPT_BYTES, MAPPED_BYTES
+keep_freed_memory(KEPT_BYTES, mapped_bytes=MAPPED_BYTES)
+prompt = bytes(1 << 20)
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(100):
+        bytearray(prompt[1:])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_what_is_kept_is_not_faulted_in_again() -> None:
@@ -34,3 +49,10 @@ def test_what_is_kept_is_not_faulted_in_again() -> None:
     )
     given_back, kept = map(int, ended.stdout.split())
     assert kept < 0.1 * given_back
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_copies_of_a_prompt_cost_no_page_faults() -> None:
+    """Memory freed by one copy is there for the next: a copy of 1 MiB has 256 pages otherwise."""
+    ran = subprocess.run([sys.executable, "-c", COPIES], capture_output=True, text=True, check=True)
+    assert int(ran.stdout) < 100
