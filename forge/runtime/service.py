@@ -28,7 +28,7 @@ import sdnotify
 import uvloop
 
 from forge.core.errors import ConfigError, ForgeError
-from forge.runtime.actor import ActorSystem
+from forge.runtime.actor_system import ActorSystem
 from forge.runtime.clock_watch import ClockWatch
 from forge.runtime.config import ServiceConfig
 from forge.runtime.coordination import Coordinator, Instance, Registration

@@ -13,14 +13,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forge.core.errors import ActorStopped, ForgeError
+from forge.runtime.actor import Actor, ThreadActor
 from forge.runtime.mailbox import Envelope, KindMetrics, Mailbox, answer_all
 from forge.runtime.telemetry import log
-
-if TYPE_CHECKING:
-    from forge.runtime.actor import Actor, ThreadActor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from forge.runtime.actor import ActorRef, ActorSystem
+from forge.runtime.actor_system import ActorRef, ActorSystem
 from forge.runtime.allocator import keep_freed_memory, settle
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 
-from forge.runtime.actor import ActorRef
+from forge.runtime.actor_system import ActorRef
 from forge.v1 import common_pb2
 from services.scheduler.catalog import record_of
 from services.scheduler.messages import GroupView, ListTagged, Tagged, ViewGroups

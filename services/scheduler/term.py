@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 
 from forge.core.errors import ForgeError
 from forge.core.queue.generation_queue import GenerationQueue
-from forge.runtime.actor import ActorRef, ActorSystem, Restart
+from forge.runtime.actor_system import ActorRef, ActorSystem
 from forge.runtime.coordination import Coordinator, Leadership
+from forge.runtime.supervision import Restart
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler import metrics

@@ -15,7 +15,7 @@ from forge.client.task_files import read_tasks
 from forge.core.errors import ActorStopped, ConfigError, ForgeError, Unavailable
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.model.policy import attention_channels
-from forge.runtime.actor import ActorRef
+from forge.runtime.actor_system import ActorRef
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2_grpc, pool_pb2_grpc, scheduler_pb2_grpc, trainer_pb2_grpc

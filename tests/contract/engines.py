@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from forge.runtime.actor import ActorSystem
+from forge.runtime.actor_system import ActorSystem
 from services.inference.engines.base import (
     DecodeEngine,
     Likeliest,

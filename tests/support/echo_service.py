@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge.core.errors import FailedPrecondition
-from forge.runtime.actor import Actor, ActorRef, Restart
+from forge.runtime.actor import Actor
+from forge.runtime.actor_system import ActorRef
 from forge.runtime.config import ServiceConfig, setting
 from forge.runtime.service import ServiceContext
 from forge.runtime.startup import run
+from forge.runtime.supervision import Restart
 from forge.runtime.telemetry import log
 from tests.support.echo import FULL_NAME, EchoServicer, add_to_server
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from forge.runtime.actor import ActorRef
+from forge.runtime.actor_system import ActorRef
 from forge.runtime.background import Background
 from forge.runtime.coordination import Discovery
 from forge.runtime.service import ServiceContext

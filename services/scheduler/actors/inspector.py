@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from forge.core.errors import ForgeError
-from forge.runtime.actor import Actor, ActorRef
+from forge.runtime.actor import Actor
+from forge.runtime.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from services.scheduler.messages import Inspect, Report, SettleRollouts
 from services.scheduler.shards import PoolShards

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from forge.runtime.actor import Actor, ActorRef
+from forge.runtime.actor import Actor
+from forge.runtime.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler import messages as m

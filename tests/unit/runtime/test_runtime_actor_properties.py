@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
 from forge.core.errors import ActorStopped, MailboxFull, NotFound
-from forge.runtime.actor import Actor, ActorSystem, Restart, ThreadActor
+from forge.runtime.actor import Actor, ThreadActor
+from forge.runtime.actor_system import ActorSystem
 from forge.runtime.mailbox import Envelope, KindMetrics, Mailbox
-from forge.runtime.supervision import RestartBudget
+from forge.runtime.supervision import Restart, RestartBudget
 
 MAILBOX_SIZE = 3
 

@@ -11,7 +11,9 @@ import pytest
 import pytest_asyncio
 
 from forge.core.errors import ActorStopped, NotFound, ResourceExhausted
-from forge.runtime.actor import ActorSystem, Restart, ThreadActor
+from forge.runtime.actor import ThreadActor
+from forge.runtime.actor_system import ActorSystem
+from forge.runtime.supervision import Restart
 
 
 @pytest_asyncio.fixture

@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any
 
 from forge.core.errors import ForgeError, NotFound
-from forge.runtime.actor import ActorRef, ActorSystem, Restart
+from forge.runtime.actor_system import ActorRef, ActorSystem
+from forge.runtime.supervision import Restart
 from forge.runtime.telemetry import log
 from services.inference.engines.base import (
     EngineStatus,
