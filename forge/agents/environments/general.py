@@ -9,9 +9,9 @@ An order ("Ben orders: lamp to Mia.") is carried out in four turns and one fold:
     + assistant, tool                   -> "done"
 
 so the summary is the only thing that carries shelf and city to where they are needed
-(`forge.agents.folding` fixes the messages). Owns the tasks, the desk's state and a teacher that
-looks up the one who orders, skips a look-up, or leaves something out of its summary, and then
-makes up what it lacks.
+(`forge.agents.environments.folding` fixes the messages). Owns the tasks, the desk's state and a
+teacher that looks up the one who orders, skips a look-up, or leaves something out of its summary,
+and then makes up what it lacks.
 """
 
 from __future__ import annotations

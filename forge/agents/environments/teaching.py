@@ -1,8 +1,9 @@
 """Demonstrations: conversations in which a scripted teacher attempts a task.
 
 Owns their shape and the bookkeeping of a rehearsal: tool calls are carried out and answered as a
-scaffold would, and a fold leads to the same messages as in `forge.agents.folding`. What the
-teacher does, mistakes included, is each domain's business. Nothing here knows tokens or models.
+scaffold would, and a fold leads to the same messages as in `forge.agents.environments.folding`.
+What the teacher does, mistakes included, is each domain's business. Nothing here knows tokens or
+models.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from random import Random
 from typing import Any
 
 from forge.agents.environments.base import Message, ToolError
-from forge.agents.folding import fold_request, folded
+from forge.agents.environments.folding import fold_request, folded
 
 ToolRunner = Callable[[str, Mapping[str, Any]], str]
 

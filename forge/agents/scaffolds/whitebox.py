@@ -2,14 +2,14 @@
 
 Owns the loop that folds its history: now and then it asks the model for a summary and goes on
 from that. The fold is a turn like any other, recorded under its name and trained through. When
-and what a fold is, `forge.agents.folding` says.
+and what a fold is, `forge.agents.environments.folding` says.
 """
 
 from __future__ import annotations
 
 from forge.agents.conversation import Conversation
 from forge.agents.environments.base import Episode, Transcript
-from forge.agents.folding import CONTEXT_ACTION, fold_request, folded
+from forge.agents.environments.folding import CONTEXT_ACTION, fold_request, folded
 from forge.agents.rollout import Rollout
 from forge.client.session import AgentSession
 from forge.client.turns import Answer

@@ -17,10 +17,8 @@ Later folds start from `initial` again, so only what the newest summary says sur
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the environments import this module
-    from forge.agents.environments.base import Message
+from forge.agents.environments.base import Message
 
 CONTEXT_ACTION = "fold"
 """Names the action in the `context_action` of the call that asks for the summary."""
