@@ -24,14 +24,15 @@ from forge.core.prefix_tree import Sample
 from forge.rl.learner.learner import Learner
 from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
+from forge.rl.model.capabilities import told
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import (
     TOLERANCE,
+    check_policy,
     gradients_of,
     own_logprobs,
     randomize,
     relative_error,
-    told,
 )
 from forge.rl.model.small_config import THRESHOLD, WINDOW, small_config, text_config
 
@@ -179,7 +180,7 @@ def examine(family: Family) -> Finding:
         return Finding(way="not built", reason=told(error))
     try:
         policy = TreePolicy(model)
-        policy.check()
+        check_policy(policy)
     except InvalidArgument as refusal:
         return Finding(way="refused", reason=str(refusal))
     except Exception as error:  # a check that raises anything else is a defect

@@ -21,6 +21,7 @@ from forge.rl.learner.learner import Learner
 from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
+from forge.rl.model.probe import check_policy
 from forge.rl.tree.batch import build_tree_batch
 from forge.rl.tree.parts import cut_part
 from tests.support.rl_models import CAP, Gradient, gradients, make_sample, relative_errors
@@ -121,7 +122,7 @@ def test_a_model_of_grouped_heads_is_merged_and_steps(autocast: torch.dtype | No
     results = []
     for device in ("cpu", "cuda"):
         policy = TreePolicy(model_of(device, head_dim=128, heads=16), autocast=autocast)
-        policy.check()
+        check_policy(policy)
         assert not policy.unmerged
         learner = Learner(policy, LearnerConfig(token_budget=200))
         result = learner.step(learner.plan(forest()), weight_version=4)

@@ -1,11 +1,12 @@
 """What a transformers model computes, as far as merging prefixes is concerned.
 
-Owns reading it off a configuration. `TreePolicy.check` compares what is left to chance.
+Owns reading it off a configuration. `forge.rl.model.probe` compares what is left to chance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 MERGED_LAYERS = ("full_attention", "sliding_attention")
@@ -117,3 +118,19 @@ def _rotary_types(parameters: Any) -> Iterator[str]:
         yield kind
     for nested in parameters.values():
         yield from _rotary_types(nested)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How a model's trees are computed."""
+
+    unmerged: str = ""
+    """Why sequence by sequence; "" if merged."""
+    separate: bool = False
+    """Each sample is computed alone, rather than as the beginning of a longer one."""
+
+
+def told(error: BaseException) -> str:
+    """One short line."""
+    (line, *_) = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {line[:160]}" if line else type(error).__name__

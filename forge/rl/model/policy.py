@@ -2,9 +2,8 @@
 
 Owns the forward passes over a merged tree: trunk with tree attention, head on the rows needed, and
 which way a tree takes: one pass, several with relayed keys, one range per rank, or sequence by
-sequence for a model that trees do not fit. Also owns the check that this equals the model's own
-forward, since only the model's code knows what it computes. Losses and optimizer steps are
-elsewhere.
+sequence for a model that trees do not fit. `forge.rl.model.probe` checks that this equals the
+model's own forward. Losses and optimizer steps are elsewhere.
 """
 
 from __future__ import annotations
@@ -27,17 +26,18 @@ from forge.rl.attention.tree_attention import TREE_ATTENTION, Prefix, TreeInput,
 from forge.rl.collectives import all_reduce
 from forge.rl.losses.moe_load_balance import RouterBalance
 from forge.rl.model.backbone import Trunk, TrunkOutput
-from forge.rl.model.capabilities import attention_channels as attention_channels
 from forge.rl.model.capabilities import (
+    Way,
     depends_on_length,
     forget_lengths,
     logit_scale,
     pair_cost,
     prefix_cost,
+    told,
     unmergeable,
 )
+from forge.rl.model.capabilities import attention_channels as attention_channels
 from forge.rl.model.head_logprobs import edge_logprobs, logits_logprobs
-from forge.rl.model.probe import Way, examine, told
 from forge.rl.parallel.context_parallel import (
     GatheredPrefix,
     gather_edges,
@@ -99,7 +99,7 @@ class TreePolicy:
         self.way = Way()
         """How trees are computed."""
         if way is None:
-            self._settle(Way(unmerged=unmergeable(model), separate=depends_on_length(model)))
+            self.settle(Way(unmerged=unmergeable(model), separate=depends_on_length(model)))
         else:
             self.take(way)
 
@@ -337,16 +337,6 @@ class TreePolicy:
             values_R: Tensor = states_RC.to(wide) @ weight[0] + bias
         return values_R[head.rows_E]
 
-    def check(self) -> None:
-        """Compare merged trees with the model's own forward, and train it in a way that equals it.
-
-        A model that computes something else than causal attention over ancestors and a plain head
-        is trained sequence by sequence from then on, each sample alone where it depends on the
-        length. Raises `InvalidArgument` for a model that cannot be trained in any way.
-        """
-        known = self.unmerged
-        self._settle(examine(self), known=known)
-
     def over(self, model: Any, way: Way) -> TreePolicy:
         """The same with another model's weights, in a way given."""
         return TreePolicy(model, way=way, own_attention=self.own_attention)
@@ -357,7 +347,7 @@ class TreePolicy:
         attention = self.own_attention if way.unmerged else TREE_ATTENTION
         self.model.set_attn_implementation(attention)
 
-    def _settle(self, way: Way, *, known: str = "") -> None:
+    def settle(self, way: Way, *, known: str = "") -> None:
         """Compute trees like that, and tell it unless that is `known`."""
         try:
             self.take(way)

@@ -11,21 +11,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample, plan_trees
-from forge.rl.model.capabilities import forget_lengths
+from forge.rl.model.capabilities import Way, forget_lengths, told
+from forge.rl.model.policy import TreePolicy
 from forge.rl.model.small_config import THRESHOLD, small_config
 from forge.rl.tree.batch import build_tree_batch
-
-if TYPE_CHECKING:
-    from forge.rl.model.policy import TreePolicy
 
 UNSPLIT = 1 << 30
 SMALL_BUDGETS = (UNSPLIT, 24)
@@ -39,14 +36,15 @@ ALPHABET = 12
 SEED = 7
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """How a model's trees are computed."""
+def check_policy(policy: TreePolicy) -> None:
+    """Compare merged trees with the model's own forward, and train it in a way that equals it.
 
-    unmerged: str = ""
-    """Why sequence by sequence; "" if merged."""
-    separate: bool = False
-    """Each sample is computed alone, rather than as the beginning of a longer one."""
+    A model that computes something else than causal attention over ancestors and a plain head
+    is trained sequence by sequence from then on, each sample alone where it depends on the
+    length. Raises `InvalidArgument` for a model that cannot be trained in any way.
+    """
+    known = policy.unmerged
+    policy.settle(examine(policy), known=known)
 
 
 def examine(policy: TreePolicy) -> Way:
@@ -348,9 +346,3 @@ def as_sample(ids: Sequence[int], rng: Random | None = None) -> Sample:
         weight_versions=bytes(4 * count),
         advantages=array("f", advantages).tobytes(),
     )
-
-
-def told(error: BaseException) -> str:
-    """One short line."""
-    (line, *_) = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {line[:160]}" if line else type(error).__name__

@@ -22,6 +22,7 @@ from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.learner import Learner, Reference
 from forge.rl.learner.types import StepResult
 from forge.rl.model.policy import TreePolicy
+from forge.rl.model.probe import check_policy
 from forge.rl.model.served_weights import ServedValues
 from services.trainer.checkpoint.files import (
     LEARNER_FILE,
@@ -107,7 +108,7 @@ class Replica:
         """
         for policy in self._policies:
             try:
-                policy.check()
+                check_policy(policy)
             except InvalidArgument as error:
                 raise ConfigError(f"model_path = {str(self._model_path)!r}: {error}") from error
             if policy.unmerged and self._group is not None:

@@ -31,6 +31,7 @@ from forge.rl.learner.learner import Learner
 from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
+from forge.rl.model.probe import check_policy
 from forge.rl.optimizers import NAMES, OptimizerConfig
 from services.trainer.checkpoint.files import write_model
 from services.trainer.model.full_weights import load_model, own_tensors
@@ -147,7 +148,7 @@ def warm_start(options: argparse.Namespace) -> None:
         raise InvalidArgument(f"data = {str(options.data)!r}: no conversation to learn from")
     torch.manual_seed(options.seed)
     policy = TreePolicy(model, autocast=trunk_type(options.autocast, device))
-    policy.check()
+    check_policy(policy)
     learner = Learner(policy, _learner_config(options, updates))
     teach(learner, taught, held, course)
     _save(model, options.model, options.out)

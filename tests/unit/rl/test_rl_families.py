@@ -27,8 +27,9 @@ from benchmarks.support.model_families import (
 from benchmarks.support.model_families import build as build_family
 from forge.core.errors import InvalidArgument
 from forge.rl.learner.batch_plan import plan_batch
+from forge.rl.model.capabilities import Way
 from forge.rl.model.policy import TreePolicy
-from forge.rl.model.probe import Way, kinds_of_modules, small_copy
+from forge.rl.model.probe import check_policy, kinds_of_modules, small_copy
 from forge.rl.tree.separate_samples import separated
 from forge.rl.tree.states import TreeStates
 from tests.support.rl_forests import KINDS, forest
@@ -65,7 +66,7 @@ def test_a_family_is_trained_exactly(name: str) -> None:
     """In the way expected; loss and gradients equal those of each sample alone, beyond every
     window and threshold."""
     policy = TreePolicy(build_family(family(name)))
-    policy.check()
+    check_policy(policy)
     alone = "alone" if policy.way.separate else "by sequence"
     assert max(errors_of(policy, deep_samples(policy.model))) <= 1e-5
     assert (alone if policy.unmerged else "merged") == WAYS[name], policy.unmerged
@@ -74,7 +75,7 @@ def test_a_family_is_trained_exactly(name: str) -> None:
 def test_a_model_that_sees_later_tokens_is_refused() -> None:
     """Its log-probs are not those that an engine samples from; the line names the family."""
     with pytest.raises(InvalidArgument, match=r"^BertLMHeadModel cannot be trained: .* later tok"):
-        TreePolicy(build_family(family("bert"))).check()
+        check_policy(TreePolicy(build_family(family("bert"))))
 
 
 def test_a_model_whose_own_forward_fails_is_refused() -> None:
@@ -86,7 +87,7 @@ def test_a_model_whose_own_forward_fails_is_refused() -> None:
 
     policy = TreePolicy(BrokenForCausalLM(LlamaConfig(**SHAPE)))
     with pytest.raises(InvalidArgument, match=r"^BrokenForCausalLM cannot be trained: .*KeyError"):
-        policy.check()
+        check_policy(policy)
 
 
 def test_any_error_of_a_merged_pass_means_by_sequence() -> None:
@@ -99,7 +100,7 @@ def test_any_error_of_a_merged_pass_means_by_sequence() -> None:
     model = PickyForCausalLM(LlamaConfig(**SHAPE))
     model.model.layers[1].self_attn.switched_on = "elsewhere"
     policy = TreePolicy(model)
-    policy.check()
+    check_policy(policy)
     assert "is without LlamaAttention" in policy.unmerged and policy.way.separate
 
 

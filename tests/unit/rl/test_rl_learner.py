@@ -23,6 +23,7 @@ from forge.core.token_columns import float32_bytes
 from forge.rl.learner.learner import Learner
 from forge.rl.learner.types import LearnerConfig, Schedule
 from forge.rl.model.policy import TreePolicy
+from forge.rl.model.probe import check_policy
 from tests.support.rl_models import make_sample, tiny_model
 
 SMALL = {
@@ -188,13 +189,13 @@ def test_a_step_tells_how_hard_each_domain_pulls() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_dense_model_passes_the_check(family: str) -> None:
     """Merged log-probs equal the model's own."""
-    TreePolicy(tiny_model(family, torch.float32)).check()
+    check_policy(TreePolicy(tiny_model(family, torch.float32)))
 
 
 def test_a_sliding_window_passes_the_check() -> None:
     """A window shorter than the sequences is part of what tree attention computes."""
     policy = TreePolicy(MistralForCausalLM(MistralConfig(**SMALL, sliding_window=3)))
-    policy.check()
+    check_policy(policy)
     assert not policy.unmerged
 
 
@@ -210,7 +211,7 @@ def test_capped_logits_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
         )
     )
     policy = TreePolicy(model)
-    policy.check()
+    check_policy(policy)
     assert "differ from its own forward" in policy.unmerged
     (record,) = caplog.records
     assert record.getMessage().startswith("Gemma2ForCausalLM is trained sequence by sequence")
@@ -236,7 +237,7 @@ def test_latent_attention_is_noticed() -> None:
         )
     )
     policy = TreePolicy(model)
-    policy.check()
+    check_policy(policy)
     assert "equal head sizes" in policy.unmerged
     one = Learner(policy, LearnerConfig())
     assert one.step(one.plan(samples()), weight_version=1).skipped == ""

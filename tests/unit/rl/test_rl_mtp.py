@@ -22,6 +22,7 @@ from forge.rl.learner.learner import Learner
 from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
+from forge.rl.model.probe import check_policy
 from forge.rl.mtp import MtpConfig, MtpHeads, MtpLoss, training
 from forge.rl.mtp.losses import LOSSES, acceptance, topk_kl, total_variation
 from forge.rl.tree.states import TreeStates
@@ -165,7 +166,7 @@ def models() -> dict[str, Any]:
 def test_the_target_is_the_policys_own_distribution(which: str) -> None:
     """What heads learn from gives the tokens the log-probs that the policy gives them."""
     policy = TreePolicy(models()[which])
-    policy.check()
+    check_policy(policy)
     policy.states = TreeStates()
     (tree,) = Learner(policy, LearnerConfig()).plan(forest("temperatures")).trees
     logprobs_T, _ = policy.logprobs(tree)

@@ -13,6 +13,7 @@ from transformers import OPTConfig, OPTForCausalLM, PhiConfig, PhiForCausalLM
 from forge.rl.learner.learner import Learner
 from forge.rl.learner.types import LearnerConfig
 from forge.rl.model.policy import TreePolicy
+from forge.rl.model.probe import check_policy
 from services.trainer.model.full_weights import load_model
 from tests.support.rl_models import make_sample
 
@@ -35,7 +36,7 @@ def test_a_model_with_dropout_computes_what_the_engine_does(family: str, tmp_pat
         saved = OPTForCausalLM(OPTConfig(**SHAPE, ffn_dim=32, word_embed_proj_dim=32, dropout=0.1))
     saved.save_pretrained(tmp_path)
     policy = TreePolicy(load_model(tmp_path))
-    policy.check()
+    check_policy(policy)
     assert bool(policy.unmerged) == (family == "phi")  # its head has a bias
     rng = Random(0)
     samples = [make_sample([1, 2, 3, 4, 5, n], (3, 6), rng=rng) for n in range(6, 9)]
