@@ -16,7 +16,7 @@ from functools import partial
 
 from aiohttp import web
 
-from forge.runtime.config import ServiceConfig, setting
+from forge.runtime.config import Port, ServiceConfig
 from forge.runtime.service import ServiceContext
 from forge.runtime.startup import run
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc, pool_pb2_grpc
@@ -34,9 +34,12 @@ TIMEOUT_S = 60.0
 class FloorConfig(ServiceConfig):
     """Where to listen and where to record."""
 
-    http_port: int = setting(0, help="what it listens on", minimum=0, maximum=65535)
-    model_path: str = setting("", help="not looked at")
-    pool_shard: str = setting("s0", help="shard that takes the turns")
+    http_port: Port = 0
+    """What it listens on."""
+    model_path: str = ""
+    """Not looked at."""
+    pool_shard: str = "s0"
+    """Shard that takes the turns."""
 
 
 class FloorApp:

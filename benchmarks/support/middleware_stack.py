@@ -57,9 +57,11 @@ async def start_middleware(
         undo.push_async_callback(cluster.close)
         pool = cluster.start_pool()
         scheduler = cluster.start_scheduler(
-            concurrency=str(concurrency),
-            window=str(max(1, round(0.3 * concurrency))),
-            batch_groups=str(batch_groups),
+            queue={
+                "concurrency": str(concurrency),
+                "window": str(max(1, round(0.3 * concurrency))),
+                "batch_groups": str(batch_groups),
+            },
             lease_ttl_s=LEASE_S,
             pool_timeout_s="30",
         )

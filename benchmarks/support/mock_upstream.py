@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from forge.core.token_columns import TOKEN_BYTES, float32_bytes, int32_bytes
-from forge.runtime.config import ServiceConfig, setting
+from forge.runtime.config import Port, ServiceConfig
 from forge.runtime.service import ServiceContext
 from forge.runtime.startup import run
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -32,10 +32,14 @@ WORDS = "the quick brown fox looks up the answer in the table and then "
 class MockConfig(ServiceConfig):
     """Answers at once, or at a pace."""
 
-    model_path: str = setting("", help="where the tokenizer is")
-    http_port: int = setting(0, help="OpenAI's protocol", minimum=0, maximum=65535)
-    pieces: int = setting(4, help="pieces of an answer", minimum=1)
-    piece_tokens: int = setting(8, help="tokens of a piece", minimum=1)
+    model_path: str = ""
+    """Where the tokenizer is."""
+    http_port: Port = 0
+    """OpenAI's protocol."""
+    pieces: int = 4
+    """Pieces of an answer."""
+    piece_tokens: int = 8
+    """Tokens of a piece."""
 
 
 class Script:

@@ -122,9 +122,7 @@ def _fill(data_dir: Path, groups: int) -> None:
 def _start(cluster: SchedulerCluster) -> SchedulerProcess:
     config = SchedulerConfig()
     return cluster.start_scheduler(
-        concurrency="64",
-        window="64",
-        batch_groups=str(BATCH_GROUPS),
+        queue={"concurrency": "64", "window": "64", "batch_groups": str(BATCH_GROUPS)},
         lease_ttl_s=str(TTL_S),
         takeover_hold_s=str(config.takeover_hold_s),
         pool_timeout_s=str(config.pool_timeout_s),

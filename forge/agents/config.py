@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from forge.runtime.config import ServiceConfig, setting
+from msgspec import Meta
+
+from forge.runtime.config import ServiceConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,66 +30,43 @@ class RunnerConfig(ServiceConfig):
     More in docs/agents.md.
     """
 
-    concurrency: int = setting(256, help="rollouts that run at once", minimum=1, maximum=65536)
-    rollout_timeout_s: float = setting(
-        1800.0,
-        help="longest that the agent of one rollout may take by itself: waiting for the model does "
-        "not count, and on a host with more to run than cores time counts less",
-        minimum=1,
-        maximum=86400,
-    )
-    call_timeout_s: float = setting(
-        600.0, help="longest that one model call may take", minimum=1, maximum=86400
-    )
-    lease_wait_s: float = setting(
-        10.0, help="how long one request for work waits at the scheduler", minimum=0.1, maximum=60
-    )
-    gateway_wait_s: float = setting(
-        30.0, help="how long a rollout waits for a gateway to appear", minimum=0.1, maximum=600
-    )
-    max_tokens: int = setting(
-        256, help="most tokens to sample per turn where the task names no max_tokens", minimum=1
-    )
-    command: str = setting(
-        "",
-        help="program to run as the agent of every task, instead of the scaffold the task names; "
-        "{prompt}, {task_id} and {domain} are filled in",
-    )
-    command_memory_mb: int = setting(
-        2048, help="private memory of each process of the command, in MiB; 0: no limit", minimum=0
-    )
-    command_tls_cert: str = setting(
-        "",
-        help="PEM client certificate that the command is told of (FORGE_TLS_CERT), for gRPC where "
-        "gateways demand one; empty: none",
-    )
-    command_tls_key: str = setting("", help="PEM private key of command_tls_cert")
-    command_processes: int = setting(
-        4096,
-        help="processes and threads the runner's user may have, over all commands; 0: no limit",
-        minimum=0,
-    )
-    scaffolds: tuple[str, ...] = setting((), help="further scaffolds, name=module:factory each")
-    domains: tuple[str, ...] = setting((), help="further domains, name=module:class each")
-    reward_functions: tuple[str, ...] = setting(
-        (), help="reward function per domain, domain=module:function each"
-    )
-    reward_timeout_s: float = setting(
-        30.0, help="longest that a reward function may take", minimum=0.1, maximum=3600
-    )
-    reward_workers: int = setting(
-        0,
-        help="processes that reward functions run in; 0: one per core. More for functions that "
-        "wait, for instance for a judge",
-        minimum=0,
-        maximum=4096,
-    )
-    reward_memory_mb: int = setting(
-        2048, help="private memory of each reward process, in MiB; 0: no limit", minimum=0
-    )
-    reward_processes: int = setting(
-        4096,
-        help="processes and threads the runner's user may have, reward functions included; "
-        "0: no limit",
-        minimum=0,
-    )
+    concurrency: Annotated[int, Meta(ge=1, le=65536)] = 256
+    """Rollouts that run at once."""
+    rollout_timeout_s: Annotated[float, Meta(ge=1, le=86400)] = 1800.0
+    """Longest that the agent of one rollout may take by itself: waiting for the model does not
+    count, and on a host with more to run than cores time counts less."""
+    call_timeout_s: Annotated[float, Meta(ge=1, le=86400)] = 600.0
+    """Longest that one model call may take."""
+    lease_wait_s: Annotated[float, Meta(ge=0.1, le=60)] = 10.0
+    """How long one request for work waits at the scheduler."""
+    gateway_wait_s: Annotated[float, Meta(ge=0.1, le=600)] = 30.0
+    """How long a rollout waits for a gateway to appear."""
+    max_tokens: Annotated[int, Meta(ge=1)] = 256
+    """Most tokens to sample per turn where the task names no max_tokens."""
+    command: str = ""
+    """Program to run as the agent of every task, instead of the scaffold the task names; {prompt},
+    {task_id} and {domain} are filled in."""
+    command_memory_mb: Annotated[int, Meta(ge=0)] = 2048
+    """Private memory of each process of the command, in MiB; 0: no limit."""
+    command_tls_cert: str = ""
+    """PEM client certificate that the command finds in FORGE_TLS_CERT, for gateways that demand one
+    of gRPC clients; empty: none."""
+    command_tls_key: str = ""
+    """PEM private key of command_tls_cert."""
+    command_processes: Annotated[int, Meta(ge=0)] = 4096
+    """Processes and threads the runner's user may have, over all commands; 0: no limit."""
+    scaffolds: tuple[str, ...] = ()
+    """Further scaffolds, name=module:factory each."""
+    domains: tuple[str, ...] = ()
+    """Further domains, name=module:class each."""
+    reward_functions: tuple[str, ...] = ()
+    """Reward function per domain, domain=module:function each."""
+    reward_timeout_s: Annotated[float, Meta(ge=0.1, le=3600)] = 30.0
+    """Longest that a reward function may take."""
+    reward_workers: Annotated[int, Meta(ge=0, le=4096)] = 0
+    """Processes that reward functions run in; 0: one per core. More for functions that wait, for
+    instance for a judge."""
+    reward_memory_mb: Annotated[int, Meta(ge=0)] = 2048
+    """Private memory of each reward process, in MiB; 0: no limit."""
+    reward_processes: Annotated[int, Meta(ge=0)] = 4096
+    """Processes and threads the runner's user may have, reward functions included; 0: no limit."""

@@ -64,9 +64,9 @@ TINY = Preset(
             "torch_threads": "1",
         },
         "scheduler": {
-            "rollout_lease_s": "15",
+            "queue.rollout_lease_s": "15",
             # Tasks are topped up to the end: a batch is never short for want of them.
-            "short_batch_after_s": "600",
+            "queue.short_batch_after_s": "600",
         },
         "runner": {"max_tokens": "64", "rollout_timeout_s": "120"},
     },
@@ -88,7 +88,7 @@ SMOLLM2 = Preset(
             "autocast": "auto",
             "publish_dtype": "auto",
         },
-        "scheduler": {"short_batch_after_s": "600"},
+        "scheduler": {"queue.short_batch_after_s": "600"},
     },
 )
 

@@ -99,7 +99,7 @@ def settings_of(
     options: RunOptions, directory: RunDirectory, state: RunState, preset: Preset
 ) -> Settings:
     """Of every service: what follows from the run, then the preset's, then the command line's."""
-    mode = options.settings.get("scheduler", {}).get("mode")
+    mode = options.settings.get("scheduler", {}).get("queue.mode")
     return merged(
         run_settings(state, preset, mode),
         preset.settings,
@@ -129,9 +129,9 @@ def run_settings(state: RunState, preset: Preset, mode: str | None) -> Settings:
     return {
         "trainer": {"max_steps": str(state.steps), "seed": str(state.seed)},
         "scheduler": {
-            "concurrency": str(preset.concurrency),
-            "batch_groups": str(preset.groups_per_step),
-            "domain_shares": shares,
+            "queue.concurrency": str(preset.concurrency),
+            "queue.batch_groups": str(preset.groups_per_step),
+            "queue.domain_shares": shares,
         },
     }
 

@@ -1,388 +1,348 @@
-"""Settings: one frozen dataclass per service, read once, in `__main__`.
+"""Settings: a frozen dataclass per service, with a nested dataclass for each table.
 
-Owns where a setting may come from and what a wrong one says. From weak to strong:
+Owns the sources of a setting and the errors of a wrong one. From weak to strong:
 TOML file (`--config FILE` or `FORGE_CONFIG`) < `FORGE_<KEY>` < `FORGE_<SERVICE>_<KEY>` < `--key`.
+The key `window` of the table `[queue]` is `--queue.window` and `FORGE_QUEUE__WINDOW`.
+The annotation of a field holds its bounds (`msgspec.Meta`), the string under it is its help.
 Not here: the settings of a particular service; each has its own `config.py`.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
+import enum
+import functools
 import inspect
+import itertools
+import json
 import sys
 import textwrap
 import tomllib
-import types
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from forge.core.errors import ConfigError
+import msgspec
+from msgspec import Meta
 
-T = TypeVar("T")
+from forge.core.errors import ConfigError, InvalidArgument
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rules:
-    help: str
-    minimum: float | None
-    maximum: float | None
-    choices: tuple[str, ...]
-
-
-def setting(
-    default: Any,
-    *,
-    help: str,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    choices: Sequence[str] | None = None,
-) -> Any:
-    """A dataclass field that knows what it means and which values it allows."""
-    rules = _Rules(help=help, minimum=minimum, maximum=maximum, choices=tuple(choices or ()))
-    metadata = {"rules": rules}
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
+Port = Annotated[int, Meta(ge=0, le=65535)]
 CLOCK_TOLERANCE_S = 86_400.0
 """More than any wrong time zone, less than a wrong date."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
-    """What every service has."""
+    """Settings of every service."""
 
-    cluster: str = setting("default", help="name of the cluster; clusters share nothing in etcd")
-    etcd: str = setting(
-        "127.0.0.1:2379", help="etcd endpoints, [https://]host:port separated by commas"
-    )
-    instance_id: str = setting("", help="unique in its kind; empty: <service>-<host>-<pid>")
-    host: str = setting("127.0.0.1", help="address to listen on")
-    port: int = setting(0, help="gRPC port; 0 takes a free one", minimum=0, maximum=65535)
-    advertise_host: str = setting("", help="address others reach this host by; empty: host")
-    metrics_port: int = setting(
-        0, help="port of /metrics; 0 takes a free one", minimum=0, maximum=65535
-    )
-    log_level: str = setting(
-        "info", help="least severe event logged", choices=("debug", "info", "warning", "error")
-    )
-    log_file: str = setting("", help="file to append JSON lines to; empty: stderr")
-    lease_ttl_s: float = setting(
-        5.0, help="how long a dead process stays in discovery", minimum=2, maximum=300
-    )
-    drain_s: float = setting(
-        10.0, help="longest wait for work in flight when stopping", minimum=0, maximum=3600
-    )
-    key_file: str = setting("", help="file with the cluster's signing keys, one a line")
-    tls_cert: str = setting("", help="PEM certificate chain of this host")
-    tls_key: str = setting("", help="PEM private key of tls_cert")
-    tls_ca: str = setting("", help="PEM certificates that other hosts are verified by")
-    tls_client_auth: bool = setting(
-        True, help="demand a client certificate signed by tls_ca (mutual TLS)"
-    )
-    insecure: bool = setting(False, help="allow plain TCP beyond the loopback interface")
-    clock_tolerance_s: float = setting(
-        CLOCK_TOLERANCE_S,
-        help="how long after its expiry a token is accepted, for hosts whose clocks differ",
-        minimum=0,
-        maximum=604_800,
-    )
+    cluster: str = "default"
+    """Name of the cluster; clusters share nothing in etcd."""
+    etcd: str = "127.0.0.1:2379"
+    """Endpoints of etcd: [https://]host:port, separated by commas."""
+    instance_id: str = ""
+    """Unique in its kind; empty: <service>-<host>-<pid>."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Port = 0
+    """Port of gRPC; 0 takes a free one."""
+    advertise_host: str = ""
+    """Address at which others reach this host; empty: host."""
+    metrics_port: Port = 0
+    """Port of /metrics; 0 takes a free one."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe event in the log."""
+    log_file: str = ""
+    """File to append JSON lines to; empty: stderr."""
+    lease_ttl_s: Annotated[float, Meta(ge=2, le=300)] = 5.0
+    """Time that a dead process stays in discovery."""
+    drain_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
+    """Longest wait for work in flight when the process stops."""
+    key_file: str = ""
+    """File with the cluster's signing keys, one a line."""
+    tls_cert: str = ""
+    """PEM certificate chain of this host."""
+    tls_key: str = ""
+    """PEM private key of tls_cert."""
+    tls_ca: str = ""
+    """PEM certificates that verify other hosts."""
+    tls_client_auth: bool = True
+    """Demand a client certificate signed by tls_ca (mutual TLS)."""
+    insecure: bool = False
+    """Allow plain TCP beyond the loopback interface."""
+    clock_tolerance_s: Annotated[float, Meta(ge=0, le=604_800)] = CLOCK_TOLERANCE_S
+    """Time after its expiry in which a token is accepted, for hosts whose clocks differ."""
+
+    def validate(self) -> None:
+        """Raises `InvalidArgument` for settings that contradict each other."""
+
+
+C = TypeVar("C", bound=ServiceConfig)
+Given = Iterator[tuple[str, str, Any]]
+"""(source, key, value) of each setting in a source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Key:
-    """One setting of one config type, with all that is needed to parse and explain it."""
-
-    name: str
+class _Setting:
+    key: str
+    """`name`, or `table.name`."""
     type: Any
-    default: Any
-    rules: _Rules
+    value: Any
+    owner: type[Any]
+    """The dataclass with the field."""
 
     @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+    def table(self) -> str:
+        return self.key.rpartition(".")[0]
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(".")[2]
+
+    @property
+    def text(self) -> str:
+        return _texts(self.owner).get(self.name, "")
 
     @property
     def allowed(self) -> str:
-        if self.rules.choices:
-            return "one of " + ", ".join(self.rules.choices)
-        low, high = self.rules.minimum, self.rules.maximum
-        kind = _KINDS[self.type].label
-        if low is not None and high is not None:
-            return f"{kind} from {low} to {high}"
-        if low is not None:
-            return f"{kind} of at least {low}"
-        if high is not None:
-            return f"{kind} of at most {high}"
-        return kind
+        return _allowed(self.type)
 
-    def check(self, value: Any, *, source: str) -> Any:
-        """The value in the key's type, or ConfigError naming source, key, value and allowed."""
-        kind = _KINDS[self.type]
+    def read(self, value: Any, source: str) -> Any:
+        """The value in the setting's type. Raises ConfigError."""
         try:
-            parsed = kind.parse(value) if isinstance(value, str) else kind.convert(value)
-        except (ValueError, TypeError):
-            self._refuse(value, source)
-        if self.rules.choices and parsed not in self.rules.choices:
-            self._refuse(value, source)
-        for number in parsed.values() if isinstance(parsed, dict) else (parsed,):
-            if not isinstance(number, int | float) or isinstance(number, bool):
-                continue
-            low, high = self.rules.minimum, self.rules.maximum
-            # Written so that NaN is refused too.
-            if not ((low is None or number >= low) and (high is None or number <= high)):
-                self._refuse(value, source)
-        return parsed
-
-    def _refuse(self, value: Any, source: str) -> NoReturn:
-        raise ConfigError(f"{source}: {self.name} = {value!r} is not allowed: {self.allowed}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
-    label: str
-    parse: Callable[[str], Any]
-    """From the text of a flag or a variable (and from a TOML string)."""
-    convert: Callable[[Any], Any]
-    """From any other TOML value."""
-
-
-def _parse_bool(text: str) -> bool:
-    return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[
-        text.lower()
-    ]
-
-
-def _strict_bool(text: str) -> bool:
-    try:
-        return _parse_bool(text)
-    except KeyError:
-        raise ValueError(text) from None
-
-
-def _parse_table(text: str) -> dict[str, float]:
-    pairs = (pair.split("=", 1) for pair in text.split(",") if pair.strip())
-    return {name.strip(): float(number) for name, number in pairs}
-
-
-def _exactly(*allowed: type) -> Callable[[Any], Any]:
-    def convert(value: Any) -> Any:
-        if type(value) not in allowed:
-            raise TypeError(value)
-        return allowed[0](value)
-
-    return convert
-
-
-def _strings(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise TypeError(value)
-    return tuple(value)
-
-
-def _numbers(value: Any) -> dict[str, float]:
-    if not isinstance(value, dict):
-        raise TypeError(value)
-    return {name: _exactly(float, int)(number) for name, number in value.items()}
-
-
-_KINDS: dict[Any, _Kind] = {
-    str: _Kind(label="text", parse=str, convert=_exactly(str)),
-    int: _Kind(label="a whole number", parse=int, convert=_exactly(int)),
-    float: _Kind(label="a number", parse=float, convert=_exactly(float, int)),
-    bool: _Kind(label="true or false", parse=_strict_bool, convert=_exactly(bool)),
-    tuple[str, ...]: _Kind(
-        label="a list of texts (a,b,c)",
-        parse=lambda text: tuple(item.strip() for item in text.split(",") if item.strip()),
-        convert=_strings,
-    ),
-    dict[str, float]: _Kind(
-        label="a table of numbers (a=1,b=2)", parse=_parse_table, convert=_numbers
-    ),
-}
+            plain = _split(value, self.type) if isinstance(value, str) else value
+            return msgspec.convert(plain, self.type, strict=not isinstance(value, str))
+        except ValueError:
+            refused = f"{self.key} = {value!r} is not allowed: {self.allowed}"
+            raise ConfigError(f"{source}: {refused}") from None
 
 
 def load(
-    config_type: type[T], *, service: str, argv: Sequence[str], environ: Mapping[str, str]
-) -> T:
+    config_type: type[C], *, service: str, argv: Sequence[str], environ: Mapping[str, str]
+) -> C:
     """Read every source and return the config; `--help` and `--print-config` exit with 0.
 
     Raises ConfigError, in one line, for an unknown key or a value that is not allowed.
     """
-    keys = _keys(config_type)
+    default = config_type()
+    known = _settings(default)
     if "--help" in argv or "-h" in argv:
-        sys.stdout.write(_help(config_type, service, keys))
+        sys.stdout.write(_help(default, service))
         raise SystemExit(0)
-    flags, file, print_only = _read_flags(argv, keys)
-    file = file or environ.get("FORGE_CONFIG", "")
-    values: dict[str, Any] = {}
-    if file:
-        values |= _read_toml(file, keys)
-    values |= _read_environ(environ, service, keys)
-    values |= flags
-    config = config_type(**values)
+    words = known | _settings(_Flags())
+    flags = _read(_flags(argv, words), words)
+    file = flags.pop("config", "") or environ.get("FORGE_CONFIG", "")
+    print_only = flags.pop("print_config", False)
+    values = _read(_file(file, known) if file else iter(()), known)
+    values |= _read(_variables(environ, service, known), known)
+    try:
+        config: C = _changed(default, values | flags)
+        config.validate()
+    except InvalidArgument as error:
+        raise ConfigError(f"{service}: {error}") from error
     if print_only:
         sys.stdout.write(to_toml(config))
         raise SystemExit(0)
     return config
 
 
-def to_toml(config: Any) -> str:
-    """The effective settings as a TOML file that reads back to the same config."""
-    plain, tables = [], []
-    for name, key in _keys(type(config)).items():
-        value = getattr(config, name)
-        if isinstance(value, dict):
-            rows = [f"{_toml(part)} = {number!r}" for part, number in value.items()]
-            tables.append("\n".join([f"\n[{name}]", *rows]))
+def to_toml(config: ServiceConfig) -> str:
+    """The settings as a TOML file that reads back to the same config."""
+    lines = []
+    settings = sorted(_settings(config).values(), key=lambda one: one.table != "")
+    for table, group in itertools.groupby(settings, lambda one: one.table):
+        lines += ["", f"[{table}]"] if table else []
+        lines += [f"{one.name} = {_toml(one.value)}  # {one.text}" for one in group]
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flags:
+    config: str = ""
+    print_config: bool = False
+
+
+def _settings(table: Any, prefix: str = "") -> dict[str, _Setting]:
+    """The settings of a config by key, with its values."""
+    found: dict[str, _Setting] = {}
+    types = get_type_hints(type(table), include_extras=True)
+    for field in dataclasses.fields(table):
+        key, value = prefix + field.name, getattr(table, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= _settings(value, key + ".")
         else:
-            plain.append(f"{name} = {_toml(value)}  # {key.rules.help}")
-    return "\n".join([*plain, *tables]) + "\n"
+            found[key] = _Setting(key=key, type=types[field.name], value=value, owner=type(table))
+    return found
+
+
+def _changed(table: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """The config with these values, by key."""
+    changes = {}
+    for field in dataclasses.fields(table):
+        key, value = prefix + field.name, getattr(table, field.name)
+        if dataclasses.is_dataclass(value):
+            changes[field.name] = _changed(value, values, key + ".")
+        elif key in values:
+            changes[field.name] = values[key]
+    return dataclasses.replace(table, **changes)
+
+
+@functools.cache
+def _texts(owner: type[Any]) -> dict[str, str]:
+    """The string under each field of a dataclass, from its source, in one line."""
+    texts = {}
+    for base in reversed(owner.__mro__[:-1]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for pair in itertools.pairwise(definition.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split())
+    return texts
+
+
+def _split(text: str, kind: Any) -> Any:
+    """Split a list `a,b` and a table `a=1,b=2`; another text stays as it is."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if get_origin(kind) is Mapping:
+        return dict([word.strip() for word in part.split("=", 1)] for part in parts)
+    if kind is bool:
+        return {"yes": "true", "no": "false"}.get(text.lower(), text)
+    return parts if get_origin(kind) is tuple else text
+
+
+_NOUNS = {
+    str: "text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    tuple[str, ...]: "a list of texts (a,b,c)",
+}
+
+
+def _allowed(kind: Any) -> str:
+    """The values of a type, in words."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(args)
+    if isinstance(kind, enum.EnumType):
+        return "one of " + ", ".join(kind._value2member_map_)
+    if origin is Mapping:
+        return f"a table (a=1,b=2), each {_allowed(args[1])}"
+    if origin is not Annotated:
+        return _NOUNS[kind]
+    noun, bounds = _NOUNS[args[0]], args[1]
+    if bounds.gt is not None:
+        return f"{noun} above {bounds.gt}"
+    if bounds.le is None:
+        return f"{noun} of at least {bounds.ge}"
+    return f"{noun} from {bounds.ge} to {bounds.le}"
 
 
 def _toml(value: Any) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case str():
-            return '"' + "".join(map(_toml_char, value)) + '"'
-        case tuple():
-            return "[" + ", ".join(_toml(item) for item in value) + "]"
-        case _:
-            return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml(name)} = {_toml(value[name])}" for name in value) + "}"
+    if isinstance(value, float):
+        return repr(value)
+    text = json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
+    # The one control character that JSON allows and TOML does not.
+    return text.replace("\x7f", "\\u007f")
 
 
-def _toml_char(char: str) -> str:
-    if char in '"\\':
-        return "\\" + char
-    return char if char.isprintable() else f"\\U{ord(char):08X}"
+def _read(given: Given, known: Mapping[str, _Setting]) -> dict[str, Any]:
+    """The values by key. Raises ConfigError, which names the key nearest to an unknown one."""
+    values = {}
+    for source, key, value in given:
+        if key not in known:
+            spellings = _spellings(known)
+            near = difflib.get_close_matches(key, spellings, n=1, cutoff=0.6)
+            meant = known[spellings[near[0]]] if near else None
+            hint = f"did you mean {meant.key} ({meant.allowed})?" if meant else "see --help"
+            shown = f" = {value!r}" if value != "" else ""
+            raise ConfigError(f"{source}: there is no setting {key}{shown}; {hint}")
+        values[key] = known[key].read(value, source)
+    return values
 
 
-def _keys(config_type: type[Any]) -> dict[str, _Key]:
-    hints = typing.get_type_hints(config_type)
-    keys = {}
-    for field in dataclasses.fields(config_type):
-        kind = hints[field.name]
-        if typing.get_origin(kind) in (Mapping, dict):
-            kind = dict[str, float]
-        assert kind in _KINDS, f"{field.name}: no way to read a {kind}"
-        default = field.default
-        if not isinstance(field.default_factory, types.NoneType) and callable(
-            field.default_factory
-        ):
-            default = field.default_factory()
-        rules = field.metadata.get("rules") or _Rules(
-            help="", minimum=None, maximum=None, choices=()
-        )
-        keys[field.name] = _Key(name=field.name, type=kind, default=default, rules=rules)
-    return keys
+def _spellings(known: Iterable[str]) -> dict[str, str]:
+    """Keys by themselves, without their table, with `_` for the dot, and by their table alone."""
+    found: dict[str, str] = {}
+    for key in reversed([*known]):
+        table, _, name = key.rpartition(".")
+        found |= {table or name: key, name: key, f"{table}_{name}": key}
+    return found | {key: key for key in known}
 
 
-def _read_toml(file: str, keys: Mapping[str, _Key]) -> dict[str, Any]:
+def _file(file: str, known: Iterable[str]) -> Given:
     try:
-        table = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: is not TOML: {error}") from None
-    return {
-        name: _known(name, value, keys, source=file).check(value, source=file)
-        for name, value in table.items()
-    }
+    for name, value in content.items():
+        if isinstance(value, dict) and any(key.startswith(name + ".") for key in known):
+            yield from ((file, f"{name}.{part}", one) for part, one in value.items())
+        else:
+            yield file, name, value
 
 
-def _read_environ(
-    environ: Mapping[str, str], service: str, keys: Mapping[str, _Key]
-) -> dict[str, Any]:
-    values = {}
-    for name, key in keys.items():
-        variable = f"FORGE_{name.upper()}"
-        if variable in environ:
-            values[name] = key.check(environ[variable], source=variable)
-    # A variable without the service's name may be meant for another service; one with it may not.
-    prefix = f"FORGE_{service.upper().replace('-', '_')}_"
-    for variable, text in environ.items():
-        if variable.startswith(prefix):
-            name = variable.removeprefix(prefix).lower()
-            values[name] = _known(name, text, keys, source=variable).check(text, source=variable)
-    return values
+def _variables(environ: Mapping[str, str], service: str, known: Iterable[str]) -> Given:
+    own = _prefix(service)
+    spellings = _spellings(known)
+    for prefix in ("FORGE_", own):
+        for variable, text in environ.items():
+            key = variable.removeprefix(prefix).lower().replace("__", ".")
+            # A variable without the service's name may be meant for another service.
+            if variable.startswith(prefix) and (prefix == own or key in spellings):
+                yield variable, key, text
 
 
-def _read_flags(argv: Sequence[str], keys: Mapping[str, _Key]) -> tuple[dict[str, Any], str, bool]:
-    """(values, --config file, whether --print-config was given)."""
-    values: dict[str, Any] = {}
-    file, print_only = "", False
+def _prefix(service: str) -> str:
+    return f"FORGE_{service.upper().replace('-', '_')}_"
+
+
+def _flags(argv: Sequence[str], known: Mapping[str, _Setting]) -> Given:
     words = list(argv)
     while words:
-        word = words.pop(0)
-        flag, equals, text = word.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
+        flag, equals, text = words.pop(0).partition("=")
+        key = flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("--"):
-            raise ConfigError(f"{word!r}: settings are given as --key value; see --help")
-        if word == "--print-config":
-            print_only = True
-            continue
-        negated = name.removeprefix("no_")
-        if not equals and name != "config" and keys.get(negated, _NO_KEY).type is bool:
-            if name == negated and words and words[0].lower() in ("true", "false"):
-                values[name] = words.pop(0).lower() == "true"
-            else:
-                values[negated] = name == negated
-            continue
-        key = None if name == "config" else _known(name, text, keys, source=flag)
-        if not equals:
+            raise ConfigError(f"{flag!r}: settings are given as --key value; see --help")
+        switch = known.get(key.removeprefix("no_"))
+        if not equals and switch and switch.type is bool:
+            text, key = str(key == switch.key), switch.key
+            if words and words[0].lower() in ("true", "false"):
+                text = words.pop(0)
+        elif not equals and key in known:
             if not words:
                 raise ConfigError(f"{flag}: a value must follow")
             text = words.pop(0)
-        if key is None:
-            file = text
-        else:
-            values[name] = key.check(text, source=flag)
-    return values, file, print_only
+        yield flag, key, text
 
 
-_NO_KEY = _Key(
-    name="", type=str, default="", rules=_Rules(help="", minimum=None, maximum=None, choices=())
-)
-
-
-def _known(name: str, value: Any, keys: Mapping[str, _Key], *, source: str) -> _Key:
-    if name in keys:
-        return keys[name]
-    given = f" = {value!r}" if value != "" else ""
-    near = difflib.get_close_matches(name, keys, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]} ({keys[near[0]].allowed})?" if near else "see --help"
-    raise ConfigError(f"{source}: there is no setting {name}{given}; {hint}")
-
-
-def _help(config_type: type[Any], service: str, keys: Mapping[str, _Key]) -> str:
-    documented = not (config_type.__doc__ or "").startswith(config_type.__name__)
-    purpose = (inspect.getdoc(config_type) or "").splitlines() if documented else []
-    env = service.upper().replace("-", "_")
-    shared = {field.name for field in dataclasses.fields(ServiceConfig)} & keys.keys()
+def _help(default: ServiceConfig, service: str) -> str:
+    purpose = inspect.getdoc(default) or ""
     lines = [
         f"usage: {service} [--config FILE] [--print-config] [--SETTING VALUE ...]",
         "",
-        *([*purpose, ""] if purpose else []),
+        *([] if purpose.startswith(type(default).__name__) else [purpose, ""]),
         "Each setting may come from, weak to strong: a key of the TOML file (--config FILE or",
-        f"FORGE_CONFIG), FORGE_<KEY>, FORGE_{env}_<KEY>, a flag.",
+        f"FORGE_CONFIG), FORGE_<KEY>, {_prefix(service)}<KEY>, a flag.",
+        "In a variable, __ stands for the dot of a flag.",
         "--print-config prints the settings in force as TOML and exits.",
     ]
-    for title, wanted in (
-        ("settings", keys.keys() - shared),
-        ("settings of every service", shared),
+    shared = ServiceConfig.__dataclass_fields__.keys()
+    for title, settings in itertools.groupby(
+        sorted(_settings(default).values(), key=lambda one: (one.key in shared, one.table != "")),
+        lambda one: "settings of every service" if one.key in shared else one.table or "settings",
     ):
-        if wanted:
-            lines += ["", f"{title}:"]
-        for key in (key for name, key in keys.items() if name in wanted):
-            lines.append(f"  {key.flag} (default {_toml(key.default)}; {key.allowed})")
-            if key.rules.help:
-                lines += textwrap.wrap(
-                    key.rules.help, 92, initial_indent=" " * 6, subsequent_indent=" " * 6
-                )
+        lines += ["", f"{title}:"]
+        for one in settings:
+            flag = "--" + one.key.replace("_", "-")
+            lines.append(f"  {flag} (default {_toml(one.value)}; {one.allowed})")
+            lines.append(textwrap.indent(textwrap.fill(one.text, 86), " " * 6))
     return "\n".join(lines) + "\n"

@@ -3,68 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from forge.runtime.config import ServiceConfig, setting
+from msgspec import Meta
+
+from forge.runtime.config import ServiceConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig(ServiceConfig):
     """One shard of the data pool: groups, trajectories and rewards, durable in LMDB."""
 
-    data_dir: str = setting(".forge/pool", help="directory of the shard; one instance may use it")
-    shard: str = setting(
-        "", help="name of the shard; empty: the one kept in data_dir, drawn at first start"
-    )
-    map_bytes: int = setting(
-        1 << 30, help="size of the memory map at first; it doubles when full", minimum=1 << 20
-    )
-    map_max_bytes: int = setting(
-        1 << 40, help="size the shard may grow to; then writes are refused", minimum=1 << 20
-    )
-    disk_reserve_bytes: int = setting(
-        64 << 20,
-        help="free space below which turns are refused, kept for seals and batch states",
-        minimum=0,
-    )
-    durability: str = setting(
-        "local",
-        help="local: acknowledged once on this disk; replicated: once on the other instance's of "
-        "the same shard, too",
-        choices=("local", "replicated"),
-    )
-    min_copies: int = setting(
-        2,
-        help="replicated: 2 acknowledges nothing while there is no follower, 1 goes on alone",
-        minimum=1,
-        maximum=2,
-    )
-    follower_timeout_s: float = setting(
-        5.0, help="replicated: how long a follower may confirm nothing", minimum=0.1
-    )
-    verify_every_s: float = setting(
-        24 * 3600.0,
-        help="replicated: pause between two passes that verify every record, and repair what is "
-        "damaged from the other replica; 0: no pass",
-        minimum=0,
-    )
-    retention: str = setting(
-        "covered",
-        help="keep: nothing is ever freed; covered: what a checkpoint covers, and what was given "
-        "up or evaluated, is freed by keep_age_s and keep_bytes",
-        choices=("keep", "covered"),
-    )
-    keep_age_s: float = setting(
-        7 * 24 * 3600.0,
-        help="how long a group stays whole after it was trained, given up or evaluated, unless "
-        "room is short",
-        minimum=0,
-    )
-    keep_bytes: int = setting(
-        0,
-        help="what records may take up before the oldest are freed whatever their age; 0: no end",
-        minimum=0,
-    )
-    max_turn_bytes: int = setting(
-        64 << 20, help="largest turn accepted, serialized", minimum=1 << 20
-    )
-    reader_threads: int = setting(4, help="threads that read from the store", minimum=1, maximum=64)
+    data_dir: str = ".forge/pool"
+    """Directory of the shard; one instance may use it."""
+    shard: str = ""
+    """Name of the shard; empty: the one kept in data_dir, drawn at first start."""
+    map_bytes: Annotated[int, Meta(ge=1 << 20)] = 1 << 30
+    """Size of the memory map at first; it doubles when full."""
+    map_max_bytes: Annotated[int, Meta(ge=1 << 20)] = 1 << 40
+    """Size the shard may grow to; then writes are refused."""
+    disk_reserve_bytes: Annotated[int, Meta(ge=0)] = 64 << 20
+    """Free space below which turns are refused, kept for seals and batch states."""
+    durability: Literal["local", "replicated"] = "local"
+    """local: a write is acknowledged once it is on this disk; replicated: once it is on the other
+    instance's disk, too."""
+    min_copies: Annotated[int, Meta(ge=1, le=2)] = 2
+    """replicated: without a follower, 2 acknowledges no write, 1 those on one disk."""
+    follower_timeout_s: Annotated[float, Meta(ge=0.1)] = 5.0
+    """replicated: longest time without a confirmation of the follower."""
+    verify_every_s: Annotated[float, Meta(ge=0)] = 24 * 3600.0
+    """replicated: pause between two passes that verify every record, and repair damaged ones from
+    the other replica; 0: no pass."""
+    retention: Literal["keep", "covered"] = "covered"
+    """keep: nothing is ever freed; covered: groups that a checkpoint covers, and groups given up or
+    evaluated, are freed by keep_age_s and keep_bytes."""
+    keep_age_s: Annotated[float, Meta(ge=0)] = 7 * 24 * 3600.0
+    """Time that a group stays whole after it was trained, given up or evaluated, unless room is
+    short."""
+    keep_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Size of all records beyond which the oldest are freed at any age; 0: no limit."""
+    max_turn_bytes: Annotated[int, Meta(ge=1 << 20)] = 64 << 20
+    """Largest turn accepted, serialized."""
+    reader_threads: Annotated[int, Meta(ge=1, le=64)] = 4
+    """Threads that read from the store."""

@@ -38,7 +38,6 @@ class SchedulerApp:
         config = self._context.config
         assert isinstance(config, SchedulerConfig)
         self._config = config
-        config.queue_settings()
         coordinator = self._context.coordinator
         self._pools = coordinator.discover("pool")
         self._pool = self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)

@@ -114,7 +114,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)
         ask = m.TakeBatch(
             trainer_id=validation.check_holder("trainer_id", request.trainer_id),
-            max_groups=validation.check_max_groups(request.max_groups or self._config.batch_groups),
+            max_groups=validation.check_max_groups(
+                request.max_groups or self._config.queue.batch_groups
+            ),
             held={
                 validation.check_batch_id(batch.batch_id): tuple(batch.task_ids)
                 for batch in request.held
@@ -136,7 +138,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             return scheduler_pb2.LeaseBatchResponse()
         return _fitting(
             scheduler_pb2.LeaseBatchResponse(
-                batch_id=batch.batch_id, groups=groups, lease_s=self._config.batch_lease_s
+                batch_id=batch.batch_id, groups=groups, lease_s=self._config.queue.batch_lease_s
             )
         )
 
@@ -230,7 +232,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             task_id=grant.task.task_id,
             domain=grant.task.domain,
             pool_shard=grant.pool_shard,
-            context_tokens=int(self._config.domain_context_tokens.get(grant.task.domain, 0)),
+            context_tokens=self._config.domain_context_tokens.get(grant.task.domain, 0),
             expires_unix_s=time.time() + self._config.session_ttl_s,
         )
         return scheduler_pb2.RolloutLease(
@@ -239,7 +241,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             rollout_index=grant.rollout_index,
             trajectory_id=grant.trajectory_id,
             session_token=self._keyring.sign(claims),
-            lease_s=self._config.rollout_lease_s,
+            lease_s=self._config.queue.rollout_lease_s,
             failures=grant.failures,
         )
 

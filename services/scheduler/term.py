@@ -154,7 +154,7 @@ class Term:
 
     async def _rebuild(self, enlisted: frozenset[str], last: TermRecord) -> TermState:
         queue = GenerationQueue(
-            self._config.queue_settings(),
+            self._config.queue,
             term=self._number,
             void_before=last.void_before,
         )

@@ -29,8 +29,8 @@ from tests.support.log_lines import log_lines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENDED = (common_pb2.GROUP_STATE_EVALUATED, common_pb2.GROUP_STATE_TOMBSTONED)
-SCHEDULER = ("--retry-backoff-s=0.05",)
-SHORT_LEASES = pytest.mark.parametrize("system", [("--rollout-lease-s=3",)], indirect=True)
+SCHEDULER = ("--queue.retry-backoff-s=0.05",)
+SHORT_LEASES = pytest.mark.parametrize("system", [("--queue.rollout-lease-s=3",)], indirect=True)
 """What a killed runner held is free soon; elsewhere no runner is so slow as to lose its claims."""
 REWARDED = "--reward-functions=manners=tests.support.agent_tasks:polite"
 CRASHING = "crashing=tests.support.reward_functions:crashes"
@@ -287,11 +287,11 @@ async def test_what_runs_passes_to_the_next_leader_at_once(system: Cluster) -> N
     """kill -9 of the leader long before a claim is renewed by itself: the next one, which hands
     nothing out meanwhile, hears of it all the same."""
     system.stack.processes["scheduler"].terminate()
-    leader = system.start_scheduler("first", "--rollout-lease-s=600")
+    leader = system.start_scheduler("first", "--queue.rollout-lease-s=600")
     system.start_runner("runner-0", REWARDED, "--command=sleep 600")
     await system.operator.submit([task("sleeper", size=2)])
     await system.running(2)
-    system.start_scheduler("second", "--rollout-lease-s=600", "--takeover-hold-s=600")
+    system.start_scheduler("second", "--queue.rollout-lease-s=600", "--takeover-hold-s=600")
     leader.kill()
     await system.running(2)
 

@@ -24,7 +24,7 @@ async def test_new_leader_begins_without_a_shard_that_is_away(forge: SchedulerCl
     and is there when it comes: its groups, and the claims of runners on them."""
     forge.start_pool("s1")
     await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
-    first = forge.start_scheduler(window="8")
+    first = forge.start_scheduler(queue={"window": "8"})
     await forge.submit([make_task(f"task-{i}") for i in range(8)])
     shards = {g.group.task.task_id: g.group.pool_shard for g in await forge.groups()}
     claims = await forge.lease(8)
@@ -36,7 +36,9 @@ async def test_new_leader_begins_without_a_shard_that_is_away(forge: SchedulerCl
         await asyncio.sleep(0.05)
     await forge.kill(first)
     await forge.kill(forge.pools["s1"])
-    second = forge.start_scheduler(window="8", shard_wait_s="0.5", rollout_lease_s="120")
+    second = forge.start_scheduler(
+        queue={"window": "8", "rollout_lease_s": "120"}, shard_wait_s="0.5"
+    )
     status = await forge.status()
     assert (status.pending, list(status.shards_away)) == (len(there), ["s1"])
     assert await forge.renew(claims) == []

@@ -87,7 +87,7 @@ async def test_half_of_a_commit_is_taken_back_with_its_trainer(forge: SchedulerC
     step is on record, whoever leads."""
     forge.start_pool("s1")
     await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
-    leader = forge.start_scheduler(window="8")
+    leader = forge.start_scheduler(queue={"window": "8"})
     first = await forge.leader()
     await forge.submit([make_task(f"task-{i}") for i in range(8)])
     await forge.complete(8)
@@ -103,7 +103,7 @@ async def test_half_of_a_commit_is_taken_back_with_its_trainer(forge: SchedulerC
     await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
     await forge.ask("Rewind", scheduler_pb2.RewindRequest(step=0))
     await forge.kill(leader)
-    forge.start_scheduler(window="8")
+    forge.start_scheduler(queue={"window": "8"})
     await forge.leader(other_than=first.instance_id)
     status = await forge.status()
     assert (status.trained, status.pending) == (0, 8)
@@ -118,7 +118,7 @@ async def test_pause_outlives_the_leader(forge: SchedulerCluster) -> None:
     paused = scheduler_pb2.SetActivityRequest(activity=scheduler_pb2.ACTIVITY_PAUSED)
     await forge.ask("SetActivity", paused)
     await forge.kill(leader)
-    forge.start_scheduler(mode="adaptive", window="0")
+    forge.start_scheduler(queue={"mode": "adaptive", "window": "0"})
     await forge.leader(other_than=first.instance_id)
     status = await forge.status()
     assert (status.activity, status.mode) == (scheduler_pb2.ACTIVITY_PAUSED, "adaptive")
@@ -240,7 +240,7 @@ async def test_stopped_leader_leaves_office_at_once(forge: SchedulerCluster) -> 
 
 async def test_new_shard_takes_new_groups_only(forge: SchedulerCluster) -> None:
     """A pool shard that joins in the middle of a run is used at once; nothing moves."""
-    forge.start_scheduler(concurrency="64")
+    forge.start_scheduler(queue={"concurrency": "64"})
     await forge.submit([make_task(f"old-{i}") for i in range(8)])
     forge.start_pool("s1")
     leader = forge.schedulers[0]
@@ -259,7 +259,7 @@ async def test_outage_of_one_shard_holds_up_its_own_groups_alone(forge: Schedule
     """Leases and batches of the other shard go on; when it is back, so are its groups."""
     forge.start_pool("s1")
     await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
-    scheduler = forge.start_scheduler(rollout_lease_s="4", window="8")
+    scheduler = forge.start_scheduler(queue={"rollout_lease_s": "4", "window": "8"})
     await forge.submit([make_task(f"task-{i}") for i in range(8)])
     shards = {g.group.task.task_id: g.group.pool_shard for g in await forge.groups()}
     assert set(shards.values()) == {"s0", "s1"}
@@ -286,7 +286,7 @@ async def test_outage_that_let_others_overtake_the_head_ends(forge: SchedulerClu
     """What is complete beyond the window counts against N, and yet the head starts."""
     forge.start_pool("s1")
     await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
-    scheduler = forge.start_scheduler(concurrency="4", window="2")
+    scheduler = forge.start_scheduler(queue={"concurrency": "4", "window": "2"})
     names = [f"task-{i}" for i in range(40)]
     away = [name for name in names if choose_shard(name, {"s0", "s1"}) == "s1"][:4]
     there = [name for name in names if choose_shard(name, {"s0", "s1"}) == "s0"][:4]

@@ -141,7 +141,7 @@ async def test_group_that_cannot_be_sampled_is_given_up_with_its_reason(
 
 async def test_silent_runner_loses_its_claim_but_not_its_work(forge: SchedulerCluster) -> None:
     """When a claim ends, the pool is asked: what was sealed counts, what was not is retried."""
-    forge.start_scheduler(rollout_lease_s="4")
+    forge.start_scheduler(queue={"rollout_lease_s": "4"})
     await forge.submit([make_task("sealed"), make_task("lost")])
     sealed, lost = await forge.lease(2)
     await forge.seal(sealed)

@@ -40,9 +40,9 @@ async def test_queue_is_paused_resumed_and_drained_by_hand(
     """Each holds at once, a drain across SIGKILL of the leader too; and `--wait` returns when what
     ran under the first leader has ended under the second."""
     operator = Operator(etcd, cluster, tmp_path / "key")
-    leader = forge.start_scheduler(rollout_lease_s="600")
+    leader = forge.start_scheduler(queue={"rollout_lease_s": "600"})
     first = await forge.leader()
-    forge.start_scheduler(rollout_lease_s="600")
+    forge.start_scheduler(queue={"rollout_lease_s": "600"})
     await forge.submit([make_task(name) for name in "abc"])
     assert (await operator.types("pause")).startswith("paused; windowed: H 0, W 4")
     assert await forge.lease(1, wait_s=0.0) == []

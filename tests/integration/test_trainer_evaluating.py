@@ -70,7 +70,7 @@ async def test_evaluations_survive_a_killed_trainer_and_a_killed_scheduler(
         "eval_tasks": tmp_path / "held_out.jsonl",
         "eval_every_steps": 1,
     }
-    scheduler = forge.start_scheduler(batch_groups="1")
+    scheduler = forge.start_scheduler(queue={"batch_groups": "1"})
     await forge.submit([make_task(f"task-{n}", size=2) for n in range(3)])
     await forge.complete(4)
     trainer.start(**settings)
@@ -89,7 +89,7 @@ async def test_evaluations_survive_a_killed_trainer_and_a_killed_scheduler(
 
     await until(followed)
     await forge.kill(scheduler)
-    forge.start_scheduler(batch_groups="1")
+    forge.start_scheduler(queue={"batch_groups": "1"})
 
     async def sample(step: int, *, reward: float) -> None:
         async def begun() -> bool:
@@ -135,7 +135,7 @@ async def test_a_step_taken_again_is_evaluated_again(
     """Killed before a checkpoint: its weights are others now, published as another version."""
     client = TrainerClient(coordinator, forge.channels)
     settings = {"eval_tasks": tmp_path / "held_out.jsonl", "eval_every_steps": 1}
-    forge.start_scheduler(batch_groups="1")
+    forge.start_scheduler(queue={"batch_groups": "1"})
     await forge.submit([make_task("task", size=2)])
     await forge.complete(2)
 
@@ -164,7 +164,7 @@ async def test_a_stop_does_not_wait_for_an_evaluation(
     tmp_path: Path, forge: SchedulerCluster, trainer: TrainerProcess
 ) -> None:
     """SIGTERM while one is in flight, which nobody samples: code 0, and one line with its tag."""
-    forge.start_scheduler(batch_groups="1")
+    forge.start_scheduler(queue={"batch_groups": "1"})
     trainer.start(eval_tasks=tmp_path / "held_out.jsonl", eval_at_start="true")
 
     async def in_flight() -> bool:

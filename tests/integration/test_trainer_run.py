@@ -56,7 +56,7 @@ async def stack(
 ) -> AsyncIterator[Stack]:
     services = SchedulerCluster(tmp_path, etcd=etcd, cluster=cluster, coordinator=coordinator)
     services.start_pool()
-    services.start_scheduler(batch_groups=str(GROUPS_PER_STEP))
+    services.start_scheduler(queue={"batch_groups": str(GROUPS_PER_STEP)})
     trainer = TrainerProcess(tmp_path, etcd=etcd, cluster=cluster, key_file=tmp_path / "key")
     try:
         yield Stack(
@@ -192,7 +192,7 @@ async def test_training_survives_the_loss_of_scheduler_and_pool(stack: Stack) ->
     await stack.cluster.kill(stack.cluster.schedulers[0])
     await stack.cluster.kill(stack.cluster.pools["s0"])
     stack.cluster.start_pool()
-    stack.cluster.start_scheduler(batch_groups=str(GROUPS_PER_STEP))
+    stack.cluster.start_scheduler(queue={"batch_groups": str(GROUPS_PER_STEP)})
     await stack.feed(GROUPS_PER_STEP, GROUPS_PER_STEP)
     await until_finished(stack.client)
     assert sorted((await stack.trained()).values()) == [1, 1, 2, 2]

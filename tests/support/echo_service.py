@@ -8,7 +8,7 @@ from typing import Any
 from forge.core.errors import FailedPrecondition
 from forge.runtime.actor import Actor
 from forge.runtime.actor_system import ActorRef
-from forge.runtime.config import ServiceConfig, setting
+from forge.runtime.config import ServiceConfig
 from forge.runtime.service import ServiceContext
 from forge.runtime.startup import run
 from forge.runtime.supervision import Restart
@@ -20,9 +20,12 @@ from tests.support.echo import FULL_NAME, EchoServicer, add_to_server
 class EchoConfig(ServiceConfig):
     """Settings of the echo service."""
 
-    kind: str = setting("echo", help="registered as")
-    becomes_ready: bool = setting(True, help="false: serve only once told `ready`")
-    fail_start: bool = setting(False, help="refuse to start")
+    kind: str = "echo"
+    """Kind that it registers as."""
+    becomes_ready: bool = True
+    """false: serve once `ready` is called."""
+    fail_start: bool = False
+    """Refuse to start."""
 
 
 class Worker(Actor):

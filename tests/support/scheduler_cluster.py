@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,15 @@ LOOK_S = 0.1
 """From one look into a log to the next."""
 DEFAULTS = {
     "lease_ttl_s": "10",
+    "takeover_hold_s": "0.2",
+    "pool_timeout_s": "4",
+}
+QUEUE_DEFAULTS = {
     "concurrency": "8",
     "window": "4",
     "batch_groups": "2",
     "short_batch_after_s": "0.2",
     "retry_backoff_s": "0.05",
-    "takeover_hold_s": "0.2",
-    "pool_timeout_s": "4",
 }
 
 
@@ -129,14 +131,15 @@ class SchedulerCluster:
         self.pools[shard].start("--lease-ttl-s", DEFAULTS["lease_ttl_s"])
         return self.pools[shard]
 
-    def start_scheduler(self, **settings: str) -> SchedulerProcess:
+    def start_scheduler(
+        self, *, queue: Mapping[str, str] | None = None, **settings: str
+    ) -> SchedulerProcess:
+        """`queue`: settings of the table [queue]."""
         instance_id = f"scheduler-{len(self.schedulers)}"
         log_path = self._folder / f"{instance_id}.log"
-        flags = [
-            word
-            for key, value in (DEFAULTS | settings).items()
-            for word in (f"--{key.replace('_', '-')}", value)
-        ]
+        table = QUEUE_DEFAULTS | dict(queue or {})
+        chosen = DEFAULTS | settings | {f"queue.{key}": value for key, value in table.items()}
+        flags = [f"--{key.replace('_', '-')}={value}" for key, value in chosen.items()]
         argv = [
             *(sys.executable, "-m", "services.scheduler", "--etcd", self._etcd.endpoint),
             *("--cluster", self._cluster, "--key-file", str(self._key_file)),

@@ -32,7 +32,7 @@ from typing import Any
 
 from forge.core.conversation.messages import Message
 from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
-from forge.runtime.config import ServiceConfig, setting
+from forge.runtime.config import ServiceConfig
 from forge.runtime.service import ServiceContext
 from forge.runtime.startup import run
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -46,9 +46,12 @@ FULL_NAME = "forge.v1.InferenceService"
 class ScriptedEngineConfig(ServiceConfig):
     """A router that says what the prompt tells it to."""
 
-    model_path: str = setting("", help="where the tokenizer is")
-    requests_file: str = setting("", help="file to append a JSON line per request to; empty: none")
-    weight_version: int = setting(7, help="version that all tokens carry", minimum=0)
+    model_path: str = ""
+    """Where the tokenizer is."""
+    requests_file: str = ""
+    """File to append a JSON line per request to; empty: none."""
+    weight_version: int = 7
+    """Version that all tokens carry."""
 
 
 class ScriptedEngine(inference_pb2_grpc.InferenceServiceServicer):

@@ -10,9 +10,14 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
 
 from forge.core.errors import InvalidArgument
 
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[float, Meta(ge=0)]
 UNBOUNDED = 2**53
 """W of a trainer that sees every group."""
 
@@ -56,44 +61,56 @@ class PartialGroups(enum.Enum):
 class QueueSettings:
     """The rules of one generation queue."""
 
-    concurrency: int
+    concurrency: Positive = 32
     """N: most groups that run at once."""
     mode: Mode = Mode.WINDOWED
-    window: int = 0
-    """W of the mode `windowed`: how many positions from the head a trainer sees; 0 means
-    ceil(0.3 N)."""
-    batch_groups: int = 8
-    """What a trainer takes as a rule: W of the mode `fifo`, and what `adaptive` reckons with."""
-    max_staleness_p99: float = 8.0
-    """Of the mode `adaptive`, in optimizer steps."""
-    max_shift_kl: float = 0.05
-    """Of the mode `adaptive`."""
+    """Groups that a trainer may take: fifo (the next ones, in order), greedy (all complete ones),
+    windowed (complete ones in [H, H+W)), adaptive (a window and an admission that follow
+    max_staleness_p99 and max_shift_kl)."""
+    window: Annotated[int, Meta(ge=0)] = 0
+    """W of mode = windowed: positions from the head that a trainer sees; 0: ceil(0.3 N)."""
+    max_staleness_p99: Annotated[float, Meta(ge=1)] = 8.0
+    """mode = adaptive: 99 of 100 groups are trained on within this number of optimizer steps after
+    their start."""
+    max_shift_kl: NotNegative = 0.05
+    """mode = adaptive: largest distance of the mix of a batch (duration, domain, difficulty) from
+    that of the queue, as a divergence beyond chance, as long as waiting can reduce it."""
     admission: Admission = Admission.WINDOW
-    ahead: int = 0
-    """M of the policy `ahead`; 0 means N."""
-    domain_shares: Mapping[str, float] = field(default_factory=dict)
-    domain_limits: Mapping[str, int] = field(default_factory=dict)
+    """Limit on generation besides N running groups: running (none), window (complete groups that
+    are not assigned to a batch count against N), ahead (only groups less than `ahead` positions
+    from the head start); mode = adaptive has a rule of its own."""
+    ahead: Annotated[int, Meta(ge=0)] = 0
+    """M of admission = ahead; 0: N."""
+    batch_groups: Annotated[int, Meta(ge=1, le=4096)] = 8
+    """Groups of a batch unless the trainer asks for another number; W of mode = fifo."""
+    domain_shares: Mapping[str, Annotated[float, Meta(gt=0)]] = field(default_factory=dict)
+    """Share of each domain in every batch; empty: queue order alone."""
+    domain_limits: Mapping[str, Positive] = field(default_factory=dict)
     """Most groups of a domain that run at once; a domain at its limit is passed over."""
-    rollout_lease_s: float = 30.0
-    """Of a claim whose runner renews in time; a slow one gets more, see
-    `forge.core.queue.renewals`."""
-    rollout_timeout_s: float = 7200.0
+    rollout_lease_s: Annotated[float, Meta(ge=1)] = 20.0
+    """A runner's claim ends this long after its last renewal, and later for a runner whose renewals
+    come late."""
+    rollout_timeout_s: Annotated[float, Meta(ge=1)] = 7200.0
     """Longest life of one attempt, renewed or not."""
-    recheck_s: float = 2.0
-    """How soon an expired claim whose fate is not settled is reported again."""
     partial_groups: PartialGroups = PartialGroups.FILL
-    max_attempts: int = 3
-    """Failures of the task itself."""
-    max_losses: int = 32
-    """Faults of the infrastructure that end attempts at one rollout while others are sealed: from
-    so many on, the task is to blame, as one that uses up the memory of its runner's host."""
-    retry_backoff_s: float = 1.0
-    """Before the second attempt; doubles with each failure."""
-    max_backoff_s: float = 60.0
-    batch_lease_s: float = 300.0
-    short_batch_after_s: float = 5.0
-    """A queue that nothing was added to for this long counts as at its end: what is left may go
-    out as a batch smaller than asked."""
+    """Result of a group with a rollout that failed by the task's own fault: fill (the rollout is
+    attempted again, up to max_attempts, then the group is dropped), wait (it is attempted until it
+    succeeds), drop (the group is tombstoned at once)."""
+    max_attempts: Annotated[int, Meta(ge=1, le=100)] = 3
+    """partial_groups = fill: failures of the task itself, in one rollout, before its group is given
+    up; faults of the infrastructure do not count."""
+    max_losses: Annotated[int, Meta(ge=1, le=1000)] = 32
+    """Attempts at one rollout that the infrastructure ended while other rollouts were sealed,
+    before its group is given up: the bound on a task that kills its runners."""
+    retry_backoff_s: NotNegative = 1.0
+    """Wait before the second attempt; doubles with each failure."""
+    max_backoff_s: NotNegative = 60.0
+    """Longest wait between attempts."""
+    batch_lease_s: Annotated[float, Meta(ge=1)] = 300.0
+    """A trainer's claim ends this long after its last renewal."""
+    short_batch_after_s: NotNegative = 5.0
+    """Time without a new task after which the queue counts as at its end: the groups left may then
+    form a batch smaller than asked for."""
 
     def __post_init__(self) -> None:
         for name in ("concurrency", "max_attempts", "max_losses"):

@@ -20,6 +20,9 @@ from forge.core.queue.groups import Group, Lease, Phase, Rollout, RolloutPhase
 from forge.core.queue.lanes import Key, Lanes
 from forge.core.trajectory import TrajectoryId
 
+RECHECK_S = 2.0
+"""Time after which an expired claim that is not settled is reported again."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Slot:
@@ -131,8 +134,8 @@ class Claims:
             del self._held[rollout.lease.trajectory_id]
             rollout.lease = None
 
-    def expired(self, now_s: float, *, recheck_s: float) -> Iterator[TrajectoryId]:
-        """Claims past their end; one that is not settled comes again after `recheck_s`."""
+    def expired(self, now_s: float) -> Iterator[TrajectoryId]:
+        """Claims past their end; one that is not settled comes again after `RECHECK_S`."""
         while self._expiries and self._expiries[0][0] <= now_s:
             _, trajectory_id = heappop(self._expiries)
             lease = self.get(trajectory_id)
@@ -140,7 +143,7 @@ class Claims:
                 continue
             # Renewals only move `expires_s`; the entry is put back in its place when it comes up.
             late = lease.expires_s <= now_s
-            next_s = now_s + recheck_s if late else lease.expires_s
+            next_s = now_s + RECHECK_S if late else lease.expires_s
             heappush(self._expiries, (next_s, trajectory_id))
             if late:
                 yield trajectory_id

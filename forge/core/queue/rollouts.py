@@ -192,9 +192,9 @@ class Rollouts:
         """The attempts whose claims have ended.
 
         Whether such an attempt was sealed, only the pool knows: follow with `complete` or `lapse`.
-        Until then it keeps its place and is named again, every `recheck_s`.
+        Until then it keeps its place and is named again, every `RECHECK_S`.
         """
-        return tuple(self._claims.expired(now_s, recheck_s=self._settings.recheck_s))
+        return tuple(self._claims.expired(now_s))
 
     def can_progress(self) -> bool:
         """Whether a training group may become complete without a batch being taken first."""

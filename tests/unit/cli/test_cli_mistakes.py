@@ -23,8 +23,8 @@ FILE = "{tmp}/file"
     [
         (("run", "--set", "inference.x=1"), "there is no inference; name one of pool, scheduler"),
         (
-            ("run", "--set", "scheduler.mode=lifo", "--root", "{tmp}/new"),
-            "scheduler cannot start: --mode: mode = 'lifo' is not allowed: ",
+            ("run", "--set", "scheduler.queue.mode=lifo", "--root", "{tmp}/new"),
+            "scheduler cannot start: --queue.mode: queue.mode = 'lifo' is not allowed: ",
         ),
         (("up", "--set", "runner.speed=1", "--root", "{tmp}/new"), "no setting speed"),
         (("run", "--root", FILE), "Not a directory; name another place with --root"),

@@ -57,12 +57,12 @@ def test_preset_shares_sum_to_one_and_a_batch_fits_the_window(name: str) -> None
 
 @pytest.mark.parametrize("mode", [None, *(mode.value for mode in Mode)])
 def test_run_in_any_mode_sets_nothing_that_the_mode_ignores(mode: str | None) -> None:
-    """`--set scheduler.mode=adaptive` is enough: the preset's shares are then left out."""
+    """`--set scheduler.queue.mode=adaptive` is enough: the preset's shares are then left out."""
     found = run_settings(STATE, PRESETS["tiny"], mode)["scheduler"]
-    assert bool(found["domain_shares"]) == (mode not in ("fifo", "adaptive"))
-    settings = found | ({"mode": mode} if mode else {})
+    assert bool(found["queue.domain_shares"]) == (mode not in ("fifo", "adaptive"))
+    settings = found | ({"queue.mode": mode} if mode else {})
     argv = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    load(SchedulerConfig, service="scheduler", argv=argv, environ={}).queue_settings()
+    load(SchedulerConfig, service="scheduler", argv=argv, environ={})
 
 
 def test_overrides_name_service_and_key() -> None:

@@ -168,7 +168,7 @@ def test_waits_for_a_rollout_as_long_as_its_attempts_have_names() -> None:
 
 def test_expired_claim_is_named_until_its_fate_is_settled() -> None:
     """Expiry decides nothing by itself: the pool may hold the sealed trajectory."""
-    queue = make_queue(rollout_lease_s=10.0, recheck_s=2.0)
+    queue = make_queue(rollout_lease_s=10.0)
     add(queue, make_group("a", 0))
     lease(queue)
     assert queue.expire(9.9) == ()

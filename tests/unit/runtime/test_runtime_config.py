@@ -2,33 +2,67 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Meta
 
-from forge.core.errors import ConfigError
-from forge.runtime.config import ServiceConfig, load, setting, to_toml
+from forge.core.errors import ConfigError, InvalidArgument
+from forge.runtime.config import ServiceConfig, load, to_toml
+
+
+class Color(enum.Enum):
+    WHITE = "white"
+    RED = "red"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LightSettings:
+    """The light in an oven."""
+
+    color: Color = Color.WHITE
+    """Color of the lamp."""
+    power_w: Annotated[float, Meta(ge=0)] = 15.0
+    """Power of the lamp."""
+    door: bool = True
+    """Whether the door switches it."""
+    times: Mapping[str, float] = field(default_factory=dict)
+    """Time that it is on, by recipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OvenConfig(ServiceConfig):
-    """Settings of an oven."""
+    """Bakes."""
 
-    heat_c: float = setting(180.0, help="how hot it gets", minimum=30, maximum=300)
-    trays: int = setting(2, help="trays that fit", minimum=1)
-    mode: str = setting("top", help="where the heat comes from", choices=("top", "bottom"))
-    fan: bool = setting(False, help="whether the fan turns")
-    recipes: tuple[str, ...] = setting((), help="what it can bake")
-    shares: dict[str, float] = setting(  # noqa: RUF009
-        {"bread": 1.0}, help="how the space is divided", minimum=0, maximum=1
+    heat_c: Annotated[float, Meta(ge=30, le=300)] = 180.0
+    """Temperature of
+    the air."""
+    trays: Annotated[int, Meta(ge=1)] = 2
+    """Trays that fit."""
+    mode: Literal["top", "bottom"] = "top"
+    """Where the heat comes from."""
+    light: LightSettings = field(default_factory=LightSettings)
+    fan: bool = False
+    """Whether the fan turns."""
+    recipes: tuple[str, ...] = ()
+    """Names of what it can bake."""
+    shares: Mapping[str, Annotated[float, Meta(gt=0)]] = field(
+        default_factory=lambda: {"bread": 1.0}
     )
-    label: str = setting("", help="shown on the door")
+    """How the space is divided."""
+    label: str = ""
+    """Text on the door."""
+
+    def validate(self) -> None:
+        if self.mode == "bottom" and self.heat_c > 250:
+            raise InvalidArgument(f"heat_c = {self.heat_c} is not allowed with mode = bottom")
 
 
 def oven(
@@ -82,11 +116,54 @@ def test_config_file_may_be_named_by_the_environment(toml: Path) -> None:
         (["--shares", "a=0.25,b=0.75"], "shares", {"a": 0.25, "b": 0.75}),
         (["--label", "--not-a-flag"], "label", "--not-a-flag"),
         (["--label="], "label", ""),
+        (["--light.color", "red"], "light", LightSettings(color=Color.RED)),
+        (["--light.power-w=20"], "light", LightSettings(power_w=20.0)),
+        (["--no-light.door"], "light", LightSettings(door=False)),
+        (["--light.times=cake=2.5"], "light", LightSettings(times={"cake": 2.5})),
     ],
 )
 def test_flags_take_every_type_in_both_spellings(words: list[str], field: str, value: Any) -> None:
     """`--key value` and `--key=value`, and --key / --no-key for a switch."""
     assert getattr(oven(*words), field) == value
+
+
+def test_table_takes_its_settings_from_every_source(toml: Path) -> None:
+    """A dot in a flag and two underscores in a variable follow the name of the table."""
+    toml.write_text('[light]\ncolor = "red"\npower_w = 1\ndoor = false\n[light.times]\ncake = 1\n')
+    environ = {"FORGE_LIGHT__DOOR": "true", "FORGE_OVEN_LIGHT__POWER_W": "2"}
+    config = oven("--light.power-w=3", environ=environ, toml=toml)
+    assert config.light == LightSettings(color=Color.RED, power_w=3.0, times={"cake": 1.0})
+    assert oven(environ=environ).light.power_w == 2.0
+
+
+@pytest.mark.parametrize(
+    ("flag", "key", "variable"),
+    [
+        ("--power-w", "power_w", "FORGE_POWER_W"),
+        ("--light-power-w", "light_power_w", "FORGE_OVEN_LIGHT_POWER_W"),
+    ],
+)
+def test_key_without_its_table_names_the_table(
+    toml: Path, flag: str, key: str, variable: str
+) -> None:
+    """A key of a table that was once flat is refused by each source, with its place."""
+    toml.write_text(f"{key} = 3\n")
+    for argv, environ, file in (
+        ((flag, "3"), {}, None),
+        ((), {variable: "3"}, None),
+        ((), {}, toml),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"no setting {key}.*did you mean light.power_w "
+        ) as e:
+            oven(*argv, environ=environ, toml=file)
+        assert "\n" not in str(e.value)
+
+
+def test_settings_are_checked_together() -> None:
+    """The service's own check is part of the reading, whatever source a setting has."""
+    with pytest.raises(ConfigError, match=r"^oven: heat_c = 300\.0 is not .* mode = bottom$"):
+        oven("--heat-c=300", environ={"FORGE_MODE": "bottom"})
 
 
 def test_toml_takes_every_type(toml: Path) -> None:
@@ -109,9 +186,21 @@ def test_toml_takes_every_type(toml: Path) -> None:
         ("trays = 0", "trays = 0 is not allowed: a whole number of at least 1"),
         ("trays = 1.5", "trays = 1.5 is not allowed: a whole number of at least 1"),
         ("trays = true", "trays = True is not allowed: a whole number of at least 1"),
+        (
+            "light = 1",
+            "there is no setting light = 1; did you mean light.color (one of white, red)",
+        ),
+        ("[light]\npower_w = -1", "light.power_w = -1 is not allowed: a number of at least 0"),
+        (
+            "[light]\npower = 1",
+            "there is no setting light.power = 1; did you mean light.power_w (a",
+        ),
         ('mode = "left"', "mode = 'left' is not allowed: one of top, bottom"),
         ("fan = 1", "fan = 1 is not allowed: true or false"),
-        ("[shares]\na = 2", "shares = {'a': 2} is not allowed: a table of numbers"),
+        (
+            "[shares]\na = 0",
+            "shares = {'a': 0} is not allowed: a table (a=1,b=2), each a number above 0",
+        ),
         ("heatc = 4", "there is no setting heatc = 4; did you mean heat_c (a number from 30"),
         ("xyzzy = 4", "there is no setting xyzzy = 4; see --help"),
         ("heat_c = ", "is not TOML"),
@@ -162,8 +251,10 @@ def test_help_names_every_setting_with_default_range_and_meaning(
         oven("--help")
     text = capsys.readouterr().out
     assert caught.value.code == 0
-    assert "--heat-c (default 180.0; a number from 30 to 300)" in text
-    assert "how hot it gets" in text
+    assert (
+        "--heat-c (default 180.0; a number from 30 to 300)\n      Temperature of the air." in text
+    )
+    assert '--light.color (default "white"; one of white, red)\n      Color of the lamp.' in text
     assert "--lease-ttl-s" in text
     assert "FORGE_OVEN_<KEY>" in text
 
@@ -173,10 +264,12 @@ def test_printed_config_reads_back_to_the_same(
 ) -> None:
     """--print-config shows what is in force, as a file one can start from."""
     with pytest.raises(SystemExit) as caught:
-        oven("--heat-c", "99", "--print-config", "--shares", "a=0.5")
+        oven("--heat-c", "99", "--print-config", "--shares", "a=0.5", "--light.color=red")
     assert caught.value.code == 0
     toml.write_text(capsys.readouterr().out)
-    assert oven(toml=toml) == OvenConfig(heat_c=99.0, shares={"a": 0.5})
+    assert oven(toml=toml) == OvenConfig(
+        heat_c=99.0, shares={"a": 0.5}, light=LightSettings(color=Color.RED)
+    )
 
 
 @given(
@@ -186,7 +279,13 @@ def test_printed_config_reads_back_to_the_same(
         trays=st.integers(1, 10**12),
         fan=st.booleans(),
         recipes=st.lists(st.text(min_size=1)).map(tuple),
-        shares=st.dictionaries(st.text(min_size=1), st.floats(0, 1)),
+        shares=st.dictionaries(st.text(min_size=1), st.floats(1e-9, 1)),
+        light=st.builds(
+            LightSettings,
+            color=st.sampled_from(Color),
+            power_w=st.floats(0),
+            times=st.dictionaries(st.text(min_size=1), st.floats(allow_nan=False)),
+        ),
         label=st.text(),
     )
 )

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from forge.core.errors import ConfigError, InvalidArgument
-from forge.core.queue.admission import Mode, PartialGroups
+from forge.core.queue.admission import Mode, PartialGroups, QueueSettings
 from forge.runtime.config import load
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler import validation
@@ -79,45 +79,47 @@ def test_wait_is_capped() -> None:
     assert validation.check_wait_s(1e9, max_wait_s=30.0) == 30.0
 
 
+def configured(argv: str) -> SchedulerConfig:
+    return load(SchedulerConfig, service="scheduler", argv=argv.split(), environ={})
+
+
 def test_window_defaults_to_three_tenths_of_concurrency() -> None:
     """W = ceil(0.3 N) unless it is set."""
-    config = load(SchedulerConfig, service="scheduler", argv=["--concurrency", "32"], environ={})
-    assert config.queue_settings().window_size == 10
+    assert configured("--queue.concurrency 32").queue.window_size == 10
 
 
 def test_modes_are_configured_by_name() -> None:
     """`mode` and its bounds stand in the TOML file, or on the command line, like all settings."""
-    argv = ["--mode", "adaptive", "--max-staleness-p99", "6", "--max-shift-kl", "0.1"]
-    config = load(SchedulerConfig, service="scheduler", argv=argv, environ={})
-    settings = config.queue_settings()
-    assert settings.mode is Mode.ADAPTIVE
-    assert (settings.max_staleness_p99, settings.max_shift_kl) == (6.0, 0.1)
+    adaptive = "--queue.mode adaptive --queue.max-staleness-p99 6 --queue.max-shift-kl 0.1"
+    queue = configured(adaptive).queue
+    assert queue.mode is Mode.ADAPTIVE
+    assert (queue.max_staleness_p99, queue.max_shift_kl) == (6.0, 0.1)
     with pytest.raises(ConfigError, match="mode"):
-        load(SchedulerConfig, service="scheduler", argv=["--mode", "best"], environ={})
+        configured("--queue.mode best")
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ("--mode fifo --domain-shares a=1", "domain_shares = {'a': 1.0} means nothing with mode ="),
-        ("--mode fifo --window 4", "window = 4 means nothing with mode = fifo"),
-        ("--mode greedy --window 4", "window = 4 means nothing with mode = greedy"),
-        ("--mode greedy --max-shift-kl 0", "max_shift_kl = 0.0 means nothing with mode = greedy"),
-        ("--max-staleness-p99 4", "max_staleness_p99 = 4.0 means nothing with mode = windowed"),
-        ("--ahead 9", "ahead = 9 means nothing with admission = window"),
-        ("--mode fifo --admission running --ahead 9", "nothing with admission = running"),
-        ("--partial-groups wait --max-attempts 9", "max_attempts = 9 means nothing with partial_"),
-        ("--mode adaptive --domain-shares a=1", "means nothing with mode = adaptive"),
-        ("--mode adaptive --window 4", "window = 4 means nothing with mode = adaptive"),
-        ("--mode adaptive --admission ahead", "admission = 'ahead' means nothing with mode ="),
-        ("--mode adaptive --ahead 9", "ahead = 9 means nothing with mode = adaptive"),
+        ("--mode fifo --domain-shares a=1", "domain_shares = {'a': 1.0} has no effect with queue."),
+        ("--mode fifo --window 4", "window = 4 has no effect with queue.mode = fifo"),
+        ("--mode greedy --window 4", "window = 4 has no effect with queue.mode = greedy"),
+        ("--mode greedy --max-shift-kl 0", "max_shift_kl = 0.0 has no effect with queue.mode = gr"),
+        ("--max-staleness-p99 4", "max_staleness_p99 = 4.0 has no effect with queue.mode = windo"),
+        ("--ahead 9", "ahead = 9 has no effect with queue.admission = window"),
+        ("--mode fifo --admission running --ahead 9", "effect with queue.admission = running"),
+        ("--partial-groups wait --max-attempts 9", "max_attempts = 9 has no effect with queue.par"),
+        ("--mode adaptive --domain-shares a=1", "has no effect with queue.mode = adaptive"),
+        ("--mode adaptive --window 4", "window = 4 has no effect with queue.mode = adaptive"),
+        ("--mode adaptive --admission ahead", "queue.admission = 'ahead' has no effect with queue"),
+        ("--mode adaptive --ahead 9", "ahead = 9 has no effect with queue.mode = adaptive"),
     ],
 )
 def test_setting_that_a_mode_ignores_is_refused(argv: str, said: str) -> None:
-    """Whoever set it believes that it holds; the error names it, its value and the mode."""
-    config = load(SchedulerConfig, service="scheduler", argv=argv.split(), environ={})
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        config.queue_settings()
+    """A setting without effect is an error that names it, its value and the mode."""
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        configured(argv.replace("--", "--queue."))
+    assert str(caught.value).startswith("scheduler: queue.")
 
 
 @pytest.mark.parametrize(
@@ -130,25 +132,20 @@ def test_setting_that_a_mode_ignores_is_refused(argv: str, said: str) -> None:
     ],
 )
 def test_settings_that_a_mode_knows_go_together(argv: str) -> None:
-    """What has a meaning, and what was set to its default, is taken."""
-    load(SchedulerConfig, service="scheduler", argv=argv.split(), environ={}).queue_settings()
+    """A setting with an effect in the mode, or with its default value, is accepted."""
+    assert configured(argv.replace("--", "--queue.")).queue != QueueSettings()
 
 
 def test_partial_groups_are_configured_by_name() -> None:
     """Filled by retries unless it is set."""
-    plain = load(SchedulerConfig, service="scheduler", argv=[], environ={})
-    assert plain.queue_settings().partial_groups is PartialGroups.FILL
-    argv = ["--partial-groups", "wait"]
-    config = load(SchedulerConfig, service="scheduler", argv=argv, environ={})
-    assert config.queue_settings().partial_groups is PartialGroups.WAIT
+    assert configured("").queue.partial_groups is PartialGroups.FILL
+    assert configured("--queue.partial-groups wait").queue.partial_groups is PartialGroups.WAIT
 
 
 def test_limit_of_a_domain_is_a_number_of_groups() -> None:
     """Half a group cannot run."""
-    argv = ["--domain-limits", "code=1.5"]
-    config = load(SchedulerConfig, service="scheduler", argv=argv, environ={})
-    with pytest.raises(ConfigError, match=r"domain_limits: code = 1\.5 must be a whole number"):
-        config.queue_settings()
+    with pytest.raises(ConfigError, match=r"domain_limits = 'code=1\.5' .* each a whole number"):
+        configured("--queue.domain-limits code=1.5")
 
 
 def test_activity_must_be_named() -> None:
@@ -159,16 +156,11 @@ def test_activity_must_be_named() -> None:
 
 def test_share_of_zero_is_refused_by_name() -> None:
     """A domain that should not be trained is left out of domain_shares."""
-    argv = ["--domain-shares", "code=1,qa=0"]
-    config = load(SchedulerConfig, service="scheduler", argv=argv, environ={})
-    with pytest.raises(ConfigError, match=r"qa = 0\.0 must be above 0"):
-        config.queue_settings()
+    with pytest.raises(ConfigError, match=r"queue.domain_shares = .* each a number above 0"):
+        configured("--queue.domain-shares code=1,qa=0")
 
 
 def test_rollout_cannot_outlive_its_token() -> None:
     """It would fail at its end, again and again, and its group with it."""
-    config = load(
-        SchedulerConfig, service="scheduler", argv=["--rollout-timeout-s", "20000"], environ={}
-    )
-    with pytest.raises(ConfigError, match="session_ttl_s = 10800 must be at least"):
-        config.queue_settings()
+    with pytest.raises(ConfigError, match=r"session_ttl_s = 10800 must be at least queue\.roll"):
+        configured("--queue.rollout-timeout-s 20000")
