@@ -168,9 +168,9 @@ def why(facts: Facts, *, after_s: float) -> Stall | None:
             return found
     return Stall(
         cause="nothing_starts",
-        text=f"{facts.queued} groups are queued and none is started, although a runner asks: look "
-        "at concurrency, admission and domain_limits of the scheduler, and at the runner's "
-        "concurrency.",
+        text=f"{facts.queued} groups are queued and none is started, although a runner asks: "
+        "look at queue.concurrency, queue.admission and queue.domain_limits of the scheduler, and "
+        "at the runner's concurrency.",
     )
 
 
@@ -256,7 +256,7 @@ def _head(facts: Facts) -> Stall | None:
         text=f"the window waits for its head, task {head.task_id} (index {head.index}): "
         f"{head.open_rollouts} of its rollouts have not ended, with {head.failures} failures so "
         f"far, and {facts.complete_outside_window} complete groups are behind the window. Wait, "
-        "make the window larger, or bound rollouts by rollout_timeout_s.",
+        "make the window larger, or bound rollouts by queue.rollout_timeout_s.",
     )
 
 

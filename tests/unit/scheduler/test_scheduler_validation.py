@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -81,6 +82,13 @@ def test_wait_is_capped() -> None:
 
 def configured(argv: str) -> SchedulerConfig:
     return load(SchedulerConfig, service="scheduler", argv=argv.split(), environ={})
+
+
+@pytest.mark.parametrize("name", [one.name for one in dataclasses.fields(QueueSettings)])
+def test_setting_of_the_queue_outside_its_table_names_its_place(name: str) -> None:
+    """Settings of the queue were once flat keys."""
+    with pytest.raises(ConfigError, match=rf"no setting {name} .*did you mean queue\.{name} \("):
+        configured(f"--{name.replace('_', '-')}=1")
 
 
 def test_window_defaults_to_three_tenths_of_concurrency() -> None:
