@@ -25,7 +25,7 @@ from rich.table import Table
 
 from forge.cli.connection import Connection
 from forge.cli.export import export_file
-from forge.client.pool import PoolReader
+from forge.client.pool import Page, PoolReader
 from forge.v1 import common_pb2, pool_pb2
 
 _CHANGES = {
@@ -53,6 +53,7 @@ async def list_trajectories(
     shown, more = 0, False
     async with _reader(at) as reader:
         async for page in reader.query(wanted, page_size=limit):
+            _name_damaged(page)
             for summary in page.trajectories:
                 more = bool(limit) and shown == limit
                 if more:
@@ -69,6 +70,13 @@ async def list_trajectories(
     console.print(table)
     if more:
         console.print(f"There are more than these {limit}: see --limit.", highlight=False)
+
+
+def _name_damaged(page: Page) -> None:
+    for trajectory_id in page.damaged:
+        sys.stderr.write(
+            f"forge: {trajectory_id} of pool shard {page.shard} is damaged and left out\n"
+        )
 
 
 async def follow_trajectories(
@@ -113,6 +121,7 @@ async def export_trajectories(
         task = bar.add_task("exporting")
         async with _reader(at) as reader:
             async for page in reader.query(wanted):
+                _name_damaged(page)
                 whole = [one.trajectory_id for one in page.trajectories if not one.freed]
                 freed += len(page.trajectories)
                 async for trajectory in reader.fetch(page.shard, whole):

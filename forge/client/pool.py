@@ -41,6 +41,8 @@ class Page:
 
     shard: str
     trajectories: Sequence[common_pb2.TrajectorySummary]
+    damaged: Sequence[str] = ()
+    """Ids of trajectories that cannot be read: it is unknown whether they fit."""
 
 
 class PoolReader:
@@ -81,7 +83,11 @@ class PoolReader:
                 page: pool_pb2.QueryTrajectoriesResponse = await self._call(
                     shard, "QueryTrajectories", request
                 )
-                yield Page(shard=shard, trajectories=page.trajectories)
+                yield Page(
+                    shard=shard,
+                    trajectories=page.trajectories,
+                    damaged=page.damaged_trajectory_ids,
+                )
                 token = page.next_page_token
                 if not token:
                     break

@@ -629,21 +629,27 @@ class QueryTrajectoriesResponse(_message.Message):
 
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    DAMAGED_TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """"" when nothing is left."""
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TrajectorySummary]:
         """With `closed_from_unix_s` in the order of closing, else by trajectory id."""
 
+    @_builtins.property
+    def damaged_trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Trajectories that this page passed and cannot be read: it is unknown whether they fit."""
+
     def __init__(
         self,
         *,
         trajectories: _abc.Iterable[_common_pb2.TrajectorySummary] | None = ...,
         next_page_token: _builtins.str = ...,
+        damaged_trajectory_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_trajectory_ids", b"damaged_trajectory_ids", "next_page_token", b"next_page_token", "trajectories", b"trajectories"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

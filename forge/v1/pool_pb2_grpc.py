@@ -192,8 +192,9 @@ class PoolServiceServicer(object):
         and a bounded amount of work, so a page may be short or empty and yet have a successor: go on
         until `next_page_token` is empty. What was there from the first page to the last and fits is
         given exactly once, whatever is written meanwhile; what comes or changes meanwhile may be
-        given or not. INVALID_ARGUMENT for a filter that nothing can fit, and for a token of another
-        filter or shard. Safe to retry, with the same token too.
+        given or not. A trajectory that cannot be read is named instead, whether or not it fits.
+        INVALID_ARGUMENT for a filter that nothing can fit, and for a token of another filter or shard.
+        DATA_LOSS when the change log cannot be read. Safe to retry, with the same token too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -95,8 +95,9 @@ class PoolServiceStub:
     and a bounded amount of work, so a page may be short or empty and yet have a successor: go on
     until `next_page_token` is empty. What was there from the first page to the last and fits is
     given exactly once, whatever is written meanwhile; what comes or changes meanwhile may be
-    given or not. INVALID_ARGUMENT for a filter that nothing can fit, and for a token of another
-    filter or shard. Safe to retry, with the same token too.
+    given or not. A trajectory that cannot be read is named instead, whether or not it fits.
+    INVALID_ARGUMENT for a filter that nothing can fit, and for a token of another filter or shard.
+    DATA_LOSS when the change log cannot be read. Safe to retry, with the same token too.
     """
     TailTrajectories: _grpc.UnaryStreamMultiCallable[_pool_pb2.TailTrajectoriesRequest, _pool_pb2.TailTrajectoriesResponse]
     """What is closed or, once closed, rewarded: as it becomes durable, in that order, until the
@@ -184,8 +185,9 @@ class PoolServiceAsyncStub(PoolServiceStub):
     and a bounded amount of work, so a page may be short or empty and yet have a successor: go on
     until `next_page_token` is empty. What was there from the first page to the last and fits is
     given exactly once, whatever is written meanwhile; what comes or changes meanwhile may be
-    given or not. INVALID_ARGUMENT for a filter that nothing can fit, and for a token of another
-    filter or shard. Safe to retry, with the same token too.
+    given or not. A trajectory that cannot be read is named instead, whether or not it fits.
+    INVALID_ARGUMENT for a filter that nothing can fit, and for a token of another filter or shard.
+    DATA_LOSS when the change log cannot be read. Safe to retry, with the same token too.
     """
     TailTrajectories: _aio.UnaryStreamMultiCallable[_pool_pb2.TailTrajectoriesRequest, _pool_pb2.TailTrajectoriesResponse]  # type: ignore[assignment]
     """What is closed or, once closed, rewarded: as it becomes durable, in that order, until the
@@ -324,8 +326,9 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         and a bounded amount of work, so a page may be short or empty and yet have a successor: go on
         until `next_page_token` is empty. What was there from the first page to the last and fits is
         given exactly once, whatever is written meanwhile; what comes or changes meanwhile may be
-        given or not. INVALID_ARGUMENT for a filter that nothing can fit, and for a token of another
-        filter or shard. Safe to retry, with the same token too.
+        given or not. A trajectory that cannot be read is named instead, whether or not it fits.
+        INVALID_ARGUMENT for a filter that nothing can fit, and for a token of another filter or shard.
+        DATA_LOSS when the change log cannot be read. Safe to retry, with the same token too.
         """
 
     @_abc_1.abstractmethod

@@ -25,9 +25,17 @@ from services.pool.changes import (
     number_before,
     number_of_change_key,
 )
+from services.pool.check import describe
 from services.pool.keys import name_of_trajectory_key
-from services.pool.records import Records, Table, TrajectoryHeader, decode_header
-from services.pool.summaries import count_turns, header_of, summary_of, turns_of
+from services.pool.records import (
+    DamagedRecord,
+    Records,
+    Table,
+    TrajectoryHeader,
+    decode_header,
+    open_value,
+)
+from services.pool.summaries import count_turns, summary_of, turns_of
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
 PAGE_COST = 4096
@@ -54,7 +62,8 @@ class _Token(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 class _Candidate:
     position: bytes
     trajectory: bytes
-    header: TrajectoryHeader
+    value: bytes | None
+    """Its header as it lies on disk; None for one that is no candidate any more."""
 
 
 def check_filter(wanted: pool_pb2.TrajectoryFilter) -> pool_pb2.TrajectoryFilter:
@@ -90,9 +99,14 @@ def _is_set(wanted: pool_pb2.TrajectoryFilter, name: str) -> bool:
 
 
 def query(
-    records: Records, request: pool_pb2.QueryTrajectoriesRequest, *, shard: str
+    records: Records,
+    request: pool_pb2.QueryTrajectoriesRequest,
+    *,
+    shard: str,
+    name_damaged: bool = False,
 ) -> pool_pb2.QueryTrajectoriesResponse:
-    """One page. Raises `InvalidArgument` for a filter or a token that is not right."""
+    """One page. Raises `InvalidArgument` for a filter or a token that is not right, and
+    `DamagedRecord` for a trajectory that cannot be read, unless the page is to name it."""
     wanted = check_filter(request.filter)
     size = min(request.page_size or DEFAULT_PAGE, MAX_PAGE)
     response = pool_pb2.QueryTrajectoriesResponse()
@@ -101,13 +115,16 @@ def query(
     for candidate in _candidates(records, wanted, position):
         position = candidate.position
         cost += 1
-        header = candidate.header
-        if header.is_open and fits_header(wanted, header, counted=False):
-            # Its turns are read for its summary, if for nothing else.
-            heads = [head for head, _ in turns_of(records, candidate.trajectory)]
-            header = count_turns(header, heads)
-            cost += len(heads)
-        summary = summary_if_fits(records, wanted, candidate.trajectory, header)
+        try:
+            summary, turns = _fitting(records, wanted, candidate)
+        except DamagedRecord:
+            if not name_damaged:
+                raise
+            name = describe(Table.TRAJECTORIES, candidate.trajectory)
+            response.damaged_trajectory_ids.append(name)
+            summary, turns = None, 0
+            size_bytes += len(name)
+        cost += turns
         if summary is not None:
             response.trajectories.append(summary)
             size_bytes += summary.ByteSize()
@@ -118,23 +135,38 @@ def query(
     return response
 
 
+def _fitting(
+    records: Records, wanted: pool_pb2.TrajectoryFilter, candidate: _Candidate
+) -> tuple[common_pb2.TrajectorySummary | None, int]:
+    """Its summary, None if it does not fit; and how many turns were read for that. Raises
+    `DamagedRecord`."""
+    trajectory, turns = candidate.trajectory, 0
+    if candidate.value is None:
+        return None, 0
+    header = decode_header(open_value(Table.TRAJECTORIES, trajectory, candidate.value))
+    if header.is_open and fits_header(wanted, header, counted=False):
+        # Its turns are read for its summary, if for nothing else.
+        heads = [head for head, _ in turns_of(records, trajectory)]
+        header, turns = count_turns(header, heads), len(heads)
+    return summary_if_fits(records, wanted, trajectory, header), turns
+
+
 def _candidates(
     records: Records, wanted: pool_pb2.TrajectoryFilter, after: bytes
 ) -> Iterator[_Candidate]:
     """Every trajectory there is, or what was closed since the moment asked for."""
     if not wanted.HasField("closed_from_unix_s"):
-        for key, payload in records.scan(Table.TRAJECTORIES, after=after):
-            yield _Candidate(position=key, trajectory=key, header=decode_header(payload))
+        for key, value in records.scan_sealed(Table.TRAJECTORIES, after=after):
+            yield _Candidate(position=key, trajectory=key, value=value)
         return
     start = (
         number_of_change_key(after) if after else number_before(records, wanted.closed_from_unix_s)
     )
     for number, change in changes_after(records, start):
-        header = header_of(records, change.trajectory)
         # One that has been deleted counts as looked at, too.
-        if change.kind != ChangeKind.CLOSED or header is None:
-            header = TrajectoryHeader()
-        yield _Candidate(position=change_key(number), trajectory=change.trajectory, header=header)
+        closed = change.kind == ChangeKind.CLOSED
+        header = records.get_sealed(Table.TRAJECTORIES, change.trajectory) if closed else None
+        yield _Candidate(position=change_key(number), trajectory=change.trajectory, value=header)
 
 
 def summary_if_fits(

@@ -23,6 +23,7 @@ from services.pool.compaction import Compactor
 from services.pool.counts import Tally
 from services.pool.query import query
 from services.pool.readers import ReaderRef
+from services.pool.records import DamagedRecord
 from services.pool.replica import Replica
 from services.pool.store import PoolStore
 from services.pool.tail import Tails
@@ -155,7 +156,12 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         self, request: pool_pb2.QueryTrajectoriesRequest, context: Any
     ) -> pool_pb2.QueryTrajectoriesResponse:
         look = partial(query, request=request, shard=self._store.shard)
-        return await self._readers.run(partial(self._store.read, look))
+        try:
+            return await self._readers.run(partial(self._store.read, look))
+        except DamagedRecord:
+            # No replica has it: the page goes past it.
+            look = partial(look, name_damaged=True)
+            return await self._readers.run(partial(self._store.read, look))
 
     # A coroutine and not a generator, because it must know when a response is not taken.
     async def TailTrajectories(  # type: ignore[override]

@@ -121,6 +121,11 @@ async def test_record_that_both_have_lost_is_named_to_its_reader(shard):
     assert len(damage_of(leader)) == len(damage_of(follower)) > 0
     (summary,) = (await client.groups())[0].trajectories
     assert summary.turns == 2
+    for process in (leader, follower):
+        flip_served(process.data_dir, b"exact_answer")
+    page = await client.stub.QueryTrajectories(pool_pb2.QueryTrajectoriesRequest(), timeout=CALL_S)
+    assert list(page.damaged_trajectory_ids) == [TRAJECTORY]
+    assert not page.trajectories
     await client.close()
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import base64
 import math
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.core.errors import InvalidArgument
+from forge.core.errors import DataLoss, InvalidArgument
+from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import counts, query
 from services.pool.counts import Tally
+from services.pool.keys import trajectory_key
+from services.pool.records import Table
 from services.pool.store import PoolStore
 from tests.support.pool_records import make_group, make_reward, make_turn
 from tests.support.pool_store import (
@@ -29,11 +33,12 @@ from tests.support.pool_store import (
 OPEN = common_pb2.TRAJECTORY_STATE_OPEN
 
 
-def page(store: PoolStore, *, token: str = "", size: int = 0, **wanted):
+def page(store: PoolStore, *, token: str = "", size: int = 0, name_damaged: bool = False, **wanted):
     request = pool_pb2.QueryTrajectoriesRequest(
         filter=pool_pb2.TrajectoryFilter(**wanted), page_size=size, page_token=token
     )
-    return store.read(lambda records: query.query(records, request, shard=store.shard))
+    look = partial(query.query, request=request, shard=store.shard, name_damaged=name_damaged)
+    return store.read(look)
 
 
 def found(store: PoolStore, *, size: int = 0, **wanted) -> list[str]:
@@ -216,3 +221,41 @@ def test_counts_tell_states_domains_and_what_waits(filled, monkeypatch):
     }
     assert (stats.oldest_pending_task_id, stats.oldest_pending_queue_index) == ("b", 1)
     assert stats.oldest_pending_closed_unix_s == 10
+
+
+@pytest.mark.parametrize("wanted", [{}, {"closed_from_unix_s": 5.0}])
+@pytest.mark.parametrize(
+    ("table", "suffix"),
+    [(Table.TRAJECTORIES, b""), (Table.REWARDS, b"o")],
+    ids=["header", "reward"],
+)
+def test_page_names_what_is_damaged_and_goes_past_it(filled, wanted, table, suffix):
+    """By id as along the change log, whichever record cannot be read; the others come all the same,
+    page by page. Without leave to do so the page fails, so that a replica can repair itself."""
+    key = trajectory_key(parse_trajectory_id("b:0:0")) + suffix
+    filled.change(lambda records: records.put_sealed(table, key, b"flipped"))
+    with pytest.raises(DataLoss, match=f"in {table.value} does not match"):
+        found(filled, **wanted)
+    ids, damaged, token = [], [], ""
+    while True:
+        answer = page(filled, token=token, size=1, name_damaged=True, **wanted)
+        ids += [summary.trajectory_id for summary in answer.trajectories]
+        damaged += answer.damaged_trajectory_ids
+        token = answer.next_page_token
+        if not token:
+            break
+    assert "".join(name[0] for name in ids) == ("ace" if wanted else "acde")
+    assert damaged == ["b:0:0"]
+
+
+def test_page_of_damaged_trajectories_is_bounded(store, monkeypatch):
+    """What is named counts as work: the next page goes on behind it."""
+    monkeypatch.setattr(query, "PAGE_COST", 2)
+    for name in "abc":
+        append(store, make_turn(f"{name}:0:0"))
+        key = trajectory_key(parse_trajectory_id(f"{name}:0:0"))
+        store.change(lambda records, key=key: records.put_sealed(Table.TRAJECTORIES, key, b"?"))
+    first = page(store, name_damaged=True)
+    assert list(first.damaged_trajectory_ids) == ["a:0:0", "b:0:0"]
+    last = page(store, name_damaged=True, token=first.next_page_token)
+    assert (list(last.damaged_trajectory_ids), last.next_page_token) == (["c:0:0"], "")
