@@ -101,7 +101,7 @@ class Replica:
             )
         return self._leader
 
-    async def mended(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
+    async def with_repair(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
         """The outcome of `attempt`, made again after each damaged record that it met and that the
         follower could replace."""
         met: set[Key] = set()
@@ -329,7 +329,7 @@ class LeadersWriter:
                 left_s = max(0.0, give_up_s - time.monotonic())
                 return await _outcome(self._writer.ask(message, timeout_s=left_s))
 
-            answer = await self._replica.mended(attempt)
+            answer = await self._replica.with_repair(attempt)
             # A refusal, too, may rest on what only this replica has yet.
             await leader.gate.passed(timeout_s=max(0.0, give_up_s - time.monotonic()))
         if isinstance(answer, ForgeError):
@@ -347,7 +347,7 @@ class LeadersReaders:
 
     async def run(self, read: Callable[[], T]) -> T:
         leader = self._replica.leader
-        found = await self._replica.mended(lambda: _outcome(self._readers.run(read)))
+        found = await self._replica.with_repair(lambda: _outcome(self._readers.run(read)))
         if isinstance(found, ForgeError):
             raise found
         if leader.gate.required:

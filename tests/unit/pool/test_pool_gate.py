@@ -100,7 +100,7 @@ class Held:
     def check_readable(self) -> None:
         return None
 
-    async def mended(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
+    async def with_repair(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
         return await attempt()
 
     @contextmanager

@@ -1,0 +1,102 @@
+"""When a replica tries to repair itself again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest_asyncio
+
+from forge.core.errors import ForgeError, Unavailable
+from forge.core.trajectory import parse_trajectory_id
+from services.pool import self_repair
+from services.pool.keys import trajectory_key, turn_key
+from services.pool.readers import Readers
+from services.pool.record_copies import CopiedRecords, copied_records
+from services.pool.records import DamagedRecord, Key, Table
+from services.pool.self_repair import SelfRepair
+from services.pool.store import PoolStore
+from tests.support.pool_records import make_group, make_turn
+from tests.support.pool_replicas import Node
+from tests.support.pool_store import append, commit, put_groups
+
+KEY = turn_key(trajectory_key(parse_trajectory_id("a:0:0")), 0)
+MET = DamagedRecord("met", table=Table.TURNS, key=KEY)
+
+
+@dataclass
+class Writer:
+    store: PoolStore
+
+    async def ask(self, message: Any, *, timeout_s: float) -> Any:
+        return commit(self.store, message)
+
+
+@dataclass
+class Other:
+    """The other replica."""
+
+    copy: CopiedRecords
+    error: ForgeError | None = None
+    asked: list[Key] = field(default_factory=list)
+
+    async def fetch(self, unit: Key, since: int) -> CopiedRecords:
+        self.asked.append(unit)
+        if self.error is not None:
+            raise self.error
+        return self.copy
+
+
+@pytest_asyncio.fixture
+async def damaged(node: Callable[[str], Node]) -> AsyncIterator[tuple[SelfRepair, Other]]:
+    """A leader with a damaged turn, and the other replica that has it."""
+    leader = node("leader")
+    leader.lead()
+    put_groups(leader.store, make_group("a"))
+    append(leader.store, make_turn("a:0:0"))
+    unit = (Table.TRAJECTORIES, KEY[:-4])
+    other = Other(leader.store.read(partial(copied_records, units=[unit])))
+    leader.store.change(lambda records: records.put_sealed(Table.TURNS, KEY, b"flipped"))
+    readers = Readers(1)
+    yield SelfRepair(leader.store, Writer(leader.store), readers, other.fetch, leads=True), other
+    await readers.close()
+
+
+async def test_repair_is_tried_again_once_the_other_replica_is_there(damaged):
+    """While it is away nothing is known of its copy."""
+    repair, other = damaged
+    other.error = Unavailable("no follower in sync")
+    assert not await repair.repaired(MET)
+    other.error = None
+    assert await repair.repaired(MET)
+    assert len(other.asked) == 2
+
+
+async def test_record_that_no_copy_has_is_not_fetched_at_each_read(damaged, monkeypatch):
+    """Only when some time has passed: by then an operator may have repaired the other one."""
+    repair, other = damaged
+    whole, other.copy = other.copy, CopiedRecords(values={}, position=other.copy.position)
+    assert not await repair.repaired(MET)
+    other.copy = whole
+    assert not await repair.repaired(MET)
+    assert len(other.asked) == 1
+    monkeypatch.setattr(self_repair, "LEFT_S", 0.0)
+    assert await repair.repaired(MET)
+
+
+async def test_whole_record_is_not_fetched(damaged):
+    """Several reads may meet one damage: the first has it repaired."""
+    repair, other = damaged
+    assert await repair.repaired(MET)
+    assert await repair.repaired(MET)
+    assert len(other.asked) == 1
+
+
+async def test_record_of_one_replica_alone_is_not_fetched(damaged):
+    """No other replica has its journal or its state."""
+    repair, other = damaged
+    met = DamagedRecord("met", table=Table.REPLICA, key=b"state")
+    assert not await repair.repaired(met)
+    assert not other.asked
