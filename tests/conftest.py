@@ -16,10 +16,13 @@ from rich.console import Console
 
 from forge.runtime.coordination import Coordinator
 from tests.support.etcd import EtcdServer
+from tests.support.process_guard import start_guard
 
 # Before torch comes: two workers whose threads spin for each other on two cores take ten times as
 # long. Processes that tests start have one thread each, too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+start_guard()
 
 _clusters = itertools.count()
 

@@ -23,6 +23,7 @@ from forge.v1 import common_pb2
 from tests.support.chat_templates import make_model
 from tests.support.client_matrix import Row
 from tests.support.gateway_stack import GatewayStack, check_exact, recorded, token_tree
+from tests.support.process_guard import mark
 from tests.support.script import scripted
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +111,7 @@ def environment(gateway: Instance, token: str, home: Path, *, in_path: bool) -> 
         "ANTHROPIC_API_KEY": token,
         # Or LiteLLM would ask GitHub what models cost.
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        **mark(),
     }
 
 

@@ -1,0 +1,77 @@
+"""A test run that is interrupted leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.interrupted_suite import PIDS
+
+ROOT = Path(__file__).parents[2]
+SUITE = "tests/support/interrupted_suite.py"
+START_S = 240.0
+"""Until processes have started or ended, on a machine with ten others to run."""
+WORKER = ("-n", "1")
+SHORT = ("--timeout", "1", "-o", "timeout_func_only=true")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the guard needs Linux")
+
+
+@pytest.fixture
+def suite(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
+    """The run of a suite with these options, and the processes it has started."""
+    pids = tmp_path / "pids"
+    argv = [sys.executable, "-m", "pytest", SUITE, *request.param]
+    argv += ["--basetemp", str(tmp_path / "suite")]
+    os.mkfifo(pids)
+    environ = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    running = subprocess.Popen(argv, cwd=ROOT, env=environ | {PIDS: str(pids)})
+    with pids.open() as told:
+        started = [psutil.Process(int(pid)) for pid in told.read().split()]
+    yield running, started
+    running.kill()
+    running.wait()
+
+
+def stays(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended."""
+    return psutil.wait_procs(processes, timeout=START_S)[1]
+
+
+@pytest.mark.parametrize("suite", [(), WORKER], indirect=True, ids=["alone", "worker"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signal_to_pytest_leaves_no_process(
+    suite: tuple[subprocess.Popen[bytes], list[psutil.Process]], number: signal.Signals
+) -> None:
+    """Neither etcd, nor a service, nor a process in a session of its own whose parent has ended."""
+    running, started = suite
+    running.send_signal(number)
+    assert stays(started) == []
+
+
+@pytest.mark.parametrize("suite", [WORKER], indirect=True, ids=["worker"])
+def test_worker_that_dies_leaves_no_process(
+    suite: tuple[subprocess.Popen[bytes], list[psutil.Process]],
+) -> None:
+    """Its processes end with it, not with the whole run."""
+    _, (worker, *started) = suite
+    worker.kill()
+    assert stays(started) == []
+
+
+@pytest.mark.parametrize("suite", [SHORT], indirect=True, ids=["timeout"])
+def test_test_that_takes_too_long_leaves_no_process(
+    suite: tuple[subprocess.Popen[bytes], list[psutil.Process]],
+) -> None:
+    """pytest-timeout ends the test process without any fixture's end."""
+    _, started = suite
+    assert stays(started) == []
