@@ -10,29 +10,14 @@ Owns the choice and the parameter groups; rates and when to step are `forge.rl.l
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forge.core.errors import ConfigError, InvalidArgument
+from forge.rl.config import OptimizerConfig
 from forge.rl.out_of_memory import memory_shortage
-
-OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
-NAMES: tuple[OptimizerName, ...] = ("adamw", "adamw_8bit", "muon")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
-    """Which one, and its constants."""
-
-    name: OptimizerName = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's: decay of the gradient's mean and of its square."""
-    weight_decay: float = 0.0
-    """Decoupled, on weights of two or more dimensions: not on norms and biases."""
-    muon_momentum: float = 0.95
 
 
 class Optimizers:

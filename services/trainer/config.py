@@ -13,17 +13,35 @@ from msgspec import Meta
 from forge.core.credit.advantages import SPREAD_FLOOR, AdvantageRules
 from forge.core.credit.rewards import RewardWeights
 from forge.core.errors import InvalidArgument
-from forge.rl.learner.critic import CriticConfig
-from forge.rl.learner.types import LearnerConfig, Schedule
-from forge.rl.losses import DEFAULT_RATIO_CAP, Objective, ObjectiveConfig
-from forge.rl.losses.algorithms import preset
-from forge.rl.losses.correction import Correction, OldLogprobs
-from forge.rl.losses.reference import KlEstimator
-from forge.rl.mtp import MtpConfig, MtpLoss
-from forge.rl.optimizers import OptimizerConfig, OptimizerName
+from forge.rl.algorithms import preset
+from forge.rl.config import (
+    DEFAULT_RATIO_CAP,
+    Correction,
+    CriticConfig,
+    KlEstimator,
+    LearnerConfig,
+    MtpConfig,
+    MtpLoss,
+    ObjectiveConfig,
+    OldLogprobs,
+    OptimizerConfig,
+    OptimizerName,
+    Schedule,
+)
 from forge.runtime.config import ServiceConfig
 from services.trainer.data.samples import CreditRules
-from services.trainer.model.lora import LoraSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Which adapters."""
+
+    rank: int
+    alpha: float
+    """What they add is scaled by alpha / rank."""
+    dropout: float
+    targets: tuple[str, ...]
+    """Names, or ends of names, of linear layers; `all-linear` for all but the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +221,7 @@ class TrainerConfig(ServiceConfig):
                 f"{name} = {getattr(self, name)} is not allowed without eval_tasks, the "
                 "file of tasks to evaluate on"
             )
-        Objective(self.objective())
+        self.objective().check()
         own_baseline = self.credit_rules().advantages.baseline
         if preset(self.algorithm).critic:
             for name in ("baseline", "normalize_std"):

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from forge.core.prefix_tree import Sample
+from forge.rl.config import LearnerConfig
 from forge.rl.learner.learner import Learner
-from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
 from forge.rl.mtp import MtpConfig

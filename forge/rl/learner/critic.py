@@ -22,21 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.core.errors import InvalidArgument
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticConfig:
-    """How values are learned, and what becomes of them."""
-
-    gae_lambda: float = 1.0
-    """1: return less value, without bias; below, less variance and the values' bias."""
-    value_coef: float = 0.5
-    """Weight of the value loss beside the policy's."""
-    value_clip: float = 0.2
-    """Values move at most this far from those at the beginning of the batch before the loss stops
-    pulling further; 0: any."""
-    rate_scale: float = 1.0
-    """Learning rate of the head over that of the policy."""
+from forge.rl.config import CriticConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,10 @@ from torch import Tensor
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
 from forge.rl.collectives import RankShortage, meet
+from forge.rl.config import LearnerConfig
 from forge.rl.learner.batch_plan import BatchPlan, plan_batch
 from forge.rl.learner.critic import Credit, Critic, critic_stats
-from forge.rl.learner.types import LearnerConfig, StepResult
+from forge.rl.learner.types import StepResult
 from forge.rl.losses import (
     Objective,
     TokenStats,

@@ -1,26 +1,23 @@
 """From settings to the loss of a pass: objective, correction, penalty, normalization.
 
-Owns the choice and its validation, and the one place where a loss per token becomes a number.
+Owns the choice, and the one place where a loss per token becomes a number.
 A batch is summed over several passes, so every denominator is the whole batch's: a token weighs
 the same wherever it was packed.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from forge.core.errors import InvalidArgument
-from forge.rl.losses.algorithms import PRESETS, Normalization, load_custom, preset
-from forge.rl.losses.correction import Correction, OldLogprobs
+from forge.rl.algorithms import PRESETS, Normalization, load_custom, preset
+from forge.rl.config import ObjectiveConfig
+from forge.rl.losses.correction import correction_weights
 from forge.rl.losses.objectives import (
-    DEFAULT_RATIO_CAP,
     cispo_loss,
     clipped_loss,
     clipped_tokens,
@@ -28,30 +25,8 @@ from forge.rl.losses.objectives import (
     reinforce_loss,
     rloo_loss,
 )
-from forge.rl.losses.reference import KlEstimator, kl_loss, kl_mean, kl_to_go
+from forge.rl.losses.reference import kl_loss, kl_mean, kl_to_go
 from forge.rl.losses.tokens import LossFunction, TrainedTokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectiveConfig:
-    """What is optimized. 0 and "" stand for the algorithm's own value."""
-
-    algorithm: str = "cispo"
-    """A name of `PRESETS`, or "package.module:function"."""
-    loss_options: Mapping[str, float] = field(default_factory=dict)
-    """Keyword arguments of a custom function."""
-    ratio_cap: float = DEFAULT_RATIO_CAP
-    """CISPO's."""
-    clip_low: float = 0.0
-    clip_high: float = 0.0
-    dual_clip: float = 0.0
-    normalization: Normalization | Literal[""] = ""
-    normalization_tokens: int = 0
-    old_logprobs: OldLogprobs = "behavior"
-    correction: Correction = field(default_factory=Correction)
-    kl_coef: float = 0.0
-    """Weight of the penalty against the reference policy; 0: there is none."""
-    kl_estimator: KlEstimator = "k2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +58,8 @@ class Objective:
 
     def __init__(self, config: ObjectiveConfig) -> None:
         """Raises `InvalidArgument` naming the field that cannot be."""
+        config.check()
         own = preset(config.algorithm)
-        _check(config, clips=own.clip_high > 0)
         self.config = config
         self.clip_low = config.clip_low or own.clip_low
         self.clip_high = config.clip_high or own.clip_high
@@ -109,7 +84,7 @@ class Objective:
                 f"loss per token is expected: {tuple(tokens.logprobs.shape)}"
             )
         masked_T = _zeros(tokens, torch.bool)
-        weights_T = self.config.correction.weights(tokens)
+        weights_T = correction_weights(self.config.correction, tokens)
         if weights_T is not None:
             masked_T = weights_T == 0
             # Not multiplied by 0: a masked token may well be the one that is infinite.
@@ -179,53 +154,3 @@ class Objective:
 def _zeros(tokens: TrainedTokens, dtype: torch.dtype) -> Tensor:
     """[T], of one element: these are held while the model is differentiated."""
     return tokens.logprobs.new_zeros((), dtype=dtype).expand(tokens.logprobs.shape)
-
-
-_CLIPPED = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "ppo", "ppo_clip")
-"""Algorithms whose objective is `clipped_loss`."""
-
-
-def _check(config: ObjectiveConfig, *, clips: bool) -> None:
-    """Raise `InvalidArgument` for settings that cannot be, or that would go unheard."""
-    name, correction = config.algorithm, config.correction
-    for field_name in ("clip_low", "clip_high"):
-        value = getattr(config, field_name)
-        _require(field_name, value, 0 <= value < math.inf, "a finite number of at least 0")
-        _require(field_name, value, clips or not value, f"0, since algorithm {name} does not clip")
-    _require("clip_low", config.clip_low, config.clip_low < 1, "less than 1")
-    _require("ratio_cap", config.ratio_cap, config.ratio_cap > 0, "greater than 0")
-    _require(
-        "dual_clip", config.dual_clip,
-        not config.dual_clip or (config.dual_clip > 1 and name in _CLIPPED),
-        f"0, or greater than 1 with one of {', '.join(_CLIPPED)} (algorithm is {name})",
-    )  # fmt: skip
-    _require(
-        "loss_options", dict(config.loss_options),
-        not config.loss_options or name not in PRESETS,
-        f"empty, since algorithm {name} is not a custom one",
-    )  # fmt: skip
-    _require(
-        "normalization_tokens", config.normalization_tokens,
-        not config.normalization_tokens
-        or (config.normalization or preset(name).normalization) == "global",
-        "0 unless normalization is global",
-    )  # fmt: skip
-    _require(
-        "weight_cap", correction.weight_cap,
-        not correction.weight_cap or config.old_logprobs == "recomputed",
-        "0 unless old_logprobs is recomputed: the ratio against behavior log-probs would count "
-        "twice",
-    )  # fmt: skip
-    _require(
-        "mask_ratio_low", correction.mask_ratio_low,
-        0 <= correction.mask_ratio_low < 1, "at least 0 and less than 1",
-    )  # fmt: skip
-    _require(
-        "mask_ratio_high", correction.mask_ratio_high, correction.mask_ratio_high > 1,
-        "greater than 1",
-    )  # fmt: skip
-
-
-def _require(name: str, value: object, allowed: bool, rule: str) -> None:
-    if not allowed:
-        raise InvalidArgument(f"{name} = {value!r} is not allowed: must be {rule}")

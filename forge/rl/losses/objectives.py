@@ -14,9 +14,6 @@ from torch import Tensor
 
 from forge.rl.losses.tokens import TrainedTokens
 
-DEFAULT_RATIO_CAP = 5.0
-"""ScaleRL (arXiv 2510.13786) finds CISPO insensitive between 4 and 8."""
-
 MAX_LOG_RATIO = 20.0
 """Of a whole sequence; where TRL 1.16 bounds it, too, in its VESPO loss."""
 

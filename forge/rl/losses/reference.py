@@ -10,14 +10,11 @@ Divergence", 2020), and where each enters. With x = log pi - log pi_ref:
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from forge.rl.config import KlEstimator
 from forge.rl.losses.tokens import TrainedTokens
-
-KlEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_loss(tokens: TrainedTokens, estimator: KlEstimator) -> Tensor:

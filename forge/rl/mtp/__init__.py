@@ -4,8 +4,8 @@
 optimizer. The policy's trunk, embedding and head are read and never differentiated.
 """
 
+from forge.rl.config import MtpConfig, MtpLoss
 from forge.rl.mtp.heads import MtpHeads
-from forge.rl.mtp.losses import MtpLoss
-from forge.rl.mtp.training import MtpConfig, MtpStats, MtpTraining
+from forge.rl.mtp.training import MtpStats, MtpTraining
 
 __all__ = ["MtpConfig", "MtpHeads", "MtpLoss", "MtpStats", "MtpTraining"]

@@ -15,13 +15,8 @@ Shapes: R rows, V vocabulary, E edges that leave the rows.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
-
-MtpLoss = Literal["topk_kl", "tv", "cross_entropy"]
-LOSSES: tuple[MtpLoss, ...] = ("topk_kl", "tv", "cross_entropy")
 
 
 def topk_kl(policy_RV: Tensor, drafted_RV: Tensor, *, top_k: int) -> Tensor:

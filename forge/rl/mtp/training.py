@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge.core.errors import InvalidArgument
 from forge.rl.collectives import all_reduce
+from forge.rl.config import MtpConfig
 from forge.rl.model.head_logprobs import CHUNK_ELEMENTS
 from forge.rl.model.policy import TreePolicy
 from forge.rl.mtp.heads import MtpHeads
-from forge.rl.mtp.losses import MtpLoss, acceptance, topk_kl, total_variation
+from forge.rl.mtp.losses import acceptance, topk_kl, total_variation
 from forge.rl.optimizers import load_moments
 from forge.rl.parallel.context_parallel import sum_gradients
 from forge.rl.tree.batch import TreeBatch
@@ -39,27 +39,6 @@ from forge.rl.tree.states import TreeStates
 
 COPIES_HELD = 8
 """Tables of a chunk's rows by vocabulary that a loss and its backward hold at once, about."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MtpConfig:
-    """Which heads, and how they learn."""
-
-    heads: int = 0
-    """How many tokens beyond the next they draft; 0: there are none."""
-    loss: MtpLoss = "topk_kl"
-    top_k: int = 64
-    """Tokens that `topk_kl` looks at one by one."""
-    learning_rate: float = 1e-4
-    """Follows the policy's warm-up and schedule."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    grad_clip: float = 1.0
-    """Largest gradient norm of the heads."""
-
-    def __post_init__(self) -> None:
-        """Raises `InvalidArgument`."""
-        if self.heads < 0 or self.top_k < 1:
-            raise InvalidArgument(f"mtp heads = {self.heads}, top_k = {self.top_k} is not allowed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

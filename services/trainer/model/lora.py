@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from forge.core.errors import ConfigError
 from forge.rl.model.policy import TreePolicy
 from forge.rl.tree.batch import TreeBatch
+from services.trainer.config import LoraSettings
 from services.trainer.model.full_weights import OWN_DIRECTORY, Trainee, own_tensors
 
 ADAPTER_DIRECTORY = "adapter"
@@ -31,18 +31,6 @@ _CONFIG_FILE = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
 _SAMPLED_ELEMENTS = 4096
 ALL_LINEAR = "all-linear"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSettings:
-    """Which adapters."""
-
-    rank: int
-    alpha: float
-    """What they add is scaled by alpha / rank."""
-    dropout: float
-    targets: tuple[str, ...]
-    """Names, or ends of names, of linear layers; `all-linear` for all but the head."""
 
 
 class LoraTrainee(Trainee):

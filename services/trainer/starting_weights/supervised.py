@@ -27,12 +27,11 @@ from transformers.utils import logging as transformers_logging
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import TOKEN_BYTES
+from forge.rl.config import OPTIMIZERS, LearnerConfig, OptimizerConfig
 from forge.rl.learner.learner import Learner
-from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy
-from forge.rl.optimizers import NAMES, OptimizerConfig
 from services.trainer.checkpoint.files import write_model
 from services.trainer.model.full_weights import load_model, own_tensors
 from services.trainer.model.placement import device_of, recompute, trunk_type
@@ -197,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--token-budget", type=int, default=16384, help="most tokens in one forward pass")
     add("--held-out", type=float, default=0.05, help="share of conversations only evaluated on")
     add("--eval-every", type=int, default=50, help="updates between evaluations; 0: none")
-    add("--optimizer", choices=NAMES, default="adamw")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--seed", type=int, default=0)
     add("--device", default="cpu", help="torch device, e.g. cpu or cuda:0")
     add("--autocast", choices=("none", "auto", "bfloat16"), default="none", help="of the trunk")

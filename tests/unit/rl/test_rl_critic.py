@@ -15,9 +15,9 @@ from torch import Tensor
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes
-from forge.rl.learner.critic import Credit, Critic, CriticConfig, critic_stats, gae
+from forge.rl.config import CriticConfig, LearnerConfig
+from forge.rl.learner.critic import Credit, Critic, critic_stats, gae
 from forge.rl.learner.learner import Learner
-from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
 from tests.support.rl_models import (

@@ -20,8 +20,8 @@ from transformers import (
 
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes
+from forge.rl.config import LearnerConfig, Schedule
 from forge.rl.learner.learner import Learner
-from forge.rl.learner.types import LearnerConfig, Schedule
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy
 from tests.support.rl_models import make_sample, tiny_model

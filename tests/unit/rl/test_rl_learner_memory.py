@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from forge.core.prefix_tree import Sample
+from forge.rl.config import LearnerConfig
 from forge.rl.learner.learner import Learner
-from forge.rl.learner.types import LearnerConfig
 from forge.rl.model.policy import TreePolicy
 from tests.support.rl_models import make_sample, tiny_model
 from tests.support.short_memory import NO_MACHINE_HAS, memory_for

@@ -14,8 +14,8 @@ from torch import Tensor
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes
+from forge.rl.config import LearnerConfig
 from forge.rl.learner.learner import Learner
-from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig, TrainedTokens
 from forge.rl.model.policy import TreePolicy
 from tests.support.rl_models import make_sample, tiny_model

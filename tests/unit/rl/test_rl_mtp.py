@@ -18,13 +18,13 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, Granite
 from forge.core import prefix_tree
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
+from forge.rl.config import MTP_LOSSES, LearnerConfig
 from forge.rl.learner.learner import Learner
-from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy
 from forge.rl.mtp import MtpConfig, MtpHeads, MtpLoss, training
-from forge.rl.mtp.losses import LOSSES, acceptance, topk_kl, total_variation
+from forge.rl.mtp.losses import acceptance, topk_kl, total_variation
 from forge.rl.tree.states import TreeStates
 from tests.support.rl_forests import KINDS, forest
 from tests.support.rl_models import CAP, SHAPE, gradients, make_sample, tiny_model, wide_norms
@@ -137,7 +137,7 @@ def test_heads_are_exact_on_merged_trees(kind: str, budget: int) -> None:
     check("qwen3", forest(kind), budget, "topk_kl")
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", MTP_LOSSES)
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_moe", "mamba"])
 def test_every_loss_is_exact(family: str, loss: MtpLoss) -> None:
     """With windows, experts, a state from token to token; several children are several targets."""
@@ -203,7 +203,7 @@ def test_the_policy_does_not_notice(budget: int) -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", MTP_LOSSES)
 def test_heads_learn(loss: MtpLoss) -> None:
     """The loss falls and drafts are accepted more often, with the policy standing still."""
     rng = Random(1)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from forge.core.errors import ConfigError, InvalidArgument
+from forge.rl.config import OPTIMIZERS, LearnerConfig, OptimizerConfig, OptimizerName
 from forge.rl.learner.learner import Learner
-from forge.rl.learner.types import LearnerConfig
 from forge.rl.model.policy import TreePolicy
-from forge.rl.optimizers import NAMES, OptimizerConfig, OptimizerName, Optimizers
+from forge.rl.optimizers import Optimizers
 from tests.support.rl_models import make_sample, tiny_model
 
 
@@ -34,7 +34,7 @@ def weights(one: Learner) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in one.policy.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_goes_on_from_its_state_bit_for_bit(name: OptimizerName) -> None:
     """Through a file that is read without unpickling code."""
     one, other = learner(name), learner(name)
@@ -54,7 +54,7 @@ def test_every_optimizer_goes_on_from_its_state_bit_for_bit(name: OptimizerName)
     assert all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_constants_are_those_of_the_run_that_goes_on(name: OptimizerName) -> None:
     """A setting changed between two runs is heard: the checkpoint has moments, not constants."""
     one = learner(name)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from forge.rl.config import LearnerConfig
 from forge.rl.learner.learner import Learner
-from forge.rl.learner.types import LearnerConfig
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.served_weights import ServedValues
 from tests.support.rl_models import make_sample, tiny_model

@@ -17,10 +17,9 @@ from torch import Tensor
 from benchmarks.support.trl_peer import HAS_TRL, bare_trainer, fuse_head
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes, int32_bytes
+from forge.rl.config import Correction, LearnerConfig
 from forge.rl.learner.learner import Learner
-from forge.rl.learner.types import LearnerConfig
 from forge.rl.losses import ObjectiveConfig
-from forge.rl.losses.correction import Correction
 from forge.rl.model.policy import TreePolicy
 from tests.support.rl_models import gradients, tiny_model
 

@@ -13,7 +13,7 @@ SLOW = {"torch", "transformers", "grpc", "etcd3aio", "lmdb", "aiohttp", "numpy"}
 """Packages that take long to import."""
 
 
-@pytest.mark.parametrize("module", sorted({*PROCESSES.values()} - {"services.trainer"}))
+@pytest.mark.parametrize("module", sorted({*PROCESSES.values()}))
 def test_settings_are_read_before_slow_imports(module: str) -> None:
     """`--print-config` of a service imports none of the slow packages it serves with."""
     ended = subprocess.run(

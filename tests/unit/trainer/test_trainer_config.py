@@ -10,9 +10,9 @@ import torch
 
 from forge.core.credit.advantages import AdvantageRules
 from forge.core.errors import ConfigError, InvalidArgument
+from forge.rl.algorithms import PRESETS
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.losses import Objective, ObjectiveConfig
-from forge.rl.losses.algorithms import PRESETS
 from forge.runtime.config import load, to_toml
 from services.trainer.actors.learner import LearnerActor, Step
 from services.trainer.checkpoint.store import CheckpointStore

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM, PhiConfig, PhiForCausalLM
 
+from forge.rl.config import LearnerConfig
 from forge.rl.learner.learner import Learner
-from forge.rl.learner.types import LearnerConfig
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy
 from services.trainer.model.full_weights import load_model

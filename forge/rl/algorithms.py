@@ -1,7 +1,7 @@
 """The algorithms by name: which objective, with which bounds, normalization and baseline.
 
-Owns the presets and the loading of custom losses. Formulas are in `objectives`; docs/algorithms.md
-says why the defaults are what they are.
+Owns the presets and the loading of custom losses; imports no torch. Formulas are in
+`losses.objectives`; docs/algorithms.md says why the defaults are what they are.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from forge.core.credit.advantages import Baseline, Spread
 from forge.core.errors import InvalidArgument
-from forge.rl.losses.tokens import LossFunction
+
+if TYPE_CHECKING:
+    from forge.rl.losses.tokens import LossFunction
 
 Normalization = Literal["token", "sequence", "global"]
 
