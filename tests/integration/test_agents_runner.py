@@ -29,7 +29,6 @@ from tests.support.log_lines import log_lines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENDED = (common_pb2.GROUP_STATE_EVALUATED, common_pb2.GROUP_STATE_TOMBSTONED)
-SCHEDULER = ("--queue.retry-backoff-s=0.05",)
 SHORT_LEASES = pytest.mark.parametrize("system", [("--queue.rollout-lease-s=3",)], indirect=True)
 """What a killed runner held is free soon; elsewhere no runner is so slow as to lose its claims."""
 REWARDED = "--reward-functions=manners=tests.support.agent_tasks:polite"
@@ -46,15 +45,9 @@ class Cluster:
     runners: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
 
     def start_runner(self, name: str, *settings: str) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "forge.agents", "run", *self._shared(name), *settings]
+        argv = [sys.executable, "-m", "forge.agents", "run", *self.stack.shared(name), *settings]
         self.runners[name] = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
         return self.runners[name]
-
-    def start_scheduler(self, name: str = "scheduler", *settings: str) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, "-m", "services.scheduler", *self._shared(name)]
-        started = subprocess.Popen([*argv, *SCHEDULER, *settings])
-        self.stack.processes[name] = started
-        return started
 
     async def running(self, rollouts: int) -> None:
         """Wait until that many rollouts are leased."""
@@ -74,14 +67,6 @@ class Cluster:
                 if len(done) == len(tasks):
                     return done
                 await asyncio.sleep(0.1)
-
-    def _shared(self, name: str) -> list[str]:
-        return [
-            *("--etcd", self.stack.etcd.endpoint, "--cluster", self.stack.cluster),
-            *("--instance-id", name, "--lease-ttl-s", "2"),
-            *("--key-file", str(self.stack.folder / "pool" / "key")),
-            *("--log-file", str(self.stack.log_of(name))),
-        ]
 
     def stop(self) -> None:
         for runner in self.runners.values():
@@ -107,7 +92,7 @@ async def system(
         coordinator=coordinator,
         operator=Operator(coordinator, channels, retry_for_s=START_S),
     )
-    made.start_scheduler("scheduler", *getattr(request, "param", ()))
+    stack.start_scheduler("scheduler", *getattr(request, "param", ()))
     await stack.gateway(coordinator)
     yield made
     made.stop()
@@ -287,11 +272,11 @@ async def test_what_runs_passes_to_the_next_leader_at_once(system: Cluster) -> N
     """kill -9 of the leader long before a claim is renewed by itself: the next one, which hands
     nothing out meanwhile, hears of it all the same."""
     system.stack.processes["scheduler"].terminate()
-    leader = system.start_scheduler("first", "--queue.rollout-lease-s=600")
+    leader = system.stack.start_scheduler("first", "--queue.rollout-lease-s=600")
     system.start_runner("runner-0", REWARDED, "--command=sleep 600")
     await system.operator.submit([task("sleeper", size=2)])
     await system.running(2)
-    system.start_scheduler("second", "--queue.rollout-lease-s=600", "--takeover-hold-s=600")
+    system.stack.start_scheduler("second", "--queue.rollout-lease-s=600", "--takeover-hold-s=600")
     leader.kill()
     await system.running(2)
 

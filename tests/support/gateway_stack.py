@@ -60,13 +60,20 @@ class GatewayStack:
 
     def start_engine(self, name: str) -> None:
         self.processes[name] = start_scripted_engine(
-            *self._shared(name), "--requests-file", str(self.requests_file)
+            *self._with_model(name), "--requests-file", str(self.requests_file)
         )
 
     def start_gateway(self, name: str, *settings: str) -> None:
-        argv = [sys.executable, "-m", "services.gateway", *self._shared(name)]
+        argv = [sys.executable, "-m", "services.gateway", *self._with_model(name)]
         argv += ["--retry-for-s", str(START_S), *settings]
         self.processes[name] = subprocess.Popen(argv)
+
+    def start_scheduler(self, name: str, *settings: str) -> subprocess.Popen[bytes]:
+        """One that repeats failed attempts at once."""
+        argv = [sys.executable, "-m", "services.scheduler", *self.shared(name)]
+        argv += ["--queue.retry-backoff-s", "0.05", *settings]
+        self.processes[name] = subprocess.Popen(argv)
+        return self.processes[name]
 
     def kill(self, name: str) -> None:
         """SIGKILL."""
@@ -140,12 +147,22 @@ class GatewayStack:
         requests = [json.loads(line) for line in lines]
         return [request for request in requests if request["session_id"] == trajectory_id]
 
-    def _shared(self, name: str) -> list[str]:
+    @property
+    def key_file(self) -> Path:
+        return self.folder / "pool" / "key"
+
+    def shared(self, name: str) -> list[str]:
+        """The settings that every process of the cluster has."""
         return [
             *("--etcd", self.etcd.endpoint, "--cluster", self.cluster, "--instance-id", name),
-            *("--key-file", str(self.folder / "pool" / "key"), "--lease-ttl-s", "2"),
-            *("--model-path", str(self.model_path), "--log-file", str(self.log_of(name))),
-            *("--log-level", "debug"),
+            *("--key-file", str(self.key_file), "--lease-ttl-s", "2"),
+            *("--log-file", str(self.log_of(name))),
+        ]
+
+    def _with_model(self, name: str) -> list[str]:
+        return [
+            *self.shared(name),
+            *("--model-path", str(self.model_path), "--log-level", "debug"),
         ]
 
 
