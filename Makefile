@@ -5,7 +5,8 @@ SEED ?= 0
 
 ROUNDS ?= 10
 
-.PHONY: run help setup test test-clients lint docs protos chaos crash fuzz bench bench-peers families
+.PHONY: run help setup hooks test test-clients test-wheel coverage lint docs dist protos protos-baseline chaos \
+	crash fuzz bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -21,6 +22,9 @@ setup: .venv/.installed  ## Install everything into .venv
 	@$(PY) -m pip install --quiet --upgrade pip
 	@$(PY) -m pip install --quiet -c constraints.txt -e ".[all,dev]"
 	@touch $@
+
+hooks: setup  ## Check each commit before it is made (pre-commit)
+	@.venv/bin/pre-commit install
 
 # Two at a time: most tests wait for processes more than they compute. A file's tests share what it
 # starts, and the long ones come first.
@@ -51,10 +55,25 @@ lint: setup  ## Format, rules, types, import contracts, protos
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports
 	@.venv/bin/buf lint
+	@.venv/bin/buf breaking --against protos/baseline.binpb
 
 docs: setup  ## Build the site in site/; a broken link or any warning fails
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "site/index.html"
+
+dist: setup  ## Build wheel and source distribution in dist/
+	@rm -rf dist build
+	@$(PY) -m build --outdir dist . > /dev/null
+	@$(PY) -m twine check --strict dist/*
+
+coverage: setup  ## The default suite with the lines it reaches, in all its processes
+	@rm -f .coverage*
+	@$(PY) -m coverage run -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(PY) -m coverage combine --quiet
+	@$(PY) -m coverage report --skip-covered --sort=cover
+
+test-wheel: dist  ## Install the wheel in an environment of its own and train with it
+	@$(PY) -m pytest --timeout=3600 tests/wheel
 
 chaos: setup  ## Kill each service in the middle of a run, for real
 	@$(PY) -m pytest tests/chaos
@@ -92,6 +111,9 @@ bench-peers: .venv-peers/.installed  ## Install what the benchmarks compare with
 protos: .venv-protos/.installed  ## Regenerate the committed stubs in forge/v1
 	@PATH="$(CURDIR)/.venv-protos/bin:$$PATH" .venv-protos/bin/python -m grpc_tools.protoc -Iprotos \
 		--python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. protos/forge/v1/*.proto
+
+protos-baseline: setup  ## Take today's protos as the wire format that changes must not break
+	@.venv/bin/buf build --exclude-source-info -o protos/baseline.binpb
 
 # A generator old enough that its code runs on protobuf 6.x and 7.x alike.
 .venv-protos/.installed:
