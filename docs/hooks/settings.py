@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import typing
-from collections.abc import Iterator
-from typing import Any
+import itertools
+from collections.abc import Iterable
 
 from docs.hooks.page import Page, table
-from forge.runtime.config import ServiceConfig, to_toml
+from forge.runtime.config import ServiceConfig, Setting, settings_of
 
 CONFIGS = {
     "gateway": "services.gateway.config:GatewayConfig",
@@ -28,74 +26,33 @@ Each process reads its settings once, at its start. From weak to strong: a key o
 hyphens. An unknown key or a value outside of what is allowed ends the start with exit code 2.
 `--print-config` prints the settings in force as TOML.
 
-For example, the key `lease_ttl_s` of the pool is `FORGE_LEASE_TTL_S`, `FORGE_POOL_LEASE_TTL_S` or
-`--lease-ttl-s`.
+For example, `lease_ttl_s` of the pool is `FORGE_LEASE_TTL_S`, `FORGE_POOL_LEASE_TTL_S` or
+`--lease-ttl-s`; `window` of the table `[queue]` is `FORGE_QUEUE__WINDOW` or `--queue.window`.
 """
 
 
 def page() -> Page:
-    """One table of the settings that all services have, and one for each service."""
-    lines = [_INTRODUCTION, "## Every service", "", *_table(ServiceConfig, frozenset())]
-    shared = frozenset(_described(ServiceConfig).items())
+    """One table of the settings that all services have, and one for each table of each service."""
+    shared = settings_of(ServiceConfig())
+    lines = [_INTRODUCTION, "## Every service", "", *_rows(shared.values())]
     for service, reference in CONFIGS.items():
         module, _, name = reference.partition(":")
-        config = getattr(importlib.import_module(module), name)
+        config = getattr(importlib.import_module(module), name)()
         lines += [f"## {service.capitalize()}", "", (config.__doc__ or "").splitlines()[0], ""]
-        lines += _table(config, shared)
+        own = [one for one in settings_of(config).values() if not _unchanged(one, shared)]
+        own.sort(key=lambda one: one.table != "")
+        for group, settings in itertools.groupby(own, key=lambda one: one.table):
+            lines += [f"### {service}: \\[{group}\\]", ""] if group else []
+            lines += _rows(settings)
     return Page(path="reference/settings.md", text="\n".join(lines))
 
 
-def _table(config: type[Any], known: frozenset[tuple[str, tuple[str, ...]]]) -> list[str]:
-    """The settings of a config, less those that are `known` and stand there unchanged."""
-    rows = [
-        (f"`{key}`", *rest) for key, rest in _described(config).items() if (key, rest) not in known
-    ]
-    return table(["key", "type", "default", "allowed", "meaning"], rows)
+def _unchanged(setting: Setting, shared: dict[str, Setting]) -> bool:
+    """Whether the service has it as every service does."""
+    same = shared.get(setting.key)
+    return same is not None and (same.value, same.type) == (setting.value, setting.type)
 
 
-def _described(config: type[Any]) -> dict[str, tuple[str, ...]]:
-    hints = typing.get_type_hints(config)
-    defaults = dict(_defaults(config))
-    described = {}
-    for field in dataclasses.fields(config):
-        rules = field.metadata["rules"]
-        described[field.name] = (
-            _type_name(hints[field.name]),
-            f"`{defaults[field.name]}`",
-            _allowed(rules),
-            rules.help,
-        )
-    return described
-
-
-def _defaults(config: type[Any]) -> Iterator[tuple[str, str]]:
-    """Key and default as `--print-config` writes them, tables as one line."""
-    prefix = ""
-    values = config()
-    for field in dataclasses.fields(config):
-        value = getattr(values, field.name)
-        if isinstance(value, dict):
-            yield field.name, ",".join(f"{part}={number}" for part, number in value.items()) or "{}"
-    for line in to_toml(values).splitlines():
-        if line.startswith("["):
-            prefix = line
-        elif " = " in line and not prefix:
-            key, _, rest = line.partition(" = ")
-            yield key, rest.partition("  # ")[0]
-
-
-def _allowed(rules: Any) -> str:
-    if rules.choices:
-        return ", ".join(f"`{choice}`" for choice in rules.choices)
-    low, high = rules.minimum, rules.maximum
-    if low is not None and high is not None:
-        return f"{low} to {high}"
-    if low is not None:
-        return f"{low} or more"
-    return "any" if high is None else f"{high} or less"
-
-
-def _type_name(kind: Any) -> str:
-    if kind in (str, int, float, bool):
-        return {str: "text", int: "integer", float: "number", bool: "true or false"}[kind]
-    return "table" if "dict" in str(kind) or "Mapping" in str(kind) else "list"
+def _rows(settings: Iterable[Setting]) -> list[str]:
+    rows = ((f"`{one.key}`", f"`{one.toml}`", one.allowed, one.text) for one in settings)
+    return table(["key", "default", "allowed", "meaning"], rows)

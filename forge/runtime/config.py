@@ -86,7 +86,9 @@ Given = Iterator[tuple[str, str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Setting:
+class Setting:
+    """One setting of a config, with all that explains it."""
+
     key: str
     """`name`, or `table.name`."""
     type: Any
@@ -110,6 +112,11 @@ class _Setting:
     def allowed(self) -> str:
         return _allowed(self.type)
 
+    @property
+    def toml(self) -> str:
+        """The value as TOML."""
+        return _toml(self.value)
+
     def read(self, value: Any, source: str) -> Any:
         """The value in the setting's type. Raises ConfigError."""
         try:
@@ -128,11 +135,11 @@ def load(
     Raises ConfigError, in one line, for an unknown key or a value that is not allowed.
     """
     default = config_type()
-    known = _settings(default)
+    known = settings_of(default)
     if "--help" in argv or "-h" in argv:
         sys.stdout.write(_help(default, service))
         raise SystemExit(0)
-    words = known | _settings(_Flags())
+    words = known | settings_of(_Flags())
     flags = _read(_flags(argv, words), words)
     file = flags.pop("config", "") or environ.get("FORGE_CONFIG", "")
     print_only = flags.pop("print_config", False)
@@ -152,10 +159,10 @@ def load(
 def to_toml(config: ServiceConfig) -> str:
     """The settings as a TOML file that reads back to the same config."""
     lines = []
-    settings = sorted(_settings(config).values(), key=lambda one: one.table != "")
+    settings = sorted(settings_of(config).values(), key=lambda one: one.table != "")
     for table, group in itertools.groupby(settings, lambda one: one.table):
         lines += ["", f"[{table}]"] if table else []
-        lines += [f"{one.name} = {_toml(one.value)}  # {one.text}" for one in group]
+        lines += [f"{one.name} = {one.toml}  # {one.text}" for one in group]
     return "\n".join(lines) + "\n"
 
 
@@ -165,16 +172,16 @@ class _Flags:
     print_config: bool = False
 
 
-def _settings(table: Any, prefix: str = "") -> dict[str, _Setting]:
+def settings_of(table: Any, prefix: str = "") -> dict[str, Setting]:
     """The settings of a config by key, with its values."""
-    found: dict[str, _Setting] = {}
+    found: dict[str, Setting] = {}
     types = get_type_hints(type(table), include_extras=True)
     for field in dataclasses.fields(table):
         key, value = prefix + field.name, getattr(table, field.name)
         if dataclasses.is_dataclass(value):
-            found |= _settings(value, key + ".")
+            found |= settings_of(value, key + ".")
         else:
-            found[key] = _Setting(key=key, type=types[field.name], value=value, owner=type(table))
+            found[key] = Setting(key=key, type=types[field.name], value=value, owner=type(table))
     return found
 
 
@@ -252,7 +259,7 @@ def _toml(value: Any) -> str:
     return text.replace("\x7f", "\\u007f")
 
 
-def _read(given: Given, known: Mapping[str, _Setting]) -> dict[str, Any]:
+def _read(given: Given, known: Mapping[str, Setting]) -> dict[str, Any]:
     """The values by key. Raises ConfigError, which names the key nearest to an unknown one."""
     values = {}
     for source, key, value in given:
@@ -305,7 +312,7 @@ def _prefix(service: str) -> str:
     return f"FORGE_{service.upper().replace('-', '_')}_"
 
 
-def _flags(argv: Sequence[str], known: Mapping[str, _Setting]) -> Given:
+def _flags(argv: Sequence[str], known: Mapping[str, Setting]) -> Given:
     words = list(argv)
     while words:
         flag, equals, text = words.pop(0).partition("=")
@@ -337,12 +344,12 @@ def _help(default: ServiceConfig, service: str) -> str:
     ]
     shared = ServiceConfig.__dataclass_fields__.keys()
     for title, settings in itertools.groupby(
-        sorted(_settings(default).values(), key=lambda one: (one.key in shared, one.table != "")),
+        sorted(settings_of(default).values(), key=lambda one: (one.key in shared, one.table != "")),
         lambda one: "settings of every service" if one.key in shared else one.table or "settings",
     ):
         lines += ["", f"{title}:"]
         for one in settings:
             flag = "--" + one.key.replace("_", "-")
-            lines.append(f"  {flag} (default {_toml(one.value)}; {one.allowed})")
+            lines.append(f"  {flag} (default {one.toml}; {one.allowed})")
             lines.append(textwrap.indent(textwrap.fill(one.text, 86), " " * 6))
     return "\n".join(lines) + "\n"

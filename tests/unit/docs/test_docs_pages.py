@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from docs.hooks import api, commands, protos, settings
 from forge.agents.config import RunnerConfig
+from forge.runtime.config import settings_of
 from forge.v1 import pool_pb2, scheduler_pb2
 from services.scheduler.config import SchedulerConfig
 
@@ -13,13 +12,14 @@ from services.scheduler.config import SchedulerConfig
 def test_every_setting_has_its_default_bounds_and_meaning() -> None:
     """A setting is one row; an inherited default that a service changes is shown there again."""
     text = settings.page().text
-    for config in (SchedulerConfig, RunnerConfig):
-        for field in dataclasses.fields(config):
-            assert f"| `{field.name}` |" in text
-    row = "| `port` | integer | `0` | 0 to 65535 | gRPC port; 0 takes a free one |"
+    for config in (SchedulerConfig(), RunnerConfig()):
+        for key, setting in settings_of(config).items():
+            assert f"| `{key}` | `" in text
+            assert setting.text, f"{key} has no meaning"
+    row = "| `port` | `0` | a whole number from 0 to 65535 | Port of gRPC; 0 takes a free one. |"
     assert text.count(row) == 1
     trainer = text.partition("## Trainer")[2]
-    assert "| `drain_s` | number | `600.0` | 0 to 3600 |" in trainer
+    assert "| `drain_s` | `600.0` | a number from 0 to 3600 |" in trainer
 
 
 def test_every_rpc_is_documented_with_its_comment() -> None:
