@@ -26,14 +26,21 @@ class DomainShares:
         total = sum(shares.values())
         self._share = {domain: share / total for domain, share in shares.items()}
         self._carry = dict.fromkeys(shares, 0.0)
+        self._known: dict[int, Mapping[str, int]] = {}
+        """Quotas since the last batch, by its size: a trainer asks many times for each batch."""
 
     @property
     def shares(self) -> Mapping[str, float]:
         """Normalized: they sum to 1, or are empty when batches go by queue order alone."""
         return self._share
 
-    def quotas(self, size: int) -> dict[str, int]:
+    def quotas(self, size: int) -> Mapping[str, int]:
         """Groups per domain, summing to `size`; empty without shares."""
+        if size not in self._known:
+            self._known = {size: self._rounded(size)}
+        return self._known[size]
+
+    def _rounded(self, size: int) -> dict[str, int]:
         ideal = self._ideal(size)
         quota = {domain: max(0, math.floor(wanted)) for domain, wanted in ideal.items()}
         by_remainder = sorted(ideal, key=lambda domain: quota[domain] - ideal[domain])
@@ -48,6 +55,7 @@ class DomainShares:
 
     def settle(self, size: int, quotas: Mapping[str, int]) -> None:
         """A batch with these quotas was handed out: carry what rounding left over."""
+        self._known = {}
         self._carry = {
             domain: wanted - quotas[domain] for domain, wanted in self._ideal(size).items()
         }

@@ -1,19 +1,21 @@
 """The batch that is being filled: complete groups assigned to it one by one, before it goes out.
 
-Owns which groups these are. Which group is assigned when is `forge.core.queue.window`'s rule.
+Owns which groups these are, and those that may be assigned next. Which group is assigned when is
+`forge.core.queue.window`'s rule. A lane is a domain with a share of its own, or all others.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from itertools import islice
 
 from forge.core.queue.groups import Group
 
 
 class Filling:
-    """Assigned groups by queue index, each in its lane: a domain with a share of its own, or all
-    others."""
+    """Assigned groups by queue index, each in its lane."""
 
     def __init__(self) -> None:
         self._lane_of: dict[int, str] = {}
@@ -36,13 +38,17 @@ class Filling:
         self._lane_of.update(dict.fromkeys(indices, lane))
         self._lanes[lane].update(zip(indices, groups, strict=True))
 
-    def discard(self, index: int) -> bool:
-        """Whether it was assigned."""
-        lane = self._lane_of.pop(index, None)
-        if lane is None:
-            return False
-        del self._lanes[lane][index]
-        return True
+    def discard(self, groups: Iterable[Group]) -> list[Group]:
+        """Those of them that were not assigned."""
+        others: list[Group] = []
+        for group in groups:
+            index = group.spec.index
+            lane = self._lane_of.pop(index, None)
+            if lane is None:
+                others.append(group)
+            else:
+                del self._lanes[lane][index]
+        return others
 
     def clear(self) -> None:
         self._lane_of.clear()
@@ -64,6 +70,8 @@ class Filling:
     def pick(self, size: int, quotas: Mapping[str, int], away: frozenset[str]) -> list[Group]:
         """At most `size` groups in queue order: the oldest of each lane up to its quota, then the
         oldest of all others."""
+        if not away and len(self) <= size:
+            return list(self)
         picked: list[int] = []
         spare: list[int] = []
         for lane, held in self._lanes.items():
@@ -75,3 +83,47 @@ class Filling:
             picked += sorted(spare)[:missing]
         picked.sort()
         return [self._lanes[self._lane_of[index]][index] for index in picked]
+
+
+class Complete:
+    """Groups that are complete and not assigned: sorted indices, by lane."""
+
+    def __init__(self) -> None:
+        self._lanes: defaultdict[str, list[int]] = defaultdict(list)
+
+    def __iter__(self) -> Iterator[str]:
+        """The lanes."""
+        return iter(self._lanes)
+
+    def add(self, lane: str, index: int) -> None:
+        order = self._lanes[lane]
+        if not order or order[-1] < index:
+            # What the window has just reached is above all others.
+            order.append(index)
+        else:
+            insort(order, index)
+
+    def discard(self, lane: str, index: int) -> None:
+        order = self._lanes[lane]
+        at = bisect_left(order, index)
+        if at < len(order) and order[at] == index:
+            del order[at]
+
+    def oldest(
+        self, lane: str, limit: int, usable: Callable[[int], bool] | None = None
+    ) -> list[int]:
+        """Up to `limit` of a lane, those that are `usable`, in queue order."""
+        order = self._lanes[lane] if limit > 0 else []
+        return order[:limit] if usable is None else list(islice(filter(usable, order), limit))
+
+    def remove(self, lane: str, indices: Sequence[int]) -> None:
+        """What `oldest` returned."""
+        order = self._lanes[lane]
+        if order[: len(indices)] == indices:
+            del order[: len(indices)]
+        else:
+            gone = set(indices)
+            order[:] = [index for index in order if index not in gone]
+
+    def clear(self) -> None:
+        self._lanes.clear()

@@ -21,25 +21,25 @@ How groups become complete, and time, are `forge.core.queue.generation_queue`'s 
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, islice, takewhile
+from itertools import chain, takewhile
 from operator import attrgetter, itemgetter
 
 from forge.core.queue.admission import UNBOUNDED
 from forge.core.queue.domain_shares import DomainShares
 from forge.core.queue.groups import Group, Phase
-from forge.core.queue.open_batch import Filling
+from forge.core.queue.open_batch import Complete, Filling
+from forge.core.queue.phase_counts import PhaseCounts
 
 _EVERY_OTHER = ""
 """Lane of all domains without a share of their own."""
 _OPEN = (Phase.QUEUED, Phase.RUNNING)
-_PLACE = attrgetter("spec.domain", "spec.shard")
-_PHASE_AND_PLACE = attrgetter("phase", "spec.domain", "spec.shard")
 _INDEX = attrgetter("spec.index")
 TAKEN_BATCHES = 4
 """H passes so many batches that are not committed, or W groups where that is more."""
+_PART = 256
+"""Groups that join the window at a time while a batch fills."""
 
 
 class Window:
@@ -50,8 +50,10 @@ class Window:
         next groups of the queue, and shares do not count. Another chooser may be in its place."""
         self.size = size
         self.head = 0
-        self.edge = 0
-        """One above the highest index inside; at most `next_index`."""
+        self._edge = 0
+        """One above the highest index that joined the window. It may be below `edge`: when a slow
+        head ends, thousands of groups may join, and `take` needs one batch of them."""
+        self._part = UNBOUNDED if strict else _PART
         self.next_index = 0
         """One above the highest index known."""
         self.unknown_from: int | None = None
@@ -61,16 +63,14 @@ class Window:
         """Indices from there on whose groups are consumed."""
         self._strict = strict
         self._shares = shares
+        self._lanes = shares.shares.keys()
+        """Domains with a share of their own."""
         self._groups: dict[int, Group] = {}
         """Those that are not consumed, by index."""
-        self._counts: Counter[tuple[Phase, str, str]] = Counter()
-        """Groups inside that are not consumed, by (phase, domain, pool shard)."""
-        self._waiting = 0
-        """Those of them that are in no batch."""
-        self.ready = 0
-        """Those of them that are complete."""
-        self._complete: defaultdict[str, list[int]] = defaultdict(list)
-        """Sorted indices inside of what is complete and not assigned, by lane; empty if strict."""
+        self._counts = PhaseCounts()
+        """Groups inside that are not consumed."""
+        self._complete = Complete()
+        """What is inside and not assigned; empty if strict."""
         self._filling = Filling()
         self._passed: set[int] = set()
         """Indices below the head whose groups are taken and not consumed."""
@@ -85,8 +85,8 @@ class Window:
             self._groups[index] = group
             if index < self.head:
                 self.rebuild((group,))
-            elif index < self.edge:
-                self._count_in((group,))
+            elif index < self._edge:
+                self._join((group,))
         else:
             self._note_consumed(index)
         self._advance()
@@ -111,37 +111,38 @@ class Window:
         """The phase of a group changed, not by a rewind."""
         spec = group.spec
         if before is Phase.COMPLETE:
-            self._unlist(group)
-        if spec.index < self.edge:
-            self._count(before, spec.domain, spec.shard, -1)
-            self._count(group.phase, spec.domain, spec.shard, 1)
+            self._unlist((group,))
+        if spec.index < self._edge:
+            self._counts.moved(group, before)
             if group.phase is Phase.COMPLETE:
-                self._list(group)
+                self._list((group,))
         if group.phase.consumed:
             self._forget((spec.index,))
-            self._advance()
+            self._advance(self._part)
 
     def moved_together(self, groups: Sequence[Group], before: Phase) -> None:
         """`moved` for many that went from one phase to another."""
-        if before is Phase.COMPLETE:
-            for group in groups:
-                self._unlist(group)
-        inside = [group for group in groups if group.spec.index < self.edge]
-        for (domain, shard), count in Counter(map(_PLACE, inside)).items():
-            self._count(before, domain, shard, -count)
-        self._count_in(inside)
-        if groups and groups[0].phase.consumed:
+        if not groups:
+            return
+        phase = groups[0].phase
+        # The head has passed what was assigned.
+        passed = before is Phase.COMPLETE and self._unlist(groups) and phase is Phase.BATCHED
+        inside = [group for group in groups if group.spec.index < self._edge]
+        self._counts.moved_together(inside, before, phase)
+        if phase is Phase.COMPLETE:
+            self._list(inside)
+        elif phase.consumed:
             self._forget(map(_INDEX, groups))
-        self._advance()
+        if not passed:
+            self._advance(self._part)
 
     def rebuild(self, undone: Sequence[Group]) -> None:
         """Start anew from what is consumed; the groups `undone` are not any more."""
         self._groups.update((group.spec.index, group) for group in undone)
-        self.head = self.edge = min((self.head, *self._passed, *map(_INDEX, undone)))
+        self.head = self._edge = min((self.head, *self._passed, *map(_INDEX, undone)))
         self._passed.clear()
         self._filling.clear()
         self._counts.clear()
-        self._waiting = self.ready = 0
         self._complete.clear()
         self._advance()
 
@@ -151,17 +152,26 @@ class Window:
         self._advance()
 
     @property
+    def edge(self) -> int:
+        """One above the highest index inside; at most `next_index`."""
+        self._advance()
+        return self._edge
+
+    @property
+    def ready(self) -> int:
+        """Groups inside that are complete, and in no batch."""
+        self._advance()
+        return self._counts.complete
+
+    @property
     def head_group(self) -> Group | None:
         """The oldest group that is neither consumed nor taken."""
         return self._groups.get(self.head)
 
     def inside(self, phase: Phase, *, away: frozenset[str] = frozenset()) -> int:
         """Groups of a phase in the window, without those on pool shards that are away."""
-        return sum(
-            count
-            for (counted, _, shard), count in self._counts.items()
-            if counted is phase and shard not in away
-        )
+        self._advance()
+        return self._counts.of(phase, away)
 
     def sampling(self, away: frozenset[str]) -> bool:
         """Whether groups inside are still to complete, on shards that answer."""
@@ -212,9 +222,9 @@ class Window:
             return self._take_next(size, away, waiting=waiting)
         quotas: Mapping[str, int] = self._shares.quotas(size) or {_EVERY_OTHER: size}
         while short := self._fill(quotas, away):
-            if not away and self.ready < min(size, self._waiting) and can_progress():
+            if not away and self.ready < min(size, self._counts.waiting) and can_progress():
                 return []
-            still_open = self._by_lane(away, _OPEN)
+            still_open = self._open_by_lane(away)
             awaited = still_open.total() if self._complete_inside(away) < size else 0
             if (awaited or any(still_open[lane] for lane in short)) and can_progress():
                 return []
@@ -243,90 +253,86 @@ class Window:
 
     def _fill(self, quotas: Mapping[str, int], away: frozenset[str]) -> list[str]:
         """Assign what is complete, each lane up to its quota, while that moves the window; the
-        lanes that are short then."""
-        while self._unassigned(away):
-            found = False
-            for lane, quota in quotas.items():
-                room = quota - self._filling.usable(lane, away)
-                found = self._assign(lane, self._oldest(lane, room, away)) or found
-            if not found:
-                break
-            self._advance()
-        return [lane for lane, quota in quotas.items() if self._filling.usable(lane, away) < quota]
+        lanes that are short then. Unless there are none, the whole window has joined."""
+        while True:
+            if self._unassigned(away):
+                for lane, quota in quotas.items():
+                    room = quota - self._filling.usable(lane, away)
+                    self._assign(lane, self._oldest(lane, room, away))
+            usable = self._filling.usable
+            short = [lane for lane, quota in quotas.items() if usable(lane, away) < quota]
+            if not self._advance(self._part) or not short:
+                return short
 
     def _fill_in(self, size: int, away: frozenset[str]) -> bool:
         """Assign groups beyond their lane's quota, in queue order, until the batch is full or the
         window has moved; whether it has."""
-        edge = self.edge
         for _ in range(size - self._filling.usable_of_all(away)):
             firsts = [(self._oldest(lane, 1, away), lane) for lane in self._complete]
             first, lane = min(filter(itemgetter(0), firsts), default=([], ""))
             if not self._assign(lane, first):
                 break
-            self._advance()
-            if self.edge > edge:
-                break
-        return self.edge > edge
+            if self._advance(self._part):
+                return True
+        return False
 
     def _unassigned(self, away: frozenset[str]) -> int:
         """Complete groups inside that are not assigned."""
         return self._complete_inside(away) - self._filling.usable_of_all(away)
 
     def _complete_inside(self, away: frozenset[str]) -> int:
-        return self.inside(Phase.COMPLETE, away=away) if away else self.ready
+        return self._counts.of(Phase.COMPLETE, away) if away else self._counts.complete
 
     def _oldest(self, lane: str, limit: int, away: frozenset[str]) -> list[int]:
         """Up to `limit` of a lane's complete indices that are not assigned, in queue order."""
-        order = self._complete[lane]
-        if limit <= 0:
-            return []
         if not away:
-            return order[:limit]
-        usable = (index for index in order if self._groups[index].spec.shard not in away)
-        return list(islice(usable, limit))
+            return self._complete.oldest(lane, limit)
+        groups = self._groups
+        return self._complete.oldest(lane, limit, lambda i: groups[i].spec.shard not in away)
 
     def _assign(self, lane: str, indices: Sequence[int]) -> bool:
         """The groups of a lane; whether there are any."""
-        if not indices:
-            return False
-        order = self._complete[lane]
-        if order[: len(indices)] == indices:
-            del order[: len(indices)]
-        else:
-            gone = set(indices)
-            order[:] = [index for index in order if index not in gone]
-        self._filling.extend(lane, indices, map(self._groups.__getitem__, indices))
-        return True
+        if indices:
+            self._complete.remove(lane, indices)
+            self._filling.extend(lane, indices, map(self._groups.__getitem__, indices))
+        return bool(indices)
 
-    def _by_lane(self, away: frozenset[str], phases: Sequence[Phase]) -> Counter[str]:
+    def _open_by_lane(self, away: frozenset[str]) -> Counter[str]:
         found: Counter[str] = Counter()
-        for (phase, domain, shard), count in self._counts.items():
-            if phase in phases and shard not in away:
-                found[self._lane(domain)] += count
+        for domain, count in self._counts.by_domain(_OPEN, away):
+            found[self._lane(domain)] += count
         return found
 
-    def _advance(self) -> None:
-        head, groups, assigned = self.head, self._groups, self._filling.indices
+    def _advance(self, most: int = UNBOUNDED) -> bool:
+        """Move the head, and then the edge past `most` indices at most; whether the edge moved."""
+        groups, assigned, unread = (
+            self._groups,
+            self._filling.indices,
+            self.unknown_from is not None,
+        )
         room = self.most_taken - len(self._passed)
-        while head < self.next_index:
+        for head in range(self.head, self.next_index):
             group = groups.get(head)
-            if group is None and self._is_unknown(head):
-                break
-            # Else an index without a group is consumed, or belonged to a submission that failed.
-            if group is not None:
-                taken = group.phase is Phase.BATCHED or head in assigned
-                if not taken or room <= 0:
+            if group is None:
+                if unread and self._is_unknown(head):
                     break
+                # Else it is consumed, or belonged to a submission that failed.
+            elif room > 0 and (head in assigned or group.phase is Phase.BATCHED):
                 self._passed.add(head)
                 room -= 1
-            head += 1
+            else:
+                break
+        else:
+            head = max(self.head, self.next_index)
         self.head = head
-        edge = min(head + self.size, self.next_index)
-        if edge > self.edge:
-            inside = range(max(self.edge, head), edge)
-            fresh = [groups[index] for index in inside if index in groups]
-            self.edge = edge
-            self._count_in(fresh)
+        # Below the head there are groups only where it passed them.
+        start = self._edge if self._passed else max(self._edge, head)
+        edge = min(head + self.size, self.next_index, start + most)
+        if edge <= self._edge:
+            return False
+        self._edge = edge
+        self._join([group for group in map(groups.get, range(start, edge)) if group is not None])
+        return True
 
     def _forget(self, indices: Iterable[int]) -> None:
         """Their groups are consumed."""
@@ -354,43 +360,28 @@ class Window:
         if self.unknown_from is not None and index >= self.unknown_from:
             self._known_consumed.add(index)
 
-    def _count_in(self, groups: Sequence[Group]) -> None:
-        """Groups inside, all of them as they are now."""
-        for (phase, domain, shard), count in Counter(map(_PHASE_AND_PLACE, groups)).items():
-            self._count(phase, domain, shard, count)
+    def _join(self, groups: Sequence[Group]) -> None:
+        """Groups that are inside now."""
+        self._counts.add(groups)
+        self._list([group for group in groups if group.phase is Phase.COMPLETE])
+
+    def _list(self, groups: Iterable[Group]) -> None:
+        """Groups inside are complete, and in no batch."""
         for group in groups:
-            if group.phase is Phase.COMPLETE:
-                self._list(group)
+            lane, index = self._lane(group.spec.domain), group.spec.index
+            if index < self.head:
+                # Its batch was given back; the head has passed it and stays.
+                self._filling.extend(lane, (index,), (group,))
+            elif not self._strict:
+                self._complete.add(lane, index)
 
-    def _list(self, group: Group) -> None:
-        """A group inside is complete, and in no batch."""
-        lane, index = self._lane(group.spec.domain), group.spec.index
-        if index < self.head:
-            # Its batch was given back; the head has passed it and stays.
-            self._filling.extend(lane, (index,), (group,))
-        elif not self._strict:
-            order = self._complete[lane]
-            # What the window has just reached is above all others.
-            at = len(order) if not order or order[-1] < index else bisect_left(order, index)
-            order.insert(at, index)
-
-    def _unlist(self, group: Group) -> None:
-        index = group.spec.index
-        if self._filling.discard(index) or self._strict or index >= self.edge:
-            return
-        order = self._complete[self._lane(group.spec.domain)]
-        at = bisect_left(order, index)
-        if at < len(order) and order[at] == index:
-            del order[at]
-
-    def _count(self, phase: Phase, domain: str, shard: str, count: int) -> None:
-        if phase.consumed:
-            return
-        self._counts[phase, domain, shard] += count
-        if phase is not Phase.BATCHED:
-            self._waiting += count
-        if phase is Phase.COMPLETE:
-            self.ready += count
+    def _unlist(self, groups: Iterable[Group]) -> bool:
+        """Whether all of them were assigned."""
+        others = self._filling.discard(groups)
+        for group in others:
+            if not self._strict and group.spec.index < self._edge:
+                self._complete.discard(self._lane(group.spec.domain), group.spec.index)
+        return not others
 
     def _lane(self, domain: str) -> str:
-        return domain if domain in self._shares.shares else _EVERY_OTHER
+        return domain if domain in self._lanes else _EVERY_OTHER

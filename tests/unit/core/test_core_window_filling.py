@@ -362,10 +362,47 @@ def test_window_keeps_nothing_of_what_is_consumed(mode: Mode) -> None:
     window = queue.books.window
     assert queue.books.status().trained == 40
     assert not window._groups
-    assert not any(window._complete.values())
+    assert not any(window._complete.oldest(lane, 1) for lane in window._complete)
     queue.batches.prepare_rewind(step - 1)
     assert queue.batches.rewind(step - 1) == 4
     assert len(window._groups) == 4
+
+
+def test_batch_does_not_wait_until_the_whole_window_has_moved() -> None:
+    """A slow head ends, and thousands of groups come into the window: `take` looks at as many as
+    the batch needs, and what the window shows is exact nevertheless."""
+    queue = make_queue("a" * 4000, window=2000, concurrency=4000)
+    complete(queue, *(f"a{index}" for index in range(1, 4000)))
+    for step in (1, 2, 3):
+        batch = take(queue, 500)
+        assert batch is not None
+        queue.batches.commit(batch.batch_id, step=step)
+    assert taken(queue, 500) == ()
+    complete(queue, "a0")
+    assert taken(queue, 500) == ("a0", *(f"a{index}" for index in range(1501, 2000)))
+    window = queue.books.window
+    assert window._edge - 2000 <= 256
+    assert (window.head, window.edge) == (2000, 4000)
+    assert queue.books.status().complete_in_window == 2000
+
+
+def test_late_group_below_the_head_leaves_the_counts_of_the_window_right() -> None:
+    """The window starts anew from it, while a batch is out that it does not hold at first."""
+    queue = make_queue("", window=2)
+    for index in (1, 2, 3, 4):
+        add(queue, f"a{index}", index)
+    queue.rollouts.lease(runner_id="r", max_rollouts=9, now_s=0.0)
+    complete(queue, "a1", "a2", "a3")
+    batch = take(queue, 3)
+    assert batch is not None
+    add(queue, "a0", 0)
+    queue.rollouts.lease(runner_id="r", max_rollouts=9, now_s=0.0)
+    complete(queue, "a0")
+    assert taken(queue, 1, trainer="other") == ("a0",)
+    assert (queue.books.window.head, queue.books.window.edge) == (4, 5)
+    assert queue.books.window.inside(Phase.BATCHED) == 4
+    queue.batches.commit(batch.batch_id, step=1)
+    assert queue.books.window.inside(Phase.BATCHED) == 1
 
 
 def test_status_counts_what_is_assigned_as_complete() -> None:
