@@ -1,7 +1,7 @@
 """Throughput, staleness and shift of every mode of the scheduler, in virtual time.
 
-    python -m benchmarks.window [--quick] [--concurrency N] [--only NAMES] [--steady] [--seed N]
-                                [--json FILE] [--plot FILE] [--table FILE]
+    python -m benchmarks.window [--quick] [--concurrency N] [--only NAMES] [--steady] [--seed N,N]
+                                [--training T] [--json FILE] [--plot FILE] [--table FILE]
 
 The real core (`forge.core.queue.generation_queue`) with a simulated world around it, which
 `benchmarks/support/queue_simulation.py` describes. Half of each run is left out, so that figures
@@ -9,7 +9,8 @@ are those of a steady state; the cold start, the waves (a queue that runs dry an
 and a change of tasks in the middle are measured by themselves, from the first step on.
 
 N is 16 batches; the full size has N = 1024, `--quick` N = 256. The smaller the batch, the larger
-the divergence that chance alone gives it, which is printed too.
+the divergence that chance alone gives it, which is printed too. With several seeds, each figure is
+the median over them, ratios included.
 
 `throughput` goes by the work in the groups that were trained on, `groups` by their number: a mode
 that trains on short groups first has more of the second.
@@ -17,161 +18,56 @@ that trains on short groups first has more of the second.
 
 from __future__ import annotations
 
+import argparse
+import gc
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.support.queue_simulation import (
-    BINS,
-    Drive,
-    Durations,
-    Outcome,
-    Simulation,
-    Workload,
-)
+from benchmarks.support.queue_simulation import Drive, Outcome, Simulation, Workload
 from benchmarks.support.report import arguments, keep
+from benchmarks.support.window_settings import (
+    FULL,
+    ITEM,
+    QUICK,
+    STATES,
+    Size,
+    adaptive_settings,
+    drive_of,
+    fixed_settings,
+    workloads,
+)
 from forge.core.queue.admission import Admission, Mode, QueueSettings
-
-NEVER_S = 1e9
-"""No claim ends in virtual time."""
-BATCHES_PER_N = 16
-ADAPTIVE_STALENESS = (8, 28, 60)
-ADAPTIVE_SHIFT = {"": 0.0, "_kl05": 0.05, "_any": math.inf}
-"""By what the name of the setting ends with."""
-SLOWER = Durations(mean=3.0, slow_share=0.25, slow_factor=4.0)
-"""After a change in the middle of a run: three times as long, and more alike."""
-AT_ONCE = "_at_once"
-"""Name of a setting whose trainer asks only once a whole batch is complete ends with it."""
-ITEM = "item"
-"""W = 0.3 N, taken and committed group by group."""
-STATES = {"": "steady", ".cold": "start", ".waves": "waves", ".change": "change"}
-"""What every setting is measured in, by what the name of the outcome ends with."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """How much to simulate."""
-
-    concurrency: int
-    steps: int
-
-    @property
-    def batch(self) -> int:
-        return self.concurrency // BATCHES_PER_N
-
-    @property
-    def kl_of_chance(self) -> float:
-        return (BINS - 1) / (2 * self.batch)
-
-    def kl_within(self, bound: float) -> float:
-        """What a batch may have whose shift beyond chance is bounded, over deciles of the duration,
-        and a standard deviation: so that the batches of a FIFO are within a bound of 0."""
-        return self.kl_of_chance + math.sqrt(2 * (BINS - 1)) / (2 * self.batch) + bound
-
-
-QUICK = Size(concurrency=256, steps=300)
-FULL = Size(concurrency=1024, steps=480)
-
-
-def fixed_settings(size: Size) -> Iterator[tuple[str, QueueSettings]]:
-    """Every mode with every admission."""
-    n = size.concurrency
-    windows = {"w03": 0, "w05": n // 2, "wn": n}
-    for admission in (Admission.WINDOW, Admission.RUNNING, Admission.AHEAD):
-        suffix = "" if admission is Admission.WINDOW else f"_{admission.value}"
-        base = replace(_base(size), admission=admission)
-        yield f"fifo{suffix}", replace(base, mode=Mode.FIFO)
-        for name, window in windows.items():
-            yield f"{name}{suffix}", replace(base, window=window)
-        yield f"greedy{suffix}", replace(base, mode=Mode.GREEDY)
-    for name, window in windows.items():
-        yield f"{name}{AT_ONCE}", replace(_base(size), window=window)
-    yield ITEM, _base(size)
-    # Between the ends of the scale: what a patient operator would find.
-    for times in (2, 4):
-        ahead = replace(_base(size), admission=Admission.AHEAD, ahead=times * n)
-        yield f"greedy_ahead{times}", replace(ahead, mode=Mode.GREEDY)
-        yield f"w03_ahead{times}", ahead
-    # What an operator would choose who wants the very bounds that `adaptive` gets.
-    for staleness in ADAPTIVE_STALENESS:
-        ahead = replace(_base(size), admission=Admission.AHEAD, ahead=staleness * size.batch)
-        yield f"fifo_s{staleness}", replace(ahead, mode=Mode.FIFO)
-        for name, window in windows.items():
-            yield f"{name}_s{staleness}", replace(ahead, window=window)
-        # With fewer than N ahead its batches go out short, by a clock that this world has not.
-        if ahead.ahead >= n:
-            yield f"greedy_s{staleness}", replace(ahead, mode=Mode.GREEDY)
-
-
-def adaptive_settings(size: Size) -> Iterator[tuple[str, QueueSettings]]:
-    for staleness in ADAPTIVE_STALENESS:
-        for suffix, shift_kl in ADAPTIVE_SHIFT.items():
-            yield (
-                f"adaptive_s{staleness}{suffix}",
-                replace(
-                    _base(size),
-                    mode=Mode.ADAPTIVE,
-                    max_staleness_p99=staleness,
-                    max_shift_kl=shift_kl,
-                ),
-            )
-
 
 DRIVES = {
     Drive.BATCHES: "",
     Drive.AT_ONCE: ", a batch at once",
     Drive.ITEMS: ", taken and committed item by item",
+    Drive.AT_COMMIT: ", H moved by commits alone",
 }
 """What a table says of them."""
-
-
-def drive_of(name: str) -> Drive:
-    """How the trainer of a setting takes its batches."""
-    if name == ITEM:
-        return Drive.ITEMS
-    return Drive.AT_ONCE if name.endswith(AT_ONCE) else Drive.BATCHES
-
-
-def _base(size: Size) -> QueueSettings:
-    return QueueSettings(
-        concurrency=size.concurrency,
-        batch_groups=size.batch,
-        rollout_lease_s=NEVER_S,
-        rollout_timeout_s=NEVER_S,
-        batch_lease_s=NEVER_S,
-    )
-
-
-def workloads(size: Size, seed: int) -> dict[str, Workload]:
-    """By what the name of the outcome ends with."""
-    steady = Workload(batch=size.batch, steps=size.steps, skip=size.steps // 2, seed=seed)
-    started = Workload(batch=size.batch, steps=3 * BATCHES_PER_N, seed=seed)
-    return {
-        "": steady,
-        ".cold": started,
-        ".waves": replace(started, wave=2 * size.concurrency, steps=6 * BATCHES_PER_N),
-        ".change": replace(steady, skip=size.steps // 4, later=SLOWER),
-        # `fifo` with S = 8 gives out eight batches at a time: the two above are whole such rounds.
-        ".cold_44": replace(started, steps=44),
-        ".waves_36": replace(started, wave=36 * size.batch, steps=3 * 36),
-    }
 
 
 def measure(
     settings: Mapping[str, QueueSettings], loads: Mapping[str, Workload]
 ) -> dict[str, Outcome]:
     """By "<setting>" in the steady state, and "<setting>.<transient>"."""
-    return {
-        f"{name}{suffix}": Simulation(chosen, load, drive_of(name)).play()
-        for suffix, load in loads.items()
-        for name, chosen in settings.items()
-        if suffix in STATES or "_s" in name
-    }
+    found = {}
+    for suffix, load in loads.items():
+        for name, chosen in settings.items():
+            if suffix in STATES or "_s" in name:
+                # A third of the time is the collector's, which finds little.
+                gc.collect()
+                gc.disable()
+                found[f"{name}{suffix}"] = Simulation(chosen, load, drive_of(name)).play()
+                gc.enable()
+    return found
 
 
 def against_the_front(
@@ -211,16 +107,19 @@ def against_the_front(
     return ratios
 
 
-def against_fifo(found: Mapping[str, Outcome]) -> dict[str, float]:
-    """Throughput and shift of `adaptive` over those of `fifo` with the same bound, everywhere."""
+def against_the_same_bound(found: Mapping[str, Outcome]) -> dict[str, float]:
+    """Throughput and shift of `adaptive` over those of `fifo` with the same bound, and of
+    `windowed`, W = 0.3 N, with one batch less ahead, whose p99 is the same bound."""
     ratios = {}
     for name, ours in found.items():
         setting = name.partition(".")[0]
         mode, bound = setting.split("_")[:2] if "_" in setting else ("", "")
-        fifo = found.get(name.replace(setting, f"fifo_{bound}"))
-        if mode == "adaptive" and fifo:
-            ratios[f"{name}.over_fifo"] = ours.throughput / fifo.throughput
-            ratios[f"{name}.kl_over_fifo"] = ours.kl / fifo.kl
+        if mode != "adaptive":
+            continue
+        for rival, ahead in (("fifo", int(bound[1:])), ("w03", int(bound[1:]) - 1)):
+            if theirs := found.get(name.replace(setting, f"{rival}_s{ahead}")):
+                ratios[f"{name}.over_{rival}"] = ours.throughput / theirs.throughput
+                ratios[f"{name}.kl_over_{rival}"] = ours.kl / theirs.kl
     return ratios
 
 
@@ -230,10 +129,22 @@ def numbers_of(
     numbers: dict[str, float] = {"kl_of_chance": size.kl_of_chance}
     for name, outcome in found.items():
         numbers |= {f"{name}.{what}": value for what, value in asdict(outcome).items()}
-    return numbers | against_the_front(found, settings, size) | against_fifo(found)
+    return numbers | against_the_front(found, settings, size) | against_the_same_bound(found)
 
 
-def show(found: Mapping[str, Outcome], numbers: Mapping[str, float], size: Size) -> None:
+def middle(outcomes: Sequence[Outcome]) -> Outcome:
+    """The median of each measure."""
+    return Outcome(**medians([asdict(one) for one in outcomes]))
+
+
+def medians(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of the numbers that each of them has."""
+    names = [name for name in measured[0] if all(name in one for one in measured)]
+    return {name: median(one[name] for one in measured) for name in names}
+
+
+def show(found: Mapping[str, Outcome], measured: Sequence[Mapping[str, float]], size: Size) -> None:
+    """`measured`: the numbers of each seed."""
     table = Table(title=f"N = {size.concurrency}, batches of {size.batch}")
     for name in ("mode", "throughput", "groups", "KL", "staleness mean", "p99"):
         table.add_column(name, justify="left" if name == "mode" else "right")
@@ -249,9 +160,11 @@ def show(found: Mapping[str, Outcome], numbers: Mapping[str, float], size: Size)
     console = Console()
     console.print(table)
     console.print(f"KL that chance alone gives such a batch: {size.kl_of_chance:.3f}")
-    for name, value in numbers.items():
+    for name, value in medians(measured).items():
         if "_over_" in name or ".over_" in name:
-            console.print(f"{name}: {value:.3f}")
+            values = [one[name] for one in measured]
+            spread = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
+            console.print(f"{name}: {value:.3f}{spread}")
 
 
 def tabulate(
@@ -322,13 +235,18 @@ def main() -> None:
     parser.add_argument("--steady", action="store_true", help="leave out start, waves and change")
     parser.add_argument(
         "--cold",
-        type=lambda text: [int(steps) for steps in text.split(",")],
+        type=_integers,
         metavar="STEPS,STEPS",
         help="nothing but so many steps after a start, of the settings with a bound: 64,144",
     )
     parser.add_argument("--plot", type=Path, help="write a plot (SVG) to this file")
     parser.add_argument("--table", type=Path, help="write a table (Markdown) to this file")
-    parser.add_argument("--seed", type=int, default=0, help="of the tasks' durations")
+    parser.add_argument(
+        "--seed", type=_integers, default=[0], metavar="N,N", help="of the tasks' durations"
+    )
+    parser.add_argument(
+        "--training", type=float, default=0.0, metavar="T", help="an optimizer step takes T tasks"
+    )
     options = parser.parse_args()
     size = QUICK if options.quick else FULL
     if options.concurrency:
@@ -337,20 +255,34 @@ def main() -> None:
         name: chosen
         for name, chosen in (*fixed_settings(size), *adaptive_settings(size))
         if any(fnmatch(name, pattern) for pattern in options.only.split(","))
+        and not (options.training and name == ITEM)
     }
-    loads = workloads(size, options.seed)
-    if options.steady:
-        loads = {"": loads[""]}
-    elif options.cold:
-        loads = {f".cold_{steps}": replace(loads[".cold"], steps=steps) for steps in options.cold}
-    found = measure(settings, loads)
-    numbers = numbers_of(found, settings, size)
-    show(found, numbers, size)
-    keep(numbers, options.json)
+    by_seed = [
+        measure(settings, _chosen_loads(workloads(size, seed, options.training), options))
+        for seed in options.seed
+    ]
+    found = {name: middle([one[name] for one in by_seed]) for name in by_seed[0]}
+    measured = [numbers_of(one, settings, size) for one in by_seed]
+    show(found, measured, size)
+    keep(medians(measured), options.json)
     if options.plot:
         plot(found, options.plot)
     if options.table:
         options.table.write_text(tabulate(found, settings, size))
+
+
+def _integers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",")]
+
+
+def _chosen_loads(
+    loads: Mapping[str, Workload], options: argparse.Namespace
+) -> dict[str, Workload]:
+    if options.steady:
+        return {"": loads[""]}
+    if options.cold:
+        return {f".cold_{steps}": replace(loads[".cold"], steps=steps) for steps in options.cold}
+    return dict(loads)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,10 @@
 Owns the world around `forge.core.queue.generation_queue`: tasks of random length, runners that are
 never short, a trainer that takes every batch there is, and the measures. It decides nothing itself.
 
+A step takes no time, unless the workload says how much (`train_s`). Then the trainer holds two
+batches, as the real one does: one to train on, which it commits at the end of the step, and the
+next one.
+
 Tasks are lognormal (sigma 1.2), and half of them nine times slower; a rollout that takes longer
 than the time-out is ended there and scored as it stands. A group is one rollout: it stands for the
 slowest of its members.
@@ -14,19 +18,23 @@ import enum
 import math
 import statistics
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from random import Random
 
 from forge.core.queue.admission import QueueSettings
+from forge.core.queue.batches import Batch
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import Group, GroupSpec
+from forge.core.queue.window import Window
 from forge.core.trajectory import TaskId
 
 SIGMA = 1.2
 BINS = 10
+MOST_HELD = 2
+"""Batches that a trainer holds: it asks for the next one when it begins a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +73,8 @@ class Workload:
     durations: Durations = Durations()
     later: Durations | None = None
     """From the middle of the submitted groups on."""
+    train_s: float = 0.0
+    """How long an optimizer step takes."""
     wave: int = 0
     """Groups submitted at a time, each time when the queue has run dry; 0: never dry."""
     seed: int = 0
@@ -97,7 +107,18 @@ class Drive(enum.Enum):
     group is assigned and the window does not move before: the rival of the published rule."""
     ITEMS = "items"
     """A group at a time, each committed at once, a step for as many as make a batch: the published
-    rule, whatever the core does with a batch."""
+    rule, whatever the core does with a batch. Its steps take no time."""
+    AT_COMMIT = "at_commit"
+    """As BATCHES, with another rule for the head: only a commit moves it."""
+
+
+class HeadAtCommit(Window):
+    """H is the lowest index that is neither trained on nor given up: what is assigned to a batch or
+    in one holds it."""
+
+    @property
+    def most_taken(self) -> int:
+        return 0
 
 
 class Simulation:
@@ -112,9 +133,17 @@ class Simulation:
         self._collected: list[int] = []
         """Queue indices taken since the last step."""
         self.queue = GenerationQueue(settings)
+        if drive is Drive.AT_COMMIT:
+            window = HeadAtCommit(size=settings.window_size, shares=self.queue.shares)
+            self.queue.books.window = window
+        self._taken = 0
+        """Batches so far."""
+        self._held: deque[Batch] = deque()
+        """Those that are not committed: the one that is trained on, then the next."""
         self.now_s = 0.0
         self.step = 0
         self._events: list[tuple[float, str]] = []
+        """When a trajectory ends; one without a name is the end of a step."""
         self._rng = Random(workload.seed)
         self._durations: list[tuple[float, bool]] = []
         """Of each group, and whether it is of the later kind."""
@@ -129,8 +158,11 @@ class Simulation:
         self._lease()
         while self.step < self._load.steps and self._events:
             self.now_s, trajectory_id = heappop(self._events)
-            self.queue.rollouts.complete(trajectory_id, now_s=self.now_s)
-            self._train()
+            if trajectory_id:
+                self.queue.rollouts.complete(trajectory_id, now_s=self.now_s)
+            else:
+                self._end_step()
+            self._take()
             self._submit()
             self._lease()
         return self._measure()
@@ -161,27 +193,41 @@ class Simulation:
             self._started_step[index] = self.step
             heappush(self._events, (self.now_s + self._durations[index][0], claim.trajectory_id))
 
-    def _train(self) -> None:
-        while size := self._wanted():
-            batch = self.queue.take(trainer_id="t", max_groups=size, now_s=self.now_s)
+    def _take(self) -> None:
+        while len(self._held) < MOST_HELD and (size := self._wanted()):
+            # The same trainer asking again gets the same batch.
+            name = f"t{self._taken % MOST_HELD}"
+            batch = self.queue.take(trainer_id=name, max_groups=size, now_s=self.now_s)
             if batch is None:
                 return
-            step = self.step + 1
-            self._collected += [int(task_id[1:]) for task_id in batch.task_ids]
-            self.queue.batches.prepare_commit(
-                batch.batch_id, step=step, task_ids=(), now_s=self.now_s
-            )
-            self.queue.batches.commit(batch.batch_id, step=step)
-            if self._drive is not Drive.ITEMS or len(self._collected) >= self._load.batch:
-                self._step(sorted(self._collected))
-                self._collected = []
+            self._taken += 1
+            self._held.append(batch)
+            if len(self._held) == 1:
+                self._begin_step()
+
+    def _begin_step(self) -> None:
+        if self._load.train_s and self._drive is not Drive.ITEMS:
+            heappush(self._events, (self.now_s + self._load.train_s, ""))
+        else:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        batch, step = self._held.popleft(), self.step + 1
+        self._collected += [int(task_id[1:]) for task_id in batch.task_ids]
+        self.queue.batches.prepare_commit(batch.batch_id, step=step, task_ids=(), now_s=self.now_s)
+        self.queue.batches.commit(batch.batch_id, step=step)
+        if self._drive is not Drive.ITEMS or len(self._collected) >= self._load.batch:
+            self._step(sorted(self._collected))
+            self._collected = []
+        if self._held:
+            self._begin_step()
 
     def _wanted(self) -> int:
         """How many groups the trainer asks for now."""
         if self._drive is Drive.ITEMS:
             return 1
         window, size = self.queue.books.window, self._load.batch
-        if self._drive is Drive.BATCHES or window.ready >= size:
+        if self._drive is not Drive.AT_ONCE or window.ready >= size:
             return size
         open_inside = window.sampling(frozenset()) and self.queue.rollouts.can_progress()
         # A window that is complete gives no more before something of it is taken.

@@ -9,7 +9,14 @@ from statistics import fmean
 import pytest
 
 from benchmarks.support.queue_simulation import Outcome, Simulation
-from benchmarks.window import FULL, STATES, Size, adaptive_settings, fixed_settings, workloads
+from benchmarks.support.window_settings import (
+    FULL,
+    STATES,
+    Size,
+    adaptive_settings,
+    fixed_settings,
+    workloads,
+)
 
 SIZE = Size(concurrency=256, steps=120)
 SEEDS = range(4)
