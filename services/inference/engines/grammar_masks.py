@@ -22,19 +22,14 @@ from transformers import PreTrainedTokenizerFast
 from forge.core.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from forge.core.token_columns import TOKEN_BYTES, int32_array
 from forge.grammar.answer_grammar import LIMITS, one_line, source
-from forge.runtime.telemetry import counter
 from services.inference.engines.base import Grammar, Prompt
+from services.inference.engines.metrics import GRAMMARS
 
 Words = NDArray[np.uint32]
 """A mask: bit i of word w stands for token 32 * w + i."""
 
 MAX_COMPILED = 64
 MAX_COMPILING = 64
-_LOOKUPS = counter(
-    "forge_inference_grammars_total",
-    "Requests with a grammar by what became of it: cached, compiled or refused.",
-    ["outcome"],
-)
 _Key = tuple[str, str, bool]
 
 
@@ -128,7 +123,7 @@ class Grammars:
         key = (grammar.kind, grammar.text, grammar.lenient)
         if key in self._compiled:
             self._compiled.move_to_end(key)
-            _LOOKUPS.labels("cached").inc()
+            GRAMMARS.labels("cached").inc()
             return self._compiled[key]
         if key not in self._compiling:
             if len(self._compiling) >= MAX_COMPILING:
@@ -144,11 +139,11 @@ class Grammars:
         try:
             compiled = await loop.run_in_executor(self._thread, self._compile_blocking, grammar)
         except BaseException:
-            _LOOKUPS.labels("refused").inc()
+            GRAMMARS.labels("refused").inc()
             raise
         finally:
             del self._compiling[key]
-        _LOOKUPS.labels("compiled").inc()
+        GRAMMARS.labels("compiled").inc()
         self._compiled[key] = compiled
         if len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)

@@ -23,17 +23,15 @@ from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actor import Actor
 from forge.runtime.coordination import Discovery
-from forge.runtime.telemetry import counter, gauge, log
+from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
 from services.inference.router.fleet import Announced, Fleet, Worker
+from services.inference.router.metrics import MOVED_REQUESTS, QUEUED_REQUESTS, SAMPLED_TOKENS
 
 OVERCOMMIT = 1.25
 """Requests admitted for each decode slot: some are always in prefill or on their way."""
 MIN_ADMITTED = 16
 _RATE_WINDOW_S = 10
-_SAMPLED = counter("forge_inference_sampled_tokens_total", "Tokens sampled for callers.")
-_MOVED = counter("forge_inference_requests_moved_total", "Requests that went on elsewhere.")
-_QUEUED = gauge("forge_inference_queued_requests", "Requests waiting in the router.")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -215,7 +213,7 @@ class RouterActor(Actor):
                     self._release(placement)
             case Sampled(tokens=tokens):
                 self._throughput.add(tokens, self._clock())
-                _SAMPLED.inc(tokens)
+                SAMPLED_TOKENS.inc(tokens)
             case Leave(admission=admission):
                 self._leave(admission)
             case FleetChanged():
@@ -249,7 +247,7 @@ class RouterActor(Actor):
             if not admission.granted.done():
                 self._admitted.add(admission)
                 admission.granted.set_result(None)
-        _QUEUED.set(len(self._waiting))
+        QUEUED_REQUESTS.set(len(self._waiting))
 
     def _place(self, role: str, ids: bytes, placement: Placement) -> Placement:
         worker = self._fleet.place(role, ids, now_s=self._clock())
@@ -277,7 +275,7 @@ class RouterActor(Actor):
 
     def _failed(self, placement: Placement, *, dead: bool) -> None:
         self._release(placement)
-        _MOVED.inc()
+        MOVED_REQUESTS.inc()
         if dead:
             suspected = placement.worker.instance_id
             log.info("worker_suspected", worker=suspected)

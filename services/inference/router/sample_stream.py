@@ -16,17 +16,15 @@ import grpc.aio
 
 from forge.core.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from forge.runtime.rpc.status import from_rpc_error, to_status, trailing_metadata
-from forge.runtime.telemetry import counter, log
+from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
+from services.inference.router.metrics import STREAM_CALLS
 
 WINDOW_BYTES = 8 << 20
 """What may wait to be sent; then every call of the stream waits for its reader, and no other is
 taken."""
 MESSAGE_BYTES = 1 << 20
 """Most that several events take in one message."""
-_CALLS = counter(
-    "forge_inference_stream_calls_total", "Samples on kept streams, by status code.", ["code"]
-)
 
 Sample = Callable[[pb.SampleRequest], AsyncGenerator[pb.SampleResponse, None]]
 
@@ -150,7 +148,7 @@ class _Stream:
         task = self._calls.pop(call, None)
         if task is not None:
             task.cancel()
-            _CALLS.labels("CANCELLED").inc()
+            STREAM_CALLS.labels("CANCELLED").inc()
             task.add_done_callback(lambda _: self._more.set())
 
     async def _run(self, begin: pb.SampleBegin) -> None:
@@ -187,7 +185,7 @@ class _Stream:
             end.metadata.update(trailing_metadata(error))
             if code is grpc.StatusCode.INTERNAL:
                 log.error("sample_failed", exc_info=error)
-        _CALLS.labels("OK" if error is None else code.name).inc()
+        STREAM_CALLS.labels("OK" if error is None else code.name).inc()
         self._put(pb.SampleEvent(call=call, end=end))
 
     def _put(self, event: pb.SampleEvent) -> None:

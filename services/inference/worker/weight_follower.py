@@ -21,24 +21,20 @@ import msgspec
 from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
 from forge.runtime.rpc.streams import flowing
 from forge.runtime.service import ServiceContext
-from forge.runtime.telemetry import counter, gauge, log
+from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import Engine, NamedTensor
+from services.inference.worker.metrics import (
+    ANNOUNCED_VERSION,
+    FETCH_FAILURES,
+    SOURCES_GIVEN_UP,
+    WEIGHT_VERSION,
+)
 from services.inference.worker.weight_assembly import WeightAssembly
 from services.inference.worker.weight_sources import WeightSources
 
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 10.0
-_VERSION = gauge("forge_inference_weight_version", "Version of the weights in service.")
-_ANNOUNCED = gauge(
-    "forge_inference_weight_announced_version", "Newest version of the weights announced."
-)
-_FAILED = counter(
-    "forge_inference_weight_fetch_failures_total", "Versions that no source could deliver."
-)
-_GIVEN_UP = counter(
-    "forge_inference_weight_sources_given_up_total", "Sources that failed or sent nothing."
-)
 _NAMED = 3
 """Failed sources that an error names; the log has all."""
 ERROR_KEY = "weights_error"
@@ -103,7 +99,7 @@ class WeightFollower:
                 except msgspec.MsgspecError as error:
                     log.error("weight_manifest_unreadable", key=self._key, error=str(error))
                     continue
-                _ANNOUNCED.set(self._wanted.weight_version)
+                ANNOUNCED_VERSION.set(self._wanted.weight_version)
                 self._news.set()
 
     async def _keep_up(self) -> None:
@@ -118,7 +114,7 @@ class WeightFollower:
                 await self._obtain(manifest)
                 backoff_s = _FIRST_BACKOFF_S
             except ForgeError as error:
-                _FAILED.inc()
+                FETCH_FAILURES.inc()
                 log.warning(
                     "weights_not_obtained",
                     weight_version=manifest.weight_version,
@@ -142,7 +138,7 @@ class WeightFollower:
         fetched_s = time.monotonic()
         await self._engine.load(tensors, version=manifest.weight_version)
         self.held = HeldWeights(version=manifest.weight_version, tensors=tensors)
-        _VERSION.set(manifest.weight_version)
+        WEIGHT_VERSION.set(manifest.weight_version)
         log.info(
             "weights_swapped",
             weight_version=manifest.weight_version,
@@ -182,7 +178,7 @@ class WeightFollower:
         raise Unavailable("; ".join(failures[:_NAMED]) + more)
 
     def _give_up(self, address: str, manifest: Manifest, error: ForgeError) -> None:
-        _GIVEN_UP.inc()
+        SOURCES_GIVEN_UP.inc()
         log.warning(
             "weight_source_given_up",
             source=address,

@@ -1,0 +1,11 @@
+"""What every engine counts."""
+
+from __future__ import annotations
+
+from forge.runtime.telemetry import counter
+
+GRAMMARS = counter(
+    "forge_inference_grammars_total",
+    "Requests with a grammar by what became of it: cached, compiled or refused.",
+    ["outcome"],
+)

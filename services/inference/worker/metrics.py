@@ -1,0 +1,16 @@
+"""What a prefill or decode instance counts."""
+
+from __future__ import annotations
+
+from forge.runtime.telemetry import counter, gauge
+
+WEIGHT_VERSION = gauge("forge_inference_weight_version", "Version of the weights in service.")
+ANNOUNCED_VERSION = gauge(
+    "forge_inference_weight_announced_version", "Newest version of the weights announced."
+)
+FETCH_FAILURES = counter(
+    "forge_inference_weight_fetch_failures_total", "Versions that no source could deliver."
+)
+SOURCES_GIVEN_UP = counter(
+    "forge_inference_weight_sources_given_up_total", "Sources that failed or sent nothing."
+)
