@@ -22,11 +22,8 @@ _COPIED = {
     "SECURITY.md": "security.md",
     "deploy/README.md": "deploy.md",
     "examples/README.md": "examples.md",
-    "services/gateway/README.md": "services/gateway.md",
-    "services/inference/README.md": "services/inference.md",
     "services/pool/README.md": "services/pool.md",
     "services/scheduler/README.md": "services/scheduler.md",
-    "services/trainer/README.md": "services/trainer.md",
 }
 """Pages that stand beside what they describe, and their paths in the site."""
 

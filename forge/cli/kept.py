@@ -1,7 +1,7 @@
 """The model that a run keeps: its files in a checkpoint, and whether they hold the weights served.
 
 Reads safetensors files by their header, since a command line needs no torch. The trainer owns what
-is in a checkpoint (services/trainer/README.md).
+is in a checkpoint (docs/services/trainer.md).
 """
 
 from __future__ import annotations
