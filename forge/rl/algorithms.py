@@ -7,17 +7,14 @@ Owns the presets and the loading of custom losses; imports no torch. Formulas ar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from forge.core.credit.advantages import Baseline, Spread
 from forge.core.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from forge.rl.losses.tokens import LossFunction
 
 Normalization = Literal["token", "sequence", "global"]
 
@@ -69,8 +66,8 @@ def preset(algorithm: str) -> Preset:
     return CUSTOM
 
 
-def load_custom(algorithm: str, options: Mapping[str, float]) -> LossFunction:
-    """The function named, with its options bound.
+def load_custom(algorithm: str, options: Mapping[str, float]) -> Callable[..., Any]:
+    """The function named, with its options bound: a `forge.rl.losses.LossFunction`.
 
     Raises `InvalidArgument` when it cannot be imported or does not take the options.
     """
