@@ -1,0 +1,1 @@
+"""The deployables: each package is one kind of process."""

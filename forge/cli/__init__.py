@@ -1,0 +1,1 @@
+"""The `forge` command: one module for each group of commands."""

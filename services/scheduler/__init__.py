@@ -1,0 +1,1 @@
+"""The windowed FIFO over groups: one instance leads, the others stand by."""

@@ -154,7 +154,7 @@ def tree_attention(
     return result.to(v.dtype)
 
 
-def _attention_forward(
+def _attention_forward(  # noqa: PLR0913
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,

@@ -21,7 +21,7 @@ MAX_LOG_RATIO = 20.0
 def cispo_loss(
     logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, *, ratio_cap: float
 ) -> Tensor:
-    """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4; M2 drops its eps_low), per token:
+    """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4; M2 drops its eps_low), per token.
 
         -sg(clip(r_t, 0, cap)) * A_t * log pi(o_t),   r_t = pi(o_t) / pi_old(o_t)
 
@@ -35,7 +35,7 @@ def cispo_loss(
 def clipped_loss(
     tokens: TrainedTokens, *, clip_low: float, clip_high: float, dual_clip: float
 ) -> Tensor:
-    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7), per token:
+    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7), per token.
 
         -min(r_t * A_t, clip(r_t, 1 - clip_low, 1 + clip_high) * A_t)
 
@@ -65,7 +65,7 @@ def gspo_loss(tokens: TrainedTokens, *, clip_low: float, clip_high: float) -> Te
 
 
 def rloo_loss(tokens: TrainedTokens, *, clip_low: float, clip_high: float) -> Tensor:
-    """RLOO (arXiv 2402.14740) with a clipped ratio of whole sequences, as TRL has it:
+    """RLOO (arXiv 2402.14740) with a clipped ratio of whole sequences, as TRL has it.
 
         R_i = pi(o_i) / pi_old(o_i),   -min(R_i * A_i, clip(R_i, 1 - clip_low, 1 + clip_high) * A_i)
 

@@ -191,7 +191,7 @@ class RouterActor(Actor):
             if not admission.granted.done():
                 admission.granted.set_exception(Unavailable("the router's line was given up"))
 
-    async def receive(self, message: Any) -> Any:
+    async def receive(self, message: Any) -> Any:  # noqa: C901
         match message:
             case Admit(admission=admission):
                 return self._admit(admission)

@@ -83,7 +83,7 @@ class QueueActor(Actor):
         self._runners.close(error)
         self._trainers.close(error)
 
-    def _handle(self, message: Any) -> Any:
+    def _handle(self, message: Any) -> Any:  # noqa: C901
         state, now_s = self._state, self._clock()
         match message:
             case m.LeaseRollouts():
@@ -119,7 +119,7 @@ class QueueActor(Actor):
                 return self._change(message, now_s)
         return None
 
-    def _change(self, message: Any, now_s: float) -> Any:
+    def _change(self, message: Any, now_s: float) -> Any:  # noqa: C901
         """What registrar, ledger and the keeper of shards ask for."""
         state = self._state
         match message:

@@ -51,7 +51,7 @@ def grouped_attention(
     )
 
 
-def _attention(
+def _attention(  # noqa: PLR0913
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
