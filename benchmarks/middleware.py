@@ -15,6 +15,8 @@ import itertools
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,9 +29,11 @@ from benchmarks.support.chat_load import Agent, Target, new_client
 from benchmarks.support.middleware_stack import Middleware, start_middleware
 from benchmarks.support.report import arguments, keep, show
 from forge.agents.runner import Outcome, Runner
+from forge.client.scheduler import SyncScheduler
 from forge.core.token_columns import TOKEN_BYTES
+from forge.runtime.security import Security
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
-from tests.support.scheduler_cluster import ids_of, make_task
+from tests.support.scheduler_cluster import CALL_S, ids_of, make_task
 
 TURNS = 4
 GROUP_SIZE = 8
@@ -61,9 +65,9 @@ async def measure(size: Size) -> dict[str, float]:
         async with start_middleware(
             Path(folder), concurrency=CONCURRENCY, batch_groups=BATCH_GROUPS
         ) as middleware:
-            load = Load(middleware)
-            await load.round(BATCH_GROUPS)
-            rounds = [await load.round(size.groups) for _ in range(size.rounds)]
+            with closing(Load(middleware)) as load:
+                await load.round(BATCH_GROUPS)
+                rounds = [await load.round(size.groups) for _ in range(size.rounds)]
     numbers = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
     spent_s = numbers["cpu_ms_per_trajectory"] / 1e3
     numbers["trajectories_per_s_of_two_cores"] = CORES / spent_s
@@ -77,8 +81,13 @@ class Load:
     def __init__(self, middleware: Middleware) -> None:
         self._middleware = middleware
         self._cluster = middleware.cluster
+        security = Security(self._cluster.keyring, subject="runner")
+        self._renewals = SyncScheduler(self._cluster.coordinator, security)
         self._names = itertools.count()
         self._steps = itertools.count(1)
+
+    def close(self) -> None:
+        self._renewals.close()
 
     async def round(self, groups: int) -> dict[str, float]:
         """So many groups, from their submission to the commit of the last."""
@@ -89,9 +98,11 @@ class Load:
             runner = Runner(
                 runner_id="runner",
                 scheduler=self._ask_scheduler,
+                renew=self._renew,
                 attempt=partial(self._rollout, client),
                 concurrency=AGENTS,
                 lease_wait_s=0.5,
+                patience_s=CALL_S,
             )
             parts.create_task(runner.run())
             count = await self._train(groups)
@@ -151,6 +162,11 @@ class Load:
     async def _ask_scheduler(self, method: str, request: Any, *, timeout_s: float) -> Any:
         async with asyncio.timeout(timeout_s):
             return await self._cluster.ask(method, request)
+
+    def _renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
+        request = scheduler_pb2.RenewRolloutsRequest(lease_ids=lease_ids)
+        lost: Sequence[str] = self._renewals.call("RenewRollouts", request, timeout_s=CALL_S).lost
+        return lost
 
 
 def _check(trajectory: common_pb2.Trajectory) -> None:

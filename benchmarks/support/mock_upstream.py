@@ -81,6 +81,8 @@ class Script:
 
 
 class MockInference(inference_pb2_grpc.InferenceServiceServicer):
+    """Serves the one call that gateways make."""
+
     def __init__(self, script: Script) -> None:
         self._script = script
         self._streams = SampleStreams(self._sample)
@@ -156,7 +158,7 @@ class MockApp:
         script = Script(ChatModel.load(config.model_path), config)
         self._context.server.add(
             inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-            MockInference(script),
+            MockInference(script),  # type: ignore[abstract]
             full_name=FULL_NAME,
         )
         self._runner = web.AppRunner(MockHttp(script).application(), access_log=None)

@@ -237,7 +237,7 @@ class Bench:
             ((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]"),
             key=lambda change: change[0],
         )
-        return max(accumulate(size for _, size in changes))
+        return int(max(accumulate(size for _, size in changes)))
 
     def flops(self, tokens: int, pairs: int, rows: int) -> float:
         """Forward and backward: 6 per weight and token, 12 per pair and channel, the head's."""

@@ -41,15 +41,15 @@ def bare_trainer(
 ) -> Any:
     """A GRPOTrainer (or RLOOTrainer) with the `options` of its config, for batches of so many
     answers of at most `longest` tokens; its `_compute_loss` is what is wanted."""
-    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+    import trl
 
-    config_type: Any = RLOOConfig if rloo else GRPOConfig
+    config_type: Any = trl.RLOOConfig if rloo else trl.GRPOConfig
     args = config_type(
         output_dir=str(folder), use_cpu=True, bf16=False, report_to="none",
         per_device_train_batch_size=answers, num_generations=answers,
         max_completion_length=longest, **options,
     )  # fmt: skip
-    trainer: Any = object.__new__(RLOOTrainer if rloo else GRPOTrainer)
+    trainer: Any = object.__new__(trl.RLOOTrainer if rloo else trl.GRPOTrainer)
     for name in (
         "loss_type", "importance_sampling_level", "off_policy_mask_threshold",
         "top_entropy_quantile", "max_completion_length", "beta",
