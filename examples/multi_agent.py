@@ -20,7 +20,7 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-async def helper(session: AgentSession, context: list[dict], role: str) -> str:
+async def helper(session: AgentSession, context: list[dict[str, str]], role: str) -> str:
     """Two turns of its own; what it found, in one line."""
     context = [*context, user(f"You are one of three helpers. {role}")]
     thought = await session.chat(context, max_tokens=96)

@@ -50,14 +50,14 @@ def _resolve(target: str, source: str) -> str:
 
 
 def _outside_of_code(text: str) -> Iterator[str]:
-    parts: list[str] = []
-    _map_outside_of_code(text, lambda part: parts.append(part) or part)
-    yield from parts
+    end = 0
+    for block in _FENCED.finditer(text):
+        yield text[end : block.start()]
+        end = block.end()
+    yield text[end:]
 
 
 def _map_outside_of_code(text: str, change: Callable[[str], str]) -> str:
-    changed, end = [], 0
-    for block in _FENCED.finditer(text):
-        changed += [change(text[end : block.start()]), block[0]]
-        end = block.end()
-    return "".join([*changed, change(text[end:])])
+    code = [block[0] for block in _FENCED.finditer(text)]
+    prose = map(change, _outside_of_code(text))
+    return "".join(part for pair in zip(prose, [*code, ""], strict=True) for part in pair)
