@@ -63,14 +63,10 @@ def _stored(run: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
         copy = shutil.copytree(run / "pool" / "0", Path(folder) / "pool")
         store = PoolStore(copy)
         try:
-            after = b""
-            while True:
-                page = store.groups(after=after)
-                for one in page.groups:
+            scan = store.scan()
+            while (page := scan.next_page()) is not None:
+                for one in page:
                     yield from _attempts(store, one.group.task, one.trajectories)
-                after = page.last_key
-                if not after:
-                    return
         finally:
             store.close()
 

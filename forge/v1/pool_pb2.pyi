@@ -157,6 +157,10 @@ class ScanGroupsRequest(_message.Message):
 
     TOGETHER_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
+    SETTLED_LIMIT_FIELD_NUMBER: _builtins.int
+    COUNT_SETTLED_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
+    TRAINED_AFTER_FIELD_NUMBER: _builtins.int
     together: _builtins.bool
     """Several groups may come in a response."""
     since: _builtins.str
@@ -165,19 +169,38 @@ class ScanGroupsRequest(_message.Message):
     trajectories without their turns counted, groups that are over without the payload of their
     task where a digest stands for it.
     """
+    settled_limit: _builtins.int
+    """With `since`, for a scan from the beginning: of the settled groups only those that were trained
+    last, at least so many to the end of a step, and so many of the others, the newest. 0: all.
+    """
+    count_settled: _builtins.bool
+    """With `settled_limit`: `begin` has the counts, also where only changes follow."""
+    tag: _builtins.str
+    """Without `since`: only groups with this tag."""
+    trained_after: _builtins.int
+    """Without `since`: only groups that are trained, by a later step, in brief."""
     def __init__(
         self,
         *,
         together: _builtins.bool = ...,
         since: _builtins.str | None = ...,
+        settled_limit: _builtins.int = ...,
+        count_settled: _builtins.bool = ...,
+        tag: _builtins.str = ...,
+        trained_after: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_since", b"_since", "since", b"since"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_since", b"_since", "_trained_after", b"_trained_after", "since", b"since", "trained_after", b"trained_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since", b"_since", "since", b"since", "together", b"together"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since", b"_since", "_trained_after", b"_trained_after", "count_settled", b"count_settled", "settled_limit", b"settled_limit", "since", b"since", "tag", b"tag", "together", b"together", "trained_after", b"trained_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__since: _TypeAlias = _typing.Literal["since"]  # noqa: Y015
     _WhichOneofArgType__since: _TypeAlias = _typing.Literal["_since", b"_since"]  # noqa: Y015
+    _WhichOneofReturnType__trained_after: _TypeAlias = _typing.Literal["trained_after"]  # noqa: Y015
+    _WhichOneofArgType__trained_after: _TypeAlias = _typing.Literal["_trained_after", b"_trained_after"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__since) -> _WhichOneofReturnType__since | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_after) -> _WhichOneofReturnType__trained_after | None: ...
 
 Global___ScanGroupsRequest: _TypeAlias = ScanGroupsRequest  # noqa: Y015
 
@@ -191,21 +214,27 @@ class ScanGroupsResponse(_message.Message):
 
         MARK_FIELD_NUMBER: _builtins.int
         CHANGES_ONLY_FIELD_NUMBER: _builtins.int
+        SETTLED_FIELD_NUMBER: _builtins.int
         mark: _builtins.str
         """For `since` of the next scan: what is changed from now on is told there, once more if it
         is told here already.
         """
         changes_only: _builtins.bool
         """Only what was changed since the mark of the request follows, not every group."""
+        @_builtins.property
+        def settled(self) -> Global___SettledGroups:
+            """Set where the shard keeps to `settled_limit`. A shard that cannot returns every group."""
+
         def __init__(
             self,
             *,
             mark: _builtins.str = ...,
             changes_only: _builtins.bool = ...,
+            settled: Global___SettledGroups | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _typing.Literal["settled", b"settled"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["changes_only", b"changes_only", "mark", b"mark"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["changes_only", b"changes_only", "mark", b"mark", "settled", b"settled"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -240,6 +269,188 @@ class ScanGroupsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScanGroupsResponse: _TypeAlias = ScanGroupsResponse  # noqa: Y015
+
+@_typing.final
+class SettledGroups(_message.Message):
+    """The settled groups of a shard."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Count(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        PURPOSE_FIELD_NUMBER: _builtins.int
+        STATE_FIELD_NUMBER: _builtins.int
+        DOMAIN_FIELD_NUMBER: _builtins.int
+        REASON_FIELD_NUMBER: _builtins.int
+        GROUPS_FIELD_NUMBER: _builtins.int
+        ROLLOUTS_FIELD_NUMBER: _builtins.int
+        purpose: _common_pb2.Purpose.ValueType
+        state: _common_pb2.GroupState.ValueType
+        domain: _builtins.str
+        reason: _builtins.str
+        """Why they were given up, where the shard counts that reason by itself; "" for all others."""
+        groups: _builtins.int
+        rollouts: _builtins.int
+        """Rollouts of them with a sealed trajectory."""
+        def __init__(
+            self,
+            *,
+            purpose: _common_pb2.Purpose.ValueType = ...,
+            state: _common_pb2.GroupState.ValueType = ...,
+            domain: _builtins.str = ...,
+            reason: _builtins.str = ...,
+            groups: _builtins.int = ...,
+            rollouts: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "groups", b"groups", "purpose", b"purpose", "reason", b"reason", "rollouts", b"rollouts", "state", b"state"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Recent(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        DOMAIN_FIELD_NUMBER: _builtins.int
+        SEALED_UNIX_S_FIELD_NUMBER: _builtins.int
+        OUTCOMES_FIELD_NUMBER: _builtins.int
+        domain: _builtins.str
+        @_builtins.property
+        def sealed_unix_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+            """Of the last rollouts of settled training groups, the latest first: when each was sealed, and
+            the sum of its outcome rewards.
+            """
+
+        @_builtins.property
+        def outcomes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+        def __init__(
+            self,
+            *,
+            domain: _builtins.str = ...,
+            sealed_unix_s: _abc.Iterable[_builtins.float] | None = ...,
+            outcomes: _abc.Iterable[_builtins.float] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "outcomes", b"outcomes", "sealed_unix_s", b"sealed_unix_s"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    LEFT_OUT_STEP_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_UNIX_S_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    RECENT_FIELD_NUMBER: _builtins.int
+    NEXT_TRAIN_INDEX_FIELD_NUMBER: _builtins.int
+    NEXT_EVAL_INDEX_FIELD_NUMBER: _builtins.int
+    left_out_step: _builtins.int
+    """Of those that a scan from the beginning leaves out: the last step that trained one, and when
+    the last of the others was settled. 0 for none, and where only changes follow.
+    """
+    left_out_unix_s: _builtins.float
+    next_train_index: _builtins.int
+    """One above the highest queue index of any group of that purpose, settled or not."""
+    next_eval_index: _builtins.int
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SettledGroups.Count]:
+        """With `count_settled` alone, as all below. Of every settled group, returned or not."""
+
+    @_builtins.property
+    def recent(self) -> _containers.RepeatedCompositeFieldContainer[Global___SettledGroups.Recent]: ...
+    def __init__(
+        self,
+        *,
+        left_out_step: _builtins.int = ...,
+        left_out_unix_s: _builtins.float = ...,
+        counts: _abc.Iterable[Global___SettledGroups.Count] | None = ...,
+        recent: _abc.Iterable[Global___SettledGroups.Recent] | None = ...,
+        next_train_index: _builtins.int = ...,
+        next_eval_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "left_out_step", b"left_out_step", "left_out_unix_s", b"left_out_unix_s", "next_eval_index", b"next_eval_index", "next_train_index", b"next_train_index", "recent", b"recent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettledGroups: _TypeAlias = SettledGroups  # noqa: Y015
+
+@_typing.final
+class LookUpGroupsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_IDS_FIELD_NUMBER: _builtins.int
+    BATCH_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def batch_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        task_ids: _abc.Iterable[_builtins.str] | None = ...,
+        batch_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_ids", b"batch_ids", "task_ids", b"task_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookUpGroupsRequest: _TypeAlias = LookUpGroupsRequest  # noqa: Y015
+
+@_typing.final
+class LookUpGroupsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Commit(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        BATCH_ID_FIELD_NUMBER: _builtins.int
+        STEP_FIELD_NUMBER: _builtins.int
+        batch_id: _builtins.str
+        step: _builtins.int
+        """Groups of this shard were trained by it."""
+        def __init__(
+            self,
+            *,
+            batch_id: _builtins.str = ...,
+            step: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "step", b"step"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    COMMITS_FIELD_NUMBER: _builtins.int
+    ANSWERED_FIELD_NUMBER: _builtins.int
+    answered: _builtins.int
+    """How many of the ids this is about."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupRecord]:
+        """Of `task` only the id where the group has a `task_digest`."""
+
+    @_builtins.property
+    def commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___LookUpGroupsResponse.Commit]: ...
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[_common_pb2.GroupRecord] | None = ...,
+        commits: _abc.Iterable[Global___LookUpGroupsResponse.Commit] | None = ...,
+        answered: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "commits", b"commits", "groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookUpGroupsResponse: _TypeAlias = LookUpGroupsResponse  # noqa: Y015
 
 @_typing.final
 class AppendTurnsRequest(_message.Message):

@@ -49,6 +49,11 @@ class PoolServiceStub(object):
                 request_serializer=forge_dot_v1_dot_pool__pb2.ScanGroupsRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_pool__pb2.ScanGroupsResponse.FromString,
                 _registered_method=True)
+        self.LookUpGroups = channel.unary_unary(
+                '/forge.v1.PoolService/LookUpGroups',
+                request_serializer=forge_dot_v1_dot_pool__pb2.LookUpGroupsRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_pool__pb2.LookUpGroupsResponse.FromString,
+                _registered_method=True)
         self.AppendTurns = channel.stream_stream(
                 '/forge.v1.PoolService/AppendTurns',
                 request_serializer=forge_dot_v1_dot_pool__pb2.AppendTurnsRequest.SerializeToString,
@@ -126,6 +131,17 @@ class PoolServiceServicer(object):
         was changed since its mark, put in place of what was told before, are what a scan from the
         beginning would give at that moment. UNAVAILABLE as all reads. DATA_LOSS when a group cannot be
         read. Safe to retry, with the same mark too.
+        With `settled_limit`, settled groups (trained, tombstoned, evaluated) are returned up to a
+        bound, and `begin` has counts of all of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LookUpGroups(self, request, context):
+        """Groups by task id, and commits by batch id. Unknown ids are left out. An answer that would not
+        fit a message is about the first `answered` ids, task ids before batch ids: ask again for the
+        rest. INVALID_ARGUMENT for more than 10,000 ids. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -252,6 +268,11 @@ def add_PoolServiceServicer_to_server(servicer, server):
                     servicer.ScanGroups,
                     request_deserializer=forge_dot_v1_dot_pool__pb2.ScanGroupsRequest.FromString,
                     response_serializer=forge_dot_v1_dot_pool__pb2.ScanGroupsResponse.SerializeToString,
+            ),
+            'LookUpGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.LookUpGroups,
+                    request_deserializer=forge_dot_v1_dot_pool__pb2.LookUpGroupsRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_pool__pb2.LookUpGroupsResponse.SerializeToString,
             ),
             'AppendTurns': grpc.stream_stream_rpc_method_handler(
                     servicer.AppendTurns,
@@ -380,6 +401,33 @@ class PoolService(object):
             '/forge.v1.PoolService/ScanGroups',
             forge_dot_v1_dot_pool__pb2.ScanGroupsRequest.SerializeToString,
             forge_dot_v1_dot_pool__pb2.ScanGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LookUpGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.PoolService/LookUpGroups',
+            forge_dot_v1_dot_pool__pb2.LookUpGroupsRequest.SerializeToString,
+            forge_dot_v1_dot_pool__pb2.LookUpGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,13 @@ class PoolServiceStub:
     was changed since its mark, put in place of what was told before, are what a scan from the
     beginning would give at that moment. UNAVAILABLE as all reads. DATA_LOSS when a group cannot be
     read. Safe to retry, with the same mark too.
+    With `settled_limit`, settled groups (trained, tombstoned, evaluated) are returned up to a
+    bound, and `begin` has counts of all of them.
+    """
+    LookUpGroups: _grpc.UnaryUnaryMultiCallable[_pool_pb2.LookUpGroupsRequest, _pool_pb2.LookUpGroupsResponse]
+    """Groups by task id, and commits by batch id. Unknown ids are left out. An answer that would not
+    fit a message is about the first `answered` ids, task ids before batch ids: ask again for the
+    rest. INVALID_ARGUMENT for more than 10,000 ids. Safe to retry.
     """
     AppendTurns: _grpc.StreamStreamMultiCallable[_pool_pb2.AppendTurnsRequest, _pool_pb2.AppendTurnsResponse]
     """Appends turns; answers each sequence number once its turn is on disk. Idempotent by
@@ -144,6 +151,13 @@ class PoolServiceAsyncStub(PoolServiceStub):
     was changed since its mark, put in place of what was told before, are what a scan from the
     beginning would give at that moment. UNAVAILABLE as all reads. DATA_LOSS when a group cannot be
     read. Safe to retry, with the same mark too.
+    With `settled_limit`, settled groups (trained, tombstoned, evaluated) are returned up to a
+    bound, and `begin` has counts of all of them.
+    """
+    LookUpGroups: _aio.UnaryUnaryMultiCallable[_pool_pb2.LookUpGroupsRequest, _pool_pb2.LookUpGroupsResponse]  # type: ignore[assignment]
+    """Groups by task id, and commits by batch id. Unknown ids are left out. An answer that would not
+    fit a message is about the first `answered` ids, task ids before batch ids: ask again for the
+    rest. INVALID_ARGUMENT for more than 10,000 ids. Safe to retry.
     """
     AppendTurns: _aio.StreamStreamMultiCallable[_pool_pb2.AppendTurnsRequest, _pool_pb2.AppendTurnsResponse]  # type: ignore[assignment]
     """Appends turns; answers each sequence number once its turn is on disk. Idempotent by
@@ -249,6 +263,19 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         was changed since its mark, put in place of what was told before, are what a scan from the
         beginning would give at that moment. UNAVAILABLE as all reads. DATA_LOSS when a group cannot be
         read. Safe to retry, with the same mark too.
+        With `settled_limit`, settled groups (trained, tombstoned, evaluated) are returned up to a
+        bound, and `begin` has counts of all of them.
+        """
+
+    @_abc_1.abstractmethod
+    def LookUpGroups(
+        self,
+        request: _pool_pb2.LookUpGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_pb2.LookUpGroupsResponse, _abc.Awaitable[_pool_pb2.LookUpGroupsResponse]]:
+        """Groups by task id, and commits by batch id. Unknown ids are left out. An answer that would not
+        fit a message is about the first `answered` ids, task ids before batch ids: ask again for the
+        rest. INVALID_ARGUMENT for more than 10,000 ids. Safe to retry.
         """
 
     @_abc_1.abstractmethod

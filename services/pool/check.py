@@ -8,6 +8,7 @@ trajectory at a time in memory, and goes on after damage, so that one pass tells
     rewards       decode, belong to a trajectory, credit a turn that it has
     queue         entries have a group and a state, groups have an entry
     changes       what is closed is logged, and what is logged is there
+    indexes       of groups, and counters of settled ones: as a recount has them
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from services.pool import validation
 from services.pool.changes import change_key, decode_change, newest_change, number_of_change_key
 from services.pool.digests import Mark, marks_of, rewards_damage, turns_damage
 from services.pool.freeing import parse_settled_key
+from services.pool.index_check import index_damage
 from services.pool.keys import (
     group_key,
     index_of_turn_key,
@@ -85,6 +87,8 @@ class Checker:
         self._records = Records(transaction, databases)
         self._progress = progress
         self._found: list[Damage] = []
+        self._damaged: set[Table] = set()
+        """Tables with damage so far."""
 
     def damage(self) -> Iterator[Damage]:
         """All of it, table by table."""
@@ -96,6 +100,7 @@ class Checker:
             self._check_groups,
             self._check_queue,
             self._check_changes,
+            self._check_indexes,
         ):
             for _ in look():
                 yield from self._taken()
@@ -106,6 +111,7 @@ class Checker:
         return found
 
     def _add(self, table: Table, key: bytes, what: str) -> None:
+        self._damaged.add(table)
         self._found.append(Damage(table=table, key=key, what=what))
 
     def _scan(self, table: Table) -> Iterator[tuple[bytes, Payload]]:
@@ -322,6 +328,15 @@ class Checker:
                 self._add(Table.CHANGES, key, "its trajectory knows nothing of it")
             yield
 
+    def _check_indexes(self) -> Iterator[None]:
+        try:
+            for found in index_damage(self._records, readable=not self._damaged & _INDEXED):
+                if found is not None:
+                    self._add(*found)
+                yield
+        except lmdb.Error:
+            return  # Noted where that table is gone through.
+
     def _parsed(self, kind: Any, table: Table, key: bytes, payload: Payload) -> Any:
         try:
             return kind.FromString(bytes(payload))
@@ -342,6 +357,8 @@ _RULED = frozenset(
     }
 )
 """Tables whose records are held against others."""
+_INDEXED = frozenset({Table.GROUPS, Table.STATES, Table.QUEUE, Table.TRAJECTORIES})
+"""Tables that the indexes and counters of groups are made from."""
 
 
 def _counts(header: TrajectoryHeader) -> str:

@@ -26,6 +26,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.pool.changes import delete_changes
 from services.pool.commands import FreeGroups
+from services.pool.group_index import SETTLED_STATES, GroupMoves
 from services.pool.keys import group_key, task_prefix
 from services.pool.records import (
     Records,
@@ -42,13 +43,6 @@ _STEP = struct.Struct(">Q")
 _MS = 1000
 _ORPHAN = 2**64 - 1
 """In place of a step: nobody ever stored the group."""
-_SETTLED_STATES = frozenset(
-    {
-        common_pb2.GROUP_STATE_TRAINED,
-        common_pb2.GROUP_STATE_TOMBSTONED,
-        common_pb2.GROUP_STATE_EVALUATED,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +79,15 @@ def state_of(records: Records, task_id: str) -> common_pb2.GroupRecord | None:
 
 
 def put_state(
-    records: Records, task_id: str, state: common_pb2.GroupRecord, *, now_unix_s: float
+    records: Records,
+    task_id: str,
+    state: common_pb2.GroupRecord,
+    moves: GroupMoves,
+    *,
+    now_unix_s: float,
 ) -> None:
-    """Stores the state of a group in place of the one before, and keeps the index.
+    """Stores the state of a group in place of the one before, and keeps the indexes; the caller
+    stores `moves`.
 
     `check_not_freed` came first. A group that is settled already keeps its time.
     """
@@ -97,10 +97,11 @@ def put_state(
     after.CopyFrom(state)
     if before.settled_unix_s:
         records.delete(Table.SETTLED, _settled_key(before.settled_unix_s, task_id))
-    if after.state in _SETTLED_STATES:
+    if after.state in SETTLED_STATES:
         after.settled_unix_s = before.settled_unix_s or now_unix_s
         index_settled(records, task_id, after)
     records.put(Table.STATES, group_key(task_id), after.SerializeToString())
+    moves.moved(task_id, before, after)
 
 
 def index_settled(records: Records, task_id: str, state: common_pb2.GroupRecord) -> None:
@@ -126,7 +127,7 @@ def index_all_settled(records: Records, *, now_unix_s: float) -> None:
     """Enters what was settled before there was an index, as if it had been just now."""
     for key, payload in list(records.scan(Table.STATES)):
         state = common_pb2.GroupRecord.FromString(bytes(payload))
-        if state.state in _SETTLED_STATES and not state.settled_unix_s:
+        if state.state in SETTLED_STATES and not state.settled_unix_s:
             state.settled_unix_s = now_unix_s
             index_settled(records, key.decode(), state)
             records.put(Table.STATES, key, state.SerializeToString())
@@ -249,7 +250,7 @@ def _may_be_freed(state: common_pb2.GroupRecord, covered_step: int) -> bool:
     # A rewind may have come between the choice and this: then it is settled no more.
     if state.state == common_pb2.GROUP_STATE_TRAINED:
         return bool(state.freed_unix_s) or state.step <= covered_step
-    return state.state in _SETTLED_STATES
+    return state.state in SETTLED_STATES
 
 
 def _marked_trajectories(records: Records, task_id: str) -> list[tuple[bytes, TrajectoryHeader]]:

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from forge.core.errors import ConfigError, DataLoss
 from services.pool.changes import log_closed
 from services.pool.freeing import index_all_settled
+from services.pool.group_index import rebuild
 from services.pool.records import Records, Table, decode_header, encode_header
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 Migration = Callable[[Records], None]
 
@@ -42,7 +43,12 @@ def _index_what_is_settled(records: Records) -> None:
     index_all_settled(records, now_unix_s=time.time())
 
 
-MIGRATIONS: Mapping[int, Migration] = {1: _log_what_is_closed, 2: _index_what_is_settled}
+MIGRATIONS: Mapping[int, Migration] = {
+    1: _log_what_is_closed,
+    2: _index_what_is_settled,
+    # 3 to 4: what is pending, what is settled in order, tags, and the counters.
+    3: rebuild,
+}
 """What takes a shard from the version named to the next."""
 
 

@@ -24,7 +24,14 @@ from services.pool.keys import (
     task_prefix,
     trajectory_key,
 )
-from services.pool.records import Payload, Records, Table, checksum_of, turn_of_payload
+from services.pool.records import (
+    Payload,
+    Records,
+    Table,
+    is_intact_entry,
+    turn_of_payload,
+)
+from services.pool.settled_counts import commit_of
 from services.pool.summaries import header_of, summarize
 
 _LENGTH_DELIMITED = 2
@@ -105,31 +112,37 @@ class GroupPage:
     """Continue after it; b"" when nothing is left."""
     whole: int
     """How many of the groups have a record."""
+    damaged: int
+    """Entries that were passed over."""
 
 
 def groups(
-    records: Records, *, after: bytes, limit: int, limit_bytes: int, brief: bool
+    records: Records,
+    *,
+    after: bytes,
+    limit: int,
+    limit_bytes: int,
+    brief: bool,
+    table: Table = Table.QUEUE,
+    prefix: bytes = b"",
 ) -> GroupPage:
-    """The groups whose queue key follows `after`, until one of the limits is reached."""
+    """The groups whose key in an index follows `after`, until one of the limits is reached. Keys
+    of the index are `prefix` and a place in the queue."""
     page: list[pool_pb2.ScanGroupsResponse] = []
-    size_bytes = whole = 0
-    for key, value in records.scan_sealed(Table.QUEUE, after=after):
+    size_bytes = whole = damaged = 0
+    for key, value in records.scan_sealed(table, prefix=prefix, after=after):
         if not is_intact_entry(key, value):
             # It may name another group, or another place: the group's record tells.
             log.error("queue_entry_damaged", key=key.hex())
+            damaged += 1
             continue
-        response = _scanned(records, queued_group(records, key), brief=brief)
+        response = _scanned(records, queued_group(records, key[len(prefix) :]), brief=brief)
         page.append(response)
         whole += records.has(Table.GROUPS, group_key(response.group.task.task_id))
         size_bytes += response.ByteSize()
         if len(page) >= limit or size_bytes >= limit_bytes:
-            return GroupPage(groups=page, last_key=key, whole=whole)
-    return GroupPage(groups=page, last_key=b"", whole=whole)
-
-
-def is_intact_entry(key: bytes, value: bytes) -> bool:
-    """Whether the key of an entry in the queue is the one it was stored under."""
-    return value == checksum_of(key, b"")
+            return GroupPage(groups=page, last_key=key, whole=whole, damaged=damaged)
+    return GroupPage(groups=page, last_key=b"", whole=whole, damaged=damaged)
 
 
 def scanned_group(records: Records, task_id: str, *, brief: bool) -> pool_pb2.ScanGroupsResponse:
@@ -158,6 +171,53 @@ def groups_of(
             page.append(_scanned(records, group, brief=True))
             size_bytes += page[-1].ByteSize()
     return page, len(task_ids)
+
+
+def look_up(
+    records: Records, request: pool_pb2.LookUpGroupsRequest, *, limit_bytes: int
+) -> pool_pb2.LookUpGroupsResponse:
+    """Groups and commits by id, of the first ids, until the limit is reached."""
+    answer = pool_pb2.LookUpGroupsResponse()
+    size_bytes = 0
+    for task_id in request.task_ids:
+        if size_bytes >= limit_bytes:
+            return answer
+        answer.answered += 1
+        if not records.has(Table.GROUPS, group_key(task_id)):
+            continue
+        answer.groups.append(_known_group(records, task_id))
+        size_bytes += answer.groups[-1].ByteSize()
+    for batch_id in request.batch_ids:
+        commit = commit_of(records, batch_id)
+        if commit is not None:
+            answer.commits.add(batch_id=batch_id, step=commit.step)
+        answer.answered += 1
+    return answer
+
+
+def _known_group(records: Records, task_id: str) -> common_pb2.GroupRecord:
+    """One that cannot be read has its id alone."""
+    group = common_pb2.GroupRecord(task=common_pb2.Task(task_id=task_id))
+    try:
+        group = _stored_group(records, task_id)
+    except DataLoss as error:
+        log.error("group_not_readable", task_id=task_id, error=str(error))
+    if group.task_digest:
+        group.task.CopyFrom(common_pb2.Task(task_id=task_id))
+    return group
+
+
+def outcome_of(records: Records, trajectory: bytes) -> float | None:
+    """Sum of the outcome rewards of a trajectory; None for one that cannot be read."""
+    try:
+        summary = summarize(records, name_of_trajectory_key(trajectory), brief=True)
+    except DataLoss as error:
+        log.error("trajectory_not_scanned", trajectory=trajectory.hex(), error=str(error))
+        return None
+    if summary is None:
+        return None
+    kind = common_pb2.REWARD_KIND_OUTCOME
+    return sum(event.value for event in summary.rewards if event.kind == kind)
 
 
 def queued_group(records: Records, key: bytes) -> common_pb2.GroupRecord:

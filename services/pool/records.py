@@ -50,6 +50,14 @@ class Table(Enum):
     """The order in which trajectories were closed and rewarded; see `changes`."""
     SETTLED = "settled"
     """Which groups can be freed, by when they were settled; see `freeing`."""
+    PENDING = "pending"
+    """Queue order of the groups that are not settled; see `group_index`, as for the next three."""
+    SETTLED_ORDER = "settled_order"
+    """Every settled group: what was trained by step, the others by when they were settled."""
+    TAGS = "tags"
+    """Queue order of the groups of each tag."""
+    SETTLED_COUNTS = "settled_counts"
+    """Counters of the settled groups, and the commits that settled them."""
     REPLICA = "replica"
     """Where this replica stands; see `journal`."""
     JOURNAL = "journal"
@@ -189,6 +197,11 @@ def open_value(table: Table, key: bytes, value: Payload) -> Payload:
     return payload
 
 
+def is_intact_entry(key: bytes, value: bytes) -> bool:
+    """Whether an index entry, which has no payload, lies under the key it was stored under."""
+    return value == checksum_of(key, b"")
+
+
 class Notes:
     """Which records were changed, for who brings a copy of them up to date."""
 
@@ -320,10 +333,24 @@ class Records:
                 open_value(table, key, value)  # Raises.
             yield key, checksum, payload
 
-    def scan_sealed(self, table: Table, *, after: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
-        """Records whose key is greater than `after`, as they lie on disk."""
-        for key, value in self._scan(table, b"", after):
+    def scan_sealed(
+        self, table: Table, *, prefix: bytes = b"", after: bytes = b""
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """As `scan`, as they lie on disk."""
+        for key, value in self._scan(table, prefix, after):
             yield key, bytes(value)
+
+    def keys_backwards(self, table: Table, *, prefix: bytes) -> Iterator[bytes]:
+        """Keys that start with `prefix`, the greatest first."""
+        behind = prefix[:-1] + bytes([prefix[-1] + 1])
+        with self._transaction.cursor(db=self._databases[table]) as cursor:
+            found = cursor.prev() if cursor.set_range(behind) else cursor.last()
+            while found:
+                key = bytes(cursor.key())
+                if not key.startswith(prefix):
+                    return
+                yield key
+                found = cursor.prev()
 
     def _scan(self, table: Table, prefix: bytes, after: bytes) -> Iterator[tuple[bytes, Payload]]:
         with self._transaction.cursor(db=self._databases[table]) as cursor:

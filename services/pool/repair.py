@@ -15,6 +15,7 @@ from services.pool.check import Damage
 from services.pool.copies import Progress, check, snapshot
 from services.pool.environment import Environment
 from services.pool.files import DATA, file_bytes
+from services.pool.group_index import rebuild
 from services.pool.journal import state_of
 from services.pool.keys import LINEAGE_KEY, SHARD_KEY
 from services.pool.record_copies import CopiedRecords, copied_records, units_of
@@ -51,6 +52,7 @@ def repair(directory: Path, open_copy: OpenCopy, progress: Progress) -> list[Dam
             for unit in units:
                 change = partial(repair_unit, unit=unit, copy=fetch(unit), since=since)
                 environment.write(change)
+            environment.write(rebuild)
     finally:
         environment.close()
     return list(check(directory, progress))

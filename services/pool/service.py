@@ -21,6 +21,7 @@ from services.pool.append_stream import COMMIT_TIMEOUT_S, AppendStream
 from services.pool.commands import Command
 from services.pool.compaction import Compactor
 from services.pool.counts import Tally
+from services.pool.group_scan import Scan
 from services.pool.query import query
 from services.pool.readers import ReaderRef
 from services.pool.records import DamagedRecord
@@ -33,6 +34,7 @@ REPLICA_FULL_NAME = "forge.v1.PoolReplicaService"
 SCOPES = {
     # Operators look, and take care of the file; only the middleware writes.
     "ScanGroups": "operator",
+    "LookUpGroups": "operator",
     "GetSummaries": "operator",
     "FetchTrajectories": "operator",
     "QueryTrajectories": "operator",
@@ -78,33 +80,18 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def ScanGroups(
         self, request: pool_pb2.ScanGroupsRequest, context: Any
     ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
-        brief, changed = request.HasField("since"), None
-        if brief:
-            since = await self._readers.run(partial(self._store.changed_since, request.since))
-            changed = since.task_ids
-            begin = pool_pb2.ScanGroupsResponse.Begin(
-                mark=since.mark, changes_only=changed is not None
-            )
+        begin, scan = await self._readers.run(partial(begin_scan, self._store, request))
+        if begin is not None:
             yield pool_pb2.ScanGroupsResponse(begin=begin)
-        pages = self._every_group(brief=brief) if changed is None else self._groups_of(changed)
-        async for page in pages:
+        while (page := await self._readers.run(scan.next_page)) is not None:
             for response in _together(page) if request.together else page:
                 yield response
 
-    async def _every_group(
-        self, *, brief: bool
-    ) -> AsyncIterator[Sequence[pool_pb2.ScanGroupsResponse]]:
-        scan = self._store.scan(brief=brief)
-        while (page := await self._readers.run(scan.next_page)) is not None:
-            yield page
-
-    async def _groups_of(
-        self, task_ids: Sequence[str]
-    ) -> AsyncIterator[Sequence[pool_pb2.ScanGroupsResponse]]:
-        while task_ids:
-            page, taken = await self._readers.run(partial(self._store.groups_of, task_ids))
-            yield page
-            task_ids = task_ids[taken:]
+    async def LookUpGroups(
+        self, request: pool_pb2.LookUpGroupsRequest, context: Any
+    ) -> pool_pb2.LookUpGroupsResponse:
+        validation.check_look_up(request)
+        return await self._readers.run(partial(self._store.look_up, request))
 
     async def AppendTurns(
         self, request_iterator: AsyncIterator[pool_pb2.AppendTurnsRequest], context: Any
@@ -200,6 +187,30 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         left_s = context.time_remaining()
         timeout_s = COMMIT_TIMEOUT_S if left_s is None else min(left_s, COMMIT_TIMEOUT_S)
         return await self._writer.ask(command, timeout_s=timeout_s)
+
+
+def begin_scan(
+    store: PoolStore, request: pool_pb2.ScanGroupsRequest
+) -> tuple[pool_pb2.ScanGroupsResponse.Begin | None, Scan]:
+    """The scan that a request is for, and what it begins with."""
+    if not request.HasField("since"):
+        if request.tag:
+            return None, store.scan_tag(request.tag)
+        if request.HasField("trained_after"):
+            return None, store.scan_trained(after=request.trained_after)
+        return None, store.scan()
+    since = store.changed_since(request.since)
+    whole = since.task_ids is None
+    begin = pool_pb2.ScanGroupsResponse.Begin(mark=since.mark, changes_only=not whole)
+    scan: Scan = store.scan(brief=True)
+    if request.settled_limit and (
+        bounded := store.scan_newest(
+            request.settled_limit, whole=whole, counts=request.count_settled
+        )
+    ):
+        settled, scan = bounded
+        begin.settled.CopyFrom(settled)
+    return begin, scan if since.task_ids is None else store.scan_tasks(since.task_ids)
 
 
 def _nothing() -> None:

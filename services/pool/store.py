@@ -16,14 +16,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forge.core.errors import ConfigError, ResourceExhausted
-from forge.core.trajectory import TrajectoryName
+from forge.core.trajectory import TaskId, TrajectoryName
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import reads, writes
 from services.pool.commands import AppendTurns, Command
 from services.pool.compaction import Compactor
 from services.pool.environment import DISK_RETRY_S, Environment, OnPanic
 from services.pool.freeing import SettledGroup, settled_after
-from services.pool.group_scan import PAGE_BYTES, PAGE_GROUPS, GroupScan
+from services.pool.group_index import NewestSettled, is_whole, tag_prefix, trained_after
+from services.pool.group_scan import (
+    PAGE_BYTES,
+    BoundedScan,
+    GroupScan,
+    TaskScan,
+    count_settled,
+    find_newest_settled,
+)
 from services.pool.journal import (
     LOCAL,
     Changes,
@@ -195,28 +203,45 @@ class PoolStore:
         """Every group, in queue order but for those whose place in the queue is lost."""
         return GroupScan(self.read, brief=brief)
 
-    def groups(
-        self,
-        *,
-        after: bytes = b"",
-        limit: int = PAGE_GROUPS,
-        limit_bytes: int = PAGE_BYTES,
-        brief: bool = False,
-    ) -> reads.GroupPage:
-        """A page of groups in queue order, each page its own snapshot; it fits in one message."""
-        return self._environment.read(
-            lambda records: reads.groups(
-                records, after=after, limit=limit, limit_bytes=limit_bytes, brief=brief
-            )
-        )
+    def scan_tasks(self, task_ids: Sequence[TaskId]) -> TaskScan:
+        """The groups of tasks, in brief; tasks without one are passed over."""
+        return TaskScan(self.read, task_ids)
 
-    def groups_of(
-        self, task_ids: Sequence[str], *, limit: int = PAGE_GROUPS, limit_bytes: int = PAGE_BYTES
-    ) -> tuple[list[pool_pb2.ScanGroupsResponse], int]:
-        """A page of the groups of tasks, and how many of the tasks that took."""
-        return self._environment.read(
-            lambda records: reads.groups_of(records, task_ids, limit=limit, limit_bytes=limit_bytes)
-        )
+    def scan_tag(self, tag: str) -> GroupScan:
+        """The groups of a tag, in queue order."""
+        return GroupScan(self.read, table=Table.TAGS, prefix=tag_prefix(tag))
+
+    def scan_trained(self, *, after: int) -> TaskScan | GroupScan:
+        """The groups trained after a step, in brief, by step; every group where the index lacks
+        an entry."""
+        if not self.read(is_whole):
+            return self.scan(brief=True)
+        return self.scan_tasks(self.read(partial(trained_after, step=after)))
+
+    def scan_newest(
+        self, limit: int, *, whole: bool, counts: bool
+    ) -> tuple[pool_pb2.SettledGroups, BoundedScan] | None:
+        """What is pending and the newest settled groups, and, with `counts`, the counters of all
+        settled groups; None where these cannot be told. `whole`: the scan is wanted."""
+
+        def begin(records: Records) -> tuple[pool_pb2.SettledGroups, NewestSettled] | None:
+            newest = find_newest_settled(records, limit=limit if whole else 0)
+            if newest is None:
+                return None
+            settled = pool_pb2.SettledGroups()
+            if whole:
+                settled.left_out_step = newest.left_out_step
+                settled.left_out_unix_s = newest.left_out_unix_s
+            if counts and not count_settled(records, settled):
+                return None
+            return settled, newest
+
+        found = self.read(begin)
+        return None if found is None else (found[0], BoundedScan(self.read, found[1]))
+
+    def look_up(self, request: pool_pb2.LookUpGroupsRequest) -> pool_pb2.LookUpGroupsResponse:
+        """Groups by task id and commits by batch id; an answer that fits in one message."""
+        return self.read(partial(reads.look_up, request=request, limit_bytes=PAGE_BYTES))
 
     def changed_since(self, mark: str) -> Since:
         """The groups that a scan has to tell; what is read then is as of the mark or newer."""

@@ -28,6 +28,8 @@ from services.pool.records import TurnHead
 MAX_PAYLOAD_BYTES = 1 << 20
 """Of one task's payload_json."""
 
+MAX_LOOKED_UP = 10_000
+"""Ids in one LookUpGroups call."""
 _SEALS = (common_pb2.TRAJECTORY_STATE_SEALED, common_pb2.TRAJECTORY_STATE_ABANDONED)
 
 
@@ -188,6 +190,12 @@ def _new_group(group: common_pb2.GroupRecord, shard: str) -> common_pb2.GroupRec
         pool_shard=shard,
         task_digest=group.task_digest,
     )
+
+
+def check_look_up(request: pool_pb2.LookUpGroupsRequest) -> None:
+    count = len(request.task_ids) + len(request.batch_ids)
+    if count > MAX_LOOKED_UP:
+        raise InvalidArgument(f"{count} ids are looked up; at most {MAX_LOOKED_UP} are at a time")
 
 
 def set_group_states(

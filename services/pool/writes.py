@@ -44,6 +44,7 @@ from services.pool.digests import (
     with_turns,
 )
 from services.pool.freeing import check_not_freed, forget_orphan, free, put_state, state_of
+from services.pool.group_index import GroupMoves, after_late_seal, before_late_seal, enter_new
 from services.pool.journal import follow
 from services.pool.keys import (
     group_key,
@@ -235,7 +236,9 @@ def _close(
     _put_rewards(records, trajectory, header, command.rewards)
     closed = with_rewards(closed, marks_of(records, Table.REWARDS, trajectory))
     closed = log_closed(records, trajectory, closed)
+    settled = before_late_seal(records, command.trajectory.task_id)
     records.put(Table.TRAJECTORIES, trajectory, encode_header(closed))
+    after_late_seal(records, settled)
 
 
 def _check_same_seal(command: SealTrajectory, header: TrajectoryHeader) -> None:
@@ -283,6 +286,7 @@ def _put_groups(records: Records, command: PutGroups) -> None:
         records.put(Table.STATES, key, pending.SerializeToString())
         place = queue_key(group.task.purpose, group.queue_index, group.task.task_id)
         records.put(Table.QUEUE, place, b"")
+        enter_new(records, group)
     _raise_fence(records, command.fence)
 
 
@@ -293,8 +297,10 @@ def _set_group_states(records: Records, command: SetGroupStates) -> None:
         for task_id, state in command.states.items()
         if _is_new_state(records, task_id, state)
     }
+    moves = GroupMoves(records)
     for task_id, state in new.items():
-        put_state(records, task_id, state, now_unix_s=command.now_unix_s)
+        put_state(records, task_id, state, moves, now_unix_s=command.now_unix_s)
+    moves.store()
     _raise_fence(records, command.fence)
 
 

@@ -1,8 +1,8 @@
 """Dynamic sampling: groups whose rollouts all have the same outcome are not trained on.
 
 The outcomes of such a group have no advantage; what process rewards and speeds could teach in it is
-given up. It is tombstoned as soon as it is complete, with `REASON`, so that no batch has it and the
-head passes it. Owns which groups these are, and how many.
+given up. It is tombstoned as soon as it is complete, with `SAME_OUTCOME`, so that no batch has it
+and the head passes it. Owns which groups these are, and how many.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from forge.core.queue.group_ledger import Books
-from forge.core.queue.groups import Group, Phase
-
-REASON = "every rollout has the same outcome"
+from forge.core.queue.groups import SAME_OUTCOME, Group, Phase
 
 
 class EqualRewards:
@@ -29,7 +27,7 @@ class EqualRewards:
     def restored(self, groups: Iterable[Group]) -> None:
         """Groups as an earlier term left them, before their rollouts are counted."""
         tombstoned = (group for group in groups if group.phase is Phase.TOMBSTONED)
-        self.skipped += sum(group.reason == REASON for group in tombstoned)
+        self.skipped += sum(group.reason == SAME_OUTCOME for group in tombstoned)
 
     def settled(self, group: Group) -> None:
         """Given up before all its rollouts had ended."""
@@ -45,5 +43,5 @@ class EqualRewards:
         del self._outcomes[group.spec.task_id]
         # One rollout by itself has a baseline from elsewhere, or none.
         if group.phase is Phase.COMPLETE and len(outcomes) > 1 and len(set(outcomes)) == 1:
-            self._books.tombstone(group, REASON)
+            self._books.tombstone(group, SAME_OUTCOME)
             self.skipped += 1

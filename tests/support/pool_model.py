@@ -350,6 +350,24 @@ class PoolModel:
             if group.indexed
         )
 
+    def settled_counts(self) -> dict[tuple[int, int, str, str], tuple[int, int]]:
+        """Groups and sealed rollouts by purpose, state, domain and reason."""
+        found: dict[tuple[int, int, str, str], tuple[int, int]] = {}
+        for task_id, group in self.groups.items():
+            if group.record is None or group.state not in SETTLED:
+                continue
+            task = group.record.task
+            sealed = {
+                name.rollout_index
+                for name, one in self._of(task_id)
+                if one.state == SEALED and name.rollout_index < task.group_size
+            }
+            key = (task.purpose, group.state, task.domain, "")
+            groups, rollouts = found.get(key, (0, 0))
+            trains = task.purpose == common_pb2.PURPOSE_TRAIN
+            found[key] = (groups + 1, rollouts + (len(sealed) if trains else 0))
+        return found
+
     def orphans(self) -> list[str]:
         """Tasks that are not given up yet."""
         return sorted({name.task_id for name in self.trajectories} - self.groups.keys())

@@ -27,6 +27,9 @@ from tests.support.pool_store import change, commit, put_groups, reward, seal, s
 SHARD = "s0"
 LINEAGE = "lineage"
 TERM = 1
+PENDING = common_pb2.GROUP_STATE_PENDING
+TRAINED = common_pb2.GROUP_STATE_TRAINED
+TOMBSTONED = common_pb2.GROUP_STATE_TOMBSTONED
 
 
 class Node:
@@ -118,7 +121,8 @@ class Writes:
             case 4:
                 reward(store, make_reward(f"e{draw.randrange(5)}"), trajectory_id=trajectory_id)
             case _:
-                set_states(store, change(task_id, common_pb2.GROUP_STATE_TRAINED, step=1))
+                state = draw.choice([TRAINED, TRAINED, TOMBSTONED, PENDING])
+                set_states(store, change(task_id, state, step=int(state == TRAINED)))
                 if draw.random() < 0.5:
                     free = FreeGroups(
                         task_ids=(task_id,), covered_step=1, max_records=2, now_unix_s=1.0

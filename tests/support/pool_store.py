@@ -8,6 +8,8 @@ from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import validation
 from services.pool.commands import AppendTurns, Command
+from services.pool.group_scan import PAGE_BYTES, PAGE_GROUPS, Scan
+from services.pool.reads import GroupPage, groups
 from services.pool.store import PoolStore
 
 SEALED = common_pb2.TRAJECTORY_STATE_SEALED
@@ -89,6 +91,47 @@ def summary(store: PoolStore, trajectory_id: str = "task:0:0") -> common_pb2.Tra
     return found
 
 
+def groups_page(
+    store: PoolStore,
+    *,
+    after: bytes = b"",
+    limit: int = PAGE_GROUPS,
+    limit_bytes: int = PAGE_BYTES,
+    brief: bool = False,
+) -> GroupPage:
+    """A page of groups in queue order."""
+    return store.read(
+        lambda records: groups(
+            records, after=after, limit=limit, limit_bytes=limit_bytes, brief=brief
+        )
+    )
+
+
+def pages(scan: Scan) -> list[pool_pb2.ScanGroupsResponse]:
+    """All that a scan returns."""
+    found: list[pool_pb2.ScanGroupsResponse] = []
+    while (page := scan.next_page()) is not None:
+        found += page
+    return found
+
+
+def counted(
+    settled: pool_pb2.SettledGroups,
+) -> dict[tuple[int, int, str, str], tuple[int, int]]:
+    """Groups and rollouts by purpose, state, domain and reason."""
+    return {
+        (row.purpose, row.state, row.domain, row.reason): (row.groups, row.rollouts)
+        for row in settled.counts
+    }
+
+
+def is_left_out(group: common_pb2.GroupRecord, settled: pool_pb2.SettledGroups) -> bool:
+    """Whether a bounded scan says so."""
+    if group.state == common_pb2.GROUP_STATE_TRAINED:
+        return 0 < group.step <= settled.left_out_step
+    return 0 < group.settled_unix_s <= settled.left_out_unix_s
+
+
 def queued(store: PoolStore) -> list[str]:
     """Task ids in queue order."""
-    return [response.group.task.task_id for response in store.groups().groups]
+    return [response.group.task.task_id for response in groups_page(store).groups]

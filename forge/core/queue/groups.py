@@ -21,6 +21,10 @@ from dataclasses import dataclass
 from forge.core.trajectory import TaskId, TrajectoryId, TrajectoryName
 
 NOT_SEALED = -1
+SAME_OUTCOME = "every rollout has the same outcome"
+"""Why dynamic sampling gives a group up."""
+COUNTED_REASONS = frozenset({SAME_OUTCOME})
+"""Reasons that a pool shard counts tombstoned groups by."""
 
 
 class Phase(enum.Enum):

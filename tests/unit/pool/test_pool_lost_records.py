@@ -23,6 +23,7 @@ from tests.support.pool_store import (
     append,
     change,
     commit,
+    groups_page,
     put_groups,
     reward,
     seal,
@@ -95,7 +96,7 @@ def test_a_lost_reward_is_data_loss(store, open_store, directory, event_id):
     for read in (fetch, lambda store: store.summaries([NAME])):
         with pytest.raises(DataLoss, match=rf"task:0:0 has 1 of its 2 rewards: {kept}"):
             read(store)
-    (group,) = store.groups().groups
+    (group,) = groups_page(store).groups
     assert not group.trajectories
     store.close()
     (line,) = found_by_check(directory)

@@ -24,6 +24,7 @@ from tests.support.pool_store import (
     change,
     commit,
     fetch,
+    groups_page,
     put_groups,
     queued,
     seal,
@@ -78,7 +79,7 @@ async def test_group_that_comes_after_all_takes_its_trajectories(
     sweeper.now_unix_s = SETTLED_S + 10 * MAX_AGE_S
     assert (await sweeper.sweep()).groups == 0
     assert queued(store) == ["lost"]
-    (listed,) = store.groups().groups
+    (listed,) = groups_page(store).groups
     assert listed.group.state == common_pb2.GROUP_STATE_PENDING
     assert len(listed.trajectories) == 2
 

@@ -25,7 +25,7 @@ from services.pool.repair import copy_in, repair
 from services.pool.store import PoolStore
 from tests.support.pool_damage import delete_record, flip_key
 from tests.support.pool_records import make_group, make_reward, make_turn
-from tests.support.pool_store import append, put_groups, reward, seal
+from tests.support.pool_store import append, groups_page, put_groups, reward, seal
 
 KEY = trajectory_key(parse_trajectory_id("b:0:0"))
 PLACE = queue_key(common_pb2.PURPOSE_TRAIN, 1, "b")
@@ -51,7 +51,7 @@ def directory(store: PoolStore, open_store: Callable[..., PoolStore], tmp_path: 
 
 def contents(open_store: Callable[..., PoolStore]) -> object:
     store = open_store()
-    groups = store.groups().groups
+    groups = groups_page(store).groups
     (found,) = store.trajectories([parse_trajectory_id("b:0:0")])
     store.close()
     return found, groups

@@ -37,6 +37,7 @@ from tests.support.pool_store import (
     change,
     commit,
     fetch,
+    groups_page,
     put_groups,
     reward,
     seal,
@@ -110,10 +111,10 @@ async def test_the_books_keep_every_group(store, sweeper):
     with its counts and the sum of its outcomes; of the task only the payload is gone."""
     add_group(store)
     train(store, step=7)
-    (before,) = store.groups().groups
+    (before,) = groups_page(store).groups
     sweeper.covered_step, sweeper.now_unix_s = 7, SETTLED_S + MAX_AGE_S
     await sweeper.sweep()
-    (after,) = store.groups().groups
+    (after,) = groups_page(store).groups
     assert after.group.freed_unix_s == sweeper.now_unix_s
     assert after.group.task.payload_json == ""
     after.group.freed_unix_s = 0
@@ -162,7 +163,7 @@ async def test_a_rewind_finds_all_that_no_checkpoint_covers(store, sweeper):
     train(store, "t2", step=2)
     with pytest.raises(FailedPrecondition, match=r"t1 was freed .* step 1, which a checkpoint"):
         set_states(store, change("t2", PENDING), change("t1", PENDING))
-    states = {one.group.task.task_id: one.group.state for one in store.groups().groups}
+    states = {one.group.task.task_id: one.group.state for one in groups_page(store).groups}
     assert (states["t1"], states["t2"]) == (TRAINED, TRAINED)
 
 
@@ -189,7 +190,7 @@ async def test_beyond_its_size_a_shard_frees_the_longest_settled_first(store, sw
     limit_bytes = store.live_bytes // 2
     await sweeper.sweep(keep_bytes=limit_bytes)
     assert store.live_bytes <= limit_bytes
-    freed = [bool(one.group.freed_unix_s) for one in store.groups().groups]
+    freed = [bool(one.group.freed_unix_s) for one in groups_page(store).groups]
     assert freed == sorted(freed, reverse=True)
     assert 0 < sum(freed) < 40
 
@@ -294,14 +295,14 @@ def test_a_new_scheduler_keeps_the_same_books_from_a_freed_pool(store):
     known tasks are what they were before anything was freed."""
     for index, task_id in enumerate(("a", "b", "c", "d")):
         add_group(store, task_id, index)
-        record = store.groups().groups[index].group
+        record = groups_page(store).groups[index].group
         record.task_digest = digest_of(record.task)
         store.change(
             lambda records, record=record: records.put(
                 Table.GROUPS, record.task.task_id.encode(), record.SerializeToString()
             )
         )
-    tasks = {one.group.task.task_id: one.group.task for one in store.groups().groups}
+    tasks = {one.group.task.task_id: one.group.task for one in groups_page(store).groups}
     train(store, "a", step=1)
     train(store, "b", step=2)
     set_states(store, change("c", TOMBSTONED, reason="hung"))
@@ -320,7 +321,7 @@ def test_a_new_scheduler_keeps_the_same_books_from_a_freed_pool(store):
 def scheduler_of(store: PoolStore) -> TermState:
     """What a scheduler that takes office makes of the shard."""
     state = TermState(GenerationQueue(QueueSettings(concurrency=8), term=1), max_pending=100)
-    state.restore(map(stored_group, store.groups().groups), now_s=0.0)
+    state.restore(map(stored_group, groups_page(store).groups), now_s=0.0)
     return state
 
 
@@ -329,7 +330,7 @@ def test_a_group_without_a_digest_keeps_its_payload(store):
     put_groups(store, make_group("old", payload_json='{"a": 1}'))
     set_states(store, change("old", TOMBSTONED))
     assert free_now(store, "old").groups == 1
-    assert store.groups().groups[0].group.task.payload_json == '{"a": 1}'
+    assert groups_page(store).groups[0].group.task.payload_json == '{"a": 1}'
 
 
 def test_a_repeated_state_keeps_the_time_of_the_first(store):

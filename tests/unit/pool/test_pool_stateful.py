@@ -27,11 +27,13 @@ from services.pool.commands import AppendTurns, Command, FreeGroups, MarkOrphans
 from services.pool.compaction import NOTED_BYTES, Compactor
 from services.pool.files import DATA
 from services.pool.freeing import Freed
+from services.pool.index_check import index_damage
 from services.pool.keys import name_of_trajectory_key
 from services.pool.store import PoolStore
 from services.pool.writes import fence_of
-from tests.support.pool_model import PoolModel
+from tests.support.pool_model import TRAINED, PoolModel
 from tests.support.pool_records import make_group, make_reward, make_turn
+from tests.support.pool_store import counted, groups_page, is_left_out, pages
 
 SHARD = "s0"
 TASKS = ["a", "b"]
@@ -176,14 +178,54 @@ class PoolMachine(RuleBasedStateMachine):
     def scan(self) -> None:
         """What was told before, with what was changed since in its place, is what there is."""
         since = self.store.changed_since(self.mark)
-        whole = self.store.groups(brief=True).groups
+        whole = groups_page(self.store, brief=True).groups
         if since.task_ids is None:
             self.scanned, told = {}, whole
         else:
-            told, _ = self.store.groups_of(since.task_ids)
+            told = pages(self.store.scan_tasks(since.task_ids))
         self.scanned |= {one.group.task.task_id: one for one in told}
         self.mark = since.mark
         assert self.scanned == {one.group.task.task_id: one for one in whole}
+
+    @rule(limit=st.integers(1, 2))
+    def scan_bounded(self, limit: int) -> None:
+        """It has what is pending and the newest settled groups; counters have all that are
+        settled."""
+        found = self.store.scan_newest(limit, whole=True, counts=True)
+        assert found is not None
+        settled, scan = found
+        told = {one.group.task.task_id: one for one in pages(scan)}
+        whole = {one.group.task.task_id: one for one in groups_page(self.store, brief=True).groups}
+        assert all(whole[task_id] == one for task_id, one in told.items())
+        for task_id in whole.keys() - told.keys():
+            assert is_left_out(whole[task_id].group, settled), task_id
+        assert counted(settled) == self.model.settled_counts()
+        assert len(told) >= min(limit, len(whole))
+
+    @rule(step=st.integers(0, 3))
+    def scan_trained(self, step: int) -> None:
+        told = [one.group for one in pages(self.store.scan_trained(after=step))]
+        assert [group.step for group in told] == sorted(group.step for group in told)
+        assert {group.task.task_id for group in told} == {
+            task_id
+            for task_id, group in self.model.groups.items()
+            if group.state == TRAINED and group.step > step
+        }
+
+    @rule()
+    def look_up(self) -> None:
+        """Groups as they are, and which batch trained them."""
+        groups = {k: one for k, one in self.model.groups.items() if one.record is not None}
+        batches = {one.batch_id: one.step for one in groups.values() if one.state == TRAINED}
+        request = pool_pb2.LookUpGroupsRequest(
+            task_ids=[*TASKS, "other"], batch_ids=[*batches, "batch-9-9"]
+        )
+        answer = self.store.look_up(request)
+        assert {one.task.task_id: one.state for one in answer.groups} == {
+            task_id: one.state for task_id, one in groups.items()
+        }
+        assert {one.batch_id: one.step for one in answer.commits}.keys() == batches.keys()
+        assert answer.answered == len(request.task_ids) + len(request.batch_ids)
 
     @rule()
     def die(self) -> None:
@@ -219,12 +261,14 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def reads_as_the_model(self) -> None:
         store, model = self.store, self.model
-        assert store.groups().groups == model.queue()
+        assert groups_page(store).groups == model.queue()
         names = sorted(model.trajectories, key=str)
         assert store.summaries(names) == [model.summary(name) for name in names]
         for text in (f"{task_id}:{rollout}:0" for task_id in TASKS for rollout in range(2)):
             self._fetches(text)
         assert store.read(fence_of) == model.fence
+        damage = store.read(lambda records: list(index_damage(records, readable=True)))
+        assert [found for found in damage if found is not None] == []
 
     def _fetches(self, trajectory_id: str) -> None:
         name = parse_trajectory_id(trajectory_id)

@@ -26,6 +26,7 @@ from tests.support.pool_store import (
     change,
     commit,
     fetch,
+    groups_page,
     put_groups,
     queued,
     reward,
@@ -248,7 +249,7 @@ def test_groups_are_listed_in_queue_order_with_their_trajectories(store):
     )
     evaluation = make_group("t", 0, purpose=common_pb2.PURPOSE_EVAL)
     put_groups(store, make_group("t10", 256), make_group("t1", 2), evaluation)
-    listed = store.groups().groups
+    listed = groups_page(store).groups
     assert [response.group.task.task_id for response in listed] == ["t1", "t10", "t"]
     assert [t.trajectory_id for t in listed[1].trajectories] == ["t10:0:2", "t10:1:0"]
     assert listed[0].group.state == common_pb2.GROUP_STATE_PENDING
@@ -261,7 +262,7 @@ def test_pages_of_groups_add_up(store):
     for limits in ({"limit": 3}, {"limit_bytes": 1}):
         found, after = [], b""
         while not found or after:
-            page = store.groups(after=after, **limits)
+            page = groups_page(store, after=after, **limits)
             found += [response.group.task.task_id for response in page.groups]
             after = page.last_key
         assert found == [f"t{index}" for index in range(10)]
@@ -272,7 +273,7 @@ def test_a_group_is_put_once(store):
     put_groups(store, make_group(queue_index=1))
     set_states(store, change("task", common_pb2.GROUP_STATE_TRAINED, batch_id="b", step=4))
     put_groups(store, make_group(queue_index=9))
-    (only,) = store.groups().groups
+    (only,) = groups_page(store).groups
     assert only.group.queue_index == 1
     assert (only.group.state, only.group.step) == (common_pb2.GROUP_STATE_TRAINED, 4)
 
@@ -282,7 +283,7 @@ def test_a_state_replaces_the_one_before_it(store):
     put_groups(store, make_group())
     set_states(store, change("task", common_pb2.GROUP_STATE_TRAINED, batch_id="b", step=4))
     set_states(store, change("task", common_pb2.GROUP_STATE_PENDING))
-    (only,) = store.groups().groups
+    (only,) = groups_page(store).groups
     assert only.group == make_group_stored(common_pb2.GROUP_STATE_PENDING)
 
 
@@ -302,7 +303,7 @@ def test_states_change_all_or_none(store):
             change("known", common_pb2.GROUP_STATE_BATCHED),
             change("unknown", common_pb2.GROUP_STATE_BATCHED),
         )
-    (only,) = store.groups().groups
+    (only,) = groups_page(store).groups
     assert only.group.state == common_pb2.GROUP_STATE_PENDING
 
 
@@ -358,5 +359,5 @@ def test_scan_passes_over_what_cannot_be_read(store):
         append(store, make_turn(trajectory_id))
     key = trajectory_key(parse_trajectory_id("a:0:0"))
     store.change(lambda records: records.put_sealed(Table.TRAJECTORIES, key, b"no checksum"))
-    found = [[t.trajectory_id for t in group.trajectories] for group in store.groups().groups]
+    found = [[t.trajectory_id for t in group.trajectories] for group in groups_page(store).groups]
     assert found == [["a:1:0"], ["b:0:0"]]

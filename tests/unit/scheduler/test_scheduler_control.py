@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from forge.core.queue.activity import Activity
+from forge.core.queue.groups import SAME_OUTCOME
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler import messages as m
-from services.scheduler.equal_rewards import REASON
 from tests.support.scheduler_cluster import make_task
 from tests.support.scheduler_term import ASK_S, Clock, FakeShards, TermActors
 
@@ -70,7 +70,7 @@ async def test_group_without_a_gradient_is_skipped(
     view = await (await skipping.queue.ask(take, timeout_s=ASK_S))
     assert [group.record.task.task_id for group in view.groups] == ["differs"]
     (change,) = [one for changes in shards.changes.values() for one in changes]
-    assert (change.task_id, change.reason) == ("same", REASON)
+    assert (change.task_id, change.reason) == ("same", SAME_OUTCOME)
 
 
 async def test_group_of_one_is_never_skipped(skipping: TermActors) -> None:

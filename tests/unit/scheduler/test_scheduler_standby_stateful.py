@@ -22,12 +22,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from forge.core.errors import ForgeError
 from forge.core.queue.admission import Mode, QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.groups import SAME_OUTCOME
 from forge.v1 import common_pb2
 from services.pool.commands import FreeGroups, MarkOrphans
 from services.pool.compaction import NOTED_BYTES
 from services.pool.recent import RecentChanges
 from services.pool.store import PoolStore
-from services.scheduler.equal_rewards import REASON
 from services.scheduler.standby import ShardCopies
 from services.scheduler.state import TermState
 from services.scheduler.stored import StoredGroup
@@ -142,7 +142,7 @@ class StandbyMachine(RuleBasedStateMachine):
         some=st.lists(numbers, min_size=1, max_size=5, unique=True),
         state=st.sampled_from(STATES),
         step=st.integers(1, 3),
-        reason=st.sampled_from(["gone", REASON]),
+        reason=st.sampled_from(["gone", SAME_OUTCOME]),
     )
     def settle(self, some: list[int], state: str, step: int, reason: str) -> None:
         """Commits, gives up, or, as a rewind does, takes back."""
