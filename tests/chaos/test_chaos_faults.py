@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,8 @@ pytestmark = pytest.mark.timeout(1800)
 RESTARTS = 5
 """More than a rollout has attempts."""
 BUSY_PROCESSES = 32
+STOPPED_S, RUNNING_S = 1.9, 0.1
+"""A service that gets 5 % of the processor."""
 LOST_TO_THE_DISK = 3
 ROOM_BYTES = 1 << 30
 """Free for the pool, above its reserve, until the disk is full."""
@@ -79,6 +83,41 @@ def test_overloaded_host_trains_and_tombstones_nothing(run: ForgeRun) -> None:
     """With 32 processes that never wait beside it, a run is slow, and goes on."""
     run.wait_for_step(1)
     with busy_processes(BUSY_PROCESSES):
+        run.wait_for_step(run.last_step() + MORE)
+    assert logged(run, "group_tombstoned") == []
+    assert run.interrupt() == 130, run.explain()
+
+
+@contextmanager
+def starved(run: ForgeRun, name: str) -> Iterator[None]:
+    """A service that hardly ever runs, by SIGSTOP and SIGCONT in turn; in between it answers
+    nobody."""
+    ended = threading.Event()
+
+    def stop_and_continue() -> None:
+        while not ended.is_set():
+            pid = run.pid_of(name)
+            os.kill(pid, signal.SIGSTOP)
+            ended.wait(STOPPED_S)
+            os.kill(pid, signal.SIGCONT)
+            ended.wait(RUNNING_S)
+
+    starving = threading.Thread(target=stop_and_continue)
+    starving.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        starving.join()
+
+
+@pytest.mark.parametrize(
+    "name", ["runner", "gateway", "router", "prefill", "decode", "trainer", "scheduler", "pool"]
+)
+def test_starved_service_tombstones_nothing(run: ForgeRun, name: str) -> None:
+    """One service gets hardly any of the processor, and the others have all they need."""
+    run.wait_for_step(1)
+    with starved(run, name):
         run.wait_for_step(run.last_step() + MORE)
     assert logged(run, "group_tombstoned") == []
     assert run.interrupt() == 130, run.explain()

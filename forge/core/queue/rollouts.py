@@ -17,6 +17,7 @@ from forge.core.queue.dispatch import Claims, Slot
 from forge.core.queue.failures import FailureKind
 from forge.core.queue.group_ledger import Books
 from forge.core.queue.groups import Group, Lease, Phase, Rollout, RolloutPhase
+from forge.core.queue.losses import Losses
 from forge.core.queue.renewals import Renewals
 from forge.core.trajectory import TaskId, TrajectoryId, parse_trajectory_id
 
@@ -54,6 +55,7 @@ class Rollouts:
         """Claims of earlier terms that were taken over."""
         self._unread: dict[str, float] = {}
         """Claims that runners renewed on groups of shards that have not been read, and when."""
+        self._losses = Losses()
         self.retries = 0
         self.surplus = 0
         """Reports of trajectories sealed after another attempt, or after the group was closed."""
@@ -86,6 +88,7 @@ class Rollouts:
         A claim that ended without a word, or of an earlier term, is taken over as long as nobody
         else got the rollout.
         """
+        self._losses.heard_of(trajectory_id)
         lease = self._claims.get(TrajectoryId(trajectory_id)) or self._take_back(trajectory_id)
         if lease is None:
             return self._adopt(trajectory_id, now_s)
@@ -144,6 +147,7 @@ class Rollouts:
         Raises NotFound.
         """
         slot, attempt = self._locate(trajectory_id)
+        self._losses.heard_of(trajectory_id)
         if not slot.group.phase.open or not self._is_current(slot.rollout, attempt):
             return False
         rollout = slot.rollout
@@ -153,7 +157,8 @@ class Rollouts:
             pause_s = self._settings.backoff_s(rollout.failures)
         else:
             rollout.faults += 1
-            self._count_loss(rollout, lease)
+            if lease is not None and self._sealed_during(lease):
+                self._losses.charge(rollout)
             pause_s = self._settings.backoff_s(rollout.faults)
         why = reason if permanent else self._why_no_further(rollout, kind, reason)
         if why:
@@ -179,7 +184,8 @@ class Rollouts:
         slot, attempt = self._locate(trajectory_id)
         self._end_attempt(slot.rollout, attempt)
         slot.rollout.lapsed = lease
-        self._count_loss(slot.rollout, lease)
+        if self._sealed_during(lease):
+            self._losses.charge(slot.rollout, silent=trajectory_id)
         why = self._why_no_further(slot.rollout, FailureKind.INFRASTRUCTURE, "its runner is silent")
         if why:
             self._give_up(slot.group, f"rollout {slot.rollout_index}: {why}")
@@ -344,9 +350,6 @@ class Rollouts:
         rollout.phase, rollout.lapsed = RolloutPhase.READY, None
         rollout.attempt = attempt + 1
         return lease
-
-    def _count_loss(self, rollout: Rollout, lease: Lease | None) -> None:
-        rollout.losses += lease is not None and self._sealed_during(lease)
 
     def _sealed_during(self, lease: Lease) -> bool:
         """Whether other rollouts were sealed since it was granted: the cluster works."""

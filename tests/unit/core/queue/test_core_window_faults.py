@@ -118,6 +118,52 @@ def test_task_that_kills_its_runners_ends_while_others_succeed() -> None:
     assert "3 times while other rollouts were sealed (max_losses = 3)" in group.reason
 
 
+@pytest.mark.parametrize("word", ["renewal", "late renewal", "report"])
+def test_runner_that_is_often_late_blames_no_task(word: str) -> None:
+    """An overloaded host stops a runner again and again. The runner speaks of its claim in the end,
+    so the task did not end it, whether another runner has the rollout by now or not."""
+    queue = make_queue(max_losses=3, rollout_timeout_s=1e6, concurrency=32, window=32)
+    group = add(queue, "slow", 0)
+    now_s = 0.0
+    (late,) = lease(queue)
+    for index in range(1, 9):
+        add(queue, f"good{index}", index)
+        (good,) = lease(queue, now_s=now_s)
+        queue.rollouts.complete(good)
+        now_s += 200.0  # longer than the longest lease of a slow runner
+        assert expire(queue, now_s) == [late]
+        if word == "renewal":
+            assert queue.rollouts.renew(late, now_s=now_s)
+            continue
+        (newer,) = lease(queue, now_s=now_s)
+        if word == "report":
+            assert not fail(queue, late, FailureKind.TASK, now_s=now_s)
+        else:
+            assert not queue.rollouts.renew(late, now_s=now_s)
+        late = newer
+    assert group.phase is Phase.RUNNING
+
+
+def test_losses_that_no_runner_speaks_of_are_counted_among_others() -> None:
+    """A word of one claim takes back the loss of that claim alone, and once."""
+    queue = make_queue(max_losses=2)
+    group = add(queue, "bomb", 0)
+    (first,) = lease(queue)
+    add(queue, "good1", 1)
+    queue.rollouts.complete(*lease(queue))
+    assert expire(queue, 20.0) == [first]
+    (second,) = lease(queue, now_s=20.0)
+    for _ in range(3):
+        assert not queue.rollouts.renew(first, now_s=21.0)
+    for index, attempt in ((2, second), (3, None)):
+        add(queue, f"good{index}", index)
+        claims = lease(queue, now_s=20.0 * index)
+        queue.rollouts.complete(claims[-1])
+        assert group.phase is Phase.RUNNING
+        assert expire(queue, 20.0 * index + 20.0) == [attempt or claims[0]]
+    assert group.phase is Phase.TOMBSTONED
+
+
 def test_losses_in_an_outage_of_everything_count_for_nothing() -> None:
     """Where nothing is sealed, nothing says that the task is to blame."""
     queue = make_queue(max_losses=1)
