@@ -7,7 +7,7 @@ from pathlib import Path
 
 from docs.hooks.page import ROOT, Page
 
-PACKAGES = ("client", "agents", "core", "rl", "runtime")
+PACKAGES = ("client", "agents", "core", "rl", "grammar", "runtime")
 """Of `forge`: what other programs import, from the agent's side down to the tools."""
 
 
