@@ -41,7 +41,7 @@ Etcd = Annotated[
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="service.key=value, e.g. trainer.learning_rate=1e-4. Repeatable."),
+    typer.Option("--set", help="service.key=value, e.g. trainer.optimizer.weight_decay=0.1."),
 ]
 
 

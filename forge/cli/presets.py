@@ -58,9 +58,9 @@ TINY = Preset(
     eval_attempts=1,
     settings={
         "trainer": {
-            "learning_rate": "5e-4",
-            "learning_rate_schedule": "linear",
-            "checkpoint_every_steps": "2",
+            "optimizer.learning_rate": "5e-4",
+            "optimizer.learning_rate_schedule": "linear",
+            "checkpoint.every_steps": "2",
             "torch_threads": "1",
         },
         "scheduler": {
@@ -83,8 +83,8 @@ SMOLLM2 = Preset(
     eval_attempts=1,
     settings={
         "trainer": {
-            "learning_rate": "2e-5",
-            "normalize_std": "group",
+            "optimizer.learning_rate": "2e-5",
+            "advantages.normalize_std": "group",
             "autocast": "auto",
             "publish_dtype": "auto",
         },
@@ -108,7 +108,8 @@ def parse_overrides(assignments: list[str]) -> Settings:
         service, dot, key = target.partition(".")
         if not (equals and dot and service and key):
             raise InvalidArgument(
-                f"--set {word!r}: expected service.key=value, e.g. trainer.learning_rate=1e-4"
+                f"--set {word!r}: expected service.key=value, e.g. "
+                "trainer.optimizer.learning_rate=1e-4"
             )
         if service not in PROCESSES:
             raise InvalidArgument(

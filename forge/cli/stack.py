@@ -73,7 +73,7 @@ def members(plan: StackPlan) -> list[Member]:
         return Member(name=name, module=PROCESSES[name], settings=chosen, drain_s=drain_s)
 
     trainer = model | {
-        "checkpoint_dir": str(run.checkpoints),
+        "checkpoint.dir": str(run.checkpoints),
         "metrics_file": str(run.metrics_file),
     }
     services = [

@@ -114,10 +114,10 @@ def evaluation_settings(options: RunOptions, directory: RunDirectory) -> Setting
         return {}
     return {
         "trainer": {
-            "eval_tasks": str(directory.eval_tasks),
-            "eval_every_steps": str(options.eval_every_steps),
+            "evaluation.tasks": str(directory.eval_tasks),
+            "evaluation.every_steps": str(options.eval_every_steps),
             # The campaign measures the last weights itself, as it does the first ones.
-            "eval_at_end": "false",
+            "evaluation.at_end": "false",
         }
     }
 

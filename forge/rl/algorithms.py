@@ -60,7 +60,7 @@ def preset(algorithm: str) -> Preset:
     module, colon, function = algorithm.partition(":")
     if not (colon and function.isidentifier() and all(map(str.isidentifier, module.split(".")))):
         raise InvalidArgument(
-            f"algorithm = {algorithm!r} is not allowed: one of {', '.join(PRESETS)}, or "
+            f"objective.algorithm = {algorithm!r} is not allowed: one of {', '.join(PRESETS)}, or "
             "package.module:function"
         )
     return CUSTOM
@@ -75,12 +75,12 @@ def load_custom(algorithm: str, options: Mapping[str, float]) -> Callable[..., A
     try:
         function: Any = getattr(import_module(module_name), name)
     except (ImportError, AttributeError) as error:
-        raise InvalidArgument(f"algorithm = {algorithm!r}: {error}") from error
+        raise InvalidArgument(f"objective.algorithm = {algorithm!r}: {error}") from error
     try:
         inspect.signature(function).bind(None, **options)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(
-            f"algorithm = {algorithm!r}, loss_options = {dict(options)!r}: {error}; it is called "
-            "as loss(tokens, **loss_options)"
+            f"objective.algorithm = {algorithm!r}, loss_options = {dict(options)!r}: {error}; "
+            "it is called as loss(tokens, **loss_options)"
         ) from error
     return partial(function, **options)

@@ -9,18 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal, get_args
+
+from msgspec import Meta
 
 from forge.core.errors import InvalidArgument
 from forge.rl.algorithms import PRESETS, Normalization, load_custom, preset
 
 Schedule = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
-OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "adamw_8bit", "muon")
+OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 MtpLoss = Literal["topk_kl", "tv", "cross_entropy"]
-MTP_LOSSES: tuple[MtpLoss, ...] = ("topk_kl", "tv", "cross_entropy")
+MTP_LOSSES: tuple[MtpLoss, ...] = get_args(MtpLoss)
 OldLogprobs = Literal["behavior", "recomputed"]
 KlEstimator = Literal["k1", "k2", "k3"]
+NotNegative = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0)]
 
 FINAL_RATE_SHARE = 0.1
 """Of the learning rate, where a falling schedule ends."""
@@ -33,95 +37,127 @@ _CLIPPED = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "ppo", "ppo_clip")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """Which one, and its constants."""
+    """An optimizer, its constants and its learning rate."""
 
     name: OptimizerName = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's: decay of the gradient's mean and of its square."""
-    weight_decay: float = 0.0
-    """Decoupled, on weights of two or more dimensions: not on norms and biases."""
-    muon_momentum: float = 0.95
+    """muon: Muon on matrices, AdamW on the other weights; adamw_8bit: moments in 8 bits."""
+    learning_rate: NotNegative = 1e-5
+    """Learning rate after the warm-up."""
+    learning_rate_schedule: Schedule = "constant"
+    """Course of the learning rate after the warm-up; linear and cosine fall to a tenth of it at
+    the last step."""
+    warmup_steps: Count = 0
+    """Updates over which the learning rate rises linearly to its full value."""
+    adam_beta1: Annotated[float, Meta(ge=0, le=0.9999)] = 0.9
+    """Decay of the gradient mean."""
+    adam_beta2: Annotated[float, Meta(ge=0, le=0.999999)] = 0.95
+    """Decay of the gradient square."""
+    muon_momentum: Annotated[float, Meta(ge=0, le=0.9999)] = 0.95
+    """Momentum of Muon."""
+    weight_decay: NotNegative = 0.0
+    """Decoupled weight decay, on weights of two or more dimensions: not on norms and biases."""
+    grad_clip: Annotated[float, Meta(ge=1e-9)] = 1.0
+    """Largest gradient norm; a larger gradient is scaled down to it."""
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        return self.adam_beta1, self.adam_beta2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """Which tokens count how much; by default all count fully."""
+    """Weights and masks of tokens by their distance from the engine; by default all count fully."""
 
-    weight_cap: float = 0.0
-    """Truncated importance sampling: weigh tokens by min(pi_old / mu, cap); 0: do not. Only with
-    recomputed old log-probs: elsewhere the loss's own ratio is this one already."""
-    mask_ratio_low: float = 0.0
-    mask_ratio_high: float = math.inf
-    """Tokens whose pi/mu is outside [low, high] are left out (IcePop, arXiv 2510.18855)."""
-    mask_staleness: int = 0
-    """Tokens sampled more versions ago are left out; 0: none is."""
-    mask_kl_max: float = 0.0
-    """Samples with a larger mean of log(mu/pi) lose their tokens of negative advantage (the
-    off-policy sequence mask of DeepSeek-V3.2, arXiv 2512.02556); 0: none do."""
+    weight_cap: NotNegative = 0.0
+    """Truncated importance sampling: tokens weigh min(recomputed / engine's probability, this); 0:
+    weight 1. Only with recomputed old log-probs: elsewhere the ratio of the loss is this one."""
+    mask_ratio_low: NotNegative = 0.0
+    """Tokens with a smaller ratio to the engine's probability are left out (IcePop, arXiv
+    2510.18855)."""
+    mask_ratio_high: NotNegative = 0.0
+    """Tokens with a larger ratio are left out, too; 0: no limit."""
+    mask_staleness: Count = 0
+    """Tokens sampled more weight versions ago are left out; 0: no limit."""
+    mask_kl_max: NotNegative = 0.0
+    """Samples with a larger mean log-ratio of engine to policy (nats) lose their tokens of negative
+    advantage (off-policy sequence mask of DeepSeek-V3.2, arXiv 2512.02556); 0: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveConfig:
-    """What is optimized. 0 and "" stand for the algorithm's own value."""
+    """The loss of the policy."""
 
     algorithm: str = "cispo"
-    """A name of `PRESETS`, or "package.module:function"."""
+    """cispo, grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp, reinforce, ppo (critic), ppo_clip
+    (none), or a custom loss: package.module:function."""
     loss_options: Mapping[str, float] = field(default_factory=dict)
-    """Keyword arguments of a custom function."""
-    ratio_cap: float = DEFAULT_RATIO_CAP
-    """CISPO's."""
-    clip_low: float = 0.0
-    clip_high: float = 0.0
-    dual_clip: float = 0.0
-    normalization: Normalization | Literal[""] = ""
-    normalization_tokens: int = 0
+    """Keyword arguments of a custom loss."""
+    ratio_cap: NotNegative = DEFAULT_RATIO_CAP
+    """CISPO's cap on the importance ratio itself: 1 + eps_high in the paper's terms."""
+    clip_low: NotNegative = 0.0
+    """Ratios are clipped below 1 - this; 0: the algorithm's own."""
+    clip_high: NotNegative = 0.0
+    """Ratios are clipped above 1 + this; 0: the algorithm's own."""
+    dual_clip: NotNegative = 0.0
+    """Largest ratio that a negative advantage is multiplied with; 0: no limit."""
+    normalization: Literal["auto", Normalization] = "auto"
+    """token: mean over trained tokens; sequence: mean over samples of their token means; global:
+    sum over samples times normalization_tokens; auto: the algorithm's own."""
+    normalization_tokens: Count = 0
+    """Constant length of the global normalization; 0: the algorithm's own."""
     old_logprobs: OldLogprobs = "behavior"
-    correction: Correction = field(default_factory=Correction)
-    kl_coef: float = 0.0
-    """Weight of the penalty against the reference policy; 0: there is none."""
+    """Denominator of the ratios: the log-probs of the engine (behavior), or the trainer's own,
+    recomputed as the batch begins."""
+    kl_coef: NotNegative = 0.0
+    """Weight of the KL penalty against the reference policy; 0: no penalty, no reference."""
     kl_estimator: KlEstimator = "k2"
+    """k1: subtracted from the advantages; k2, k3: added to the loss."""
 
-    def check(self) -> None:
+    @property
+    def normalized_by(self) -> Normalization:
+        """The normalization in force."""
+        own = preset(self.algorithm).normalization
+        return own if self.normalization == "auto" else self.normalization
+
+    def check(self, correction: Correction) -> None:
         """Raises `InvalidArgument` for settings that cannot be, or that would have no effect."""
-        name, correction = self.algorithm, self.correction
-        clips = preset(name).clip_high > 0
-        for field_name in ("clip_low", "clip_high"):
-            value = getattr(self, field_name)
-            _require(field_name, value, 0 <= value < math.inf, "a finite number of at least 0")
-            _require(
-                field_name, value, clips or not value, f"0, since algorithm {name} does not clip"
-            )
-        _require("clip_low", self.clip_low, self.clip_low < 1, "less than 1")
-        _require("ratio_cap", self.ratio_cap, self.ratio_cap > 0, "greater than 0")
+        name, clips = self.algorithm, preset(self.algorithm).clip_high > 0
+        for key, value in (
+            ("objective.clip_low", self.clip_low),
+            ("objective.clip_high", self.clip_high),
+        ):
+            _require(key, value, 0 <= value < math.inf, "a finite number of at least 0")
+            _require(key, value, clips or not value, f"0, since algorithm {name} does not clip")
+        _require("objective.clip_low", self.clip_low, self.clip_low < 1, "less than 1")
+        _require("objective.ratio_cap", self.ratio_cap, self.ratio_cap > 0, "greater than 0")
         _require(
-            "dual_clip", self.dual_clip,
+            "objective.dual_clip", self.dual_clip,
             not self.dual_clip or (self.dual_clip > 1 and name in _CLIPPED),
             f"0, or greater than 1 with one of {', '.join(_CLIPPED)} (algorithm is {name})",
         )  # fmt: skip
         _require(
-            "loss_options", dict(self.loss_options),
+            "objective.loss_options", dict(self.loss_options),
             not self.loss_options or name not in PRESETS,
             f"empty, since algorithm {name} is not a custom one",
         )  # fmt: skip
         _require(
-            "normalization_tokens", self.normalization_tokens,
-            not self.normalization_tokens
-            or (self.normalization or preset(name).normalization) == "global",
+            "objective.normalization_tokens", self.normalization_tokens,
+            not self.normalization_tokens or self.normalized_by == "global",
             "0 unless normalization is global",
         )  # fmt: skip
         _require(
-            "weight_cap", correction.weight_cap,
+            "correction.weight_cap", correction.weight_cap,
             not correction.weight_cap or self.old_logprobs == "recomputed",
-            "0 unless old_logprobs is recomputed: the ratio against behavior log-probs would count "
-            "twice",
+            "0 unless objective.old_logprobs is recomputed: the ratio against behavior log-probs "
+            "would count twice",
         )  # fmt: skip
         _require(
-            "mask_ratio_low", correction.mask_ratio_low,
+            "correction.mask_ratio_low", correction.mask_ratio_low,
             0 <= correction.mask_ratio_low < 1, "at least 0 and less than 1",
         )  # fmt: skip
         _require(
-            "mask_ratio_high", correction.mask_ratio_high, correction.mask_ratio_high > 1,
-            "greater than 1",
+            "correction.mask_ratio_high", correction.mask_ratio_high,
+            not correction.mask_ratio_high or correction.mask_ratio_high > 1, "0, or above 1",
         )  # fmt: skip
         if name not in PRESETS:
             load_custom(name, self.loss_options)
@@ -134,33 +170,33 @@ def _require(name: str, value: object, allowed: bool, rule: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticConfig:
-    """How values are learned, and what becomes of them."""
+    """The critic of an algorithm that has one."""
 
-    gae_lambda: float = 1.0
-    """1: return less value, without bias; below, less variance and the values' bias."""
-    value_coef: float = 0.5
+    gae_lambda: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Lambda of generalized advantage estimation; 1: return less value, without bias; below, less
+    variance and the bias of the values."""
+    value_coef: NotNegative = 0.5
     """Weight of the value loss beside the policy's."""
-    value_clip: float = 0.2
-    """Values move at most this far from those at the beginning of the batch before the loss stops
-    pulling further; 0: any."""
-    rate_scale: float = 1.0
-    """Learning rate of the head over that of the policy."""
+    value_clip: NotNegative = 0.2
+    """Distance from a value as the batch begins, beyond which the loss moves it no further; 0: no
+    limit."""
+    value_rate_scale: NotNegative = 1.0
+    """Learning rate of the value head over that of the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpConfig:
-    """Which heads, and how they learn."""
+    """Heads that draft tokens (multi-token prediction), trained beside the policy."""
 
-    heads: int = 0
-    """How many tokens beyond the next they draft; 0: there are none."""
+    heads: Annotated[int, Meta(ge=0, le=8)] = 0
+    """Number of heads: tokens beyond the next that they draft; 0: no heads."""
     loss: MtpLoss = "topk_kl"
-    top_k: int = 64
-    """Tokens that `topk_kl` looks at one by one."""
-    learning_rate: float = 1e-4
-    """Follows the policy's warm-up and schedule."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    grad_clip: float = 1.0
-    """Largest gradient norm of the heads."""
+    """Loss of a draft: KL over the policy's likeliest tokens, total variation, or cross-entropy of
+    the sampled tokens."""
+    top_k: Annotated[int, Meta(ge=1)] = 64
+    """Tokens that topk_kl compares one by one."""
+    learning_rate: NotNegative = 1e-4
+    """Learning rate of the heads, with the policy's warm-up and schedule."""
 
     def __post_init__(self) -> None:
         """Raises `InvalidArgument`."""
@@ -172,17 +208,11 @@ class MtpConfig:
 class LearnerConfig:
     """How to step."""
 
-    learning_rate: float = 1e-5
-    warmup_steps: int = 0
-    """Updates over which the learning rate rises linearly to its full value."""
-    schedule: Schedule = "constant"
-    """How it goes on from there, to `FINAL_RATE_SHARE` of it at `total_updates`."""
-    total_updates: int = 0
-    """At which the schedule ends; a constant one needs none."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    grad_clip: float = 1.0
-    """Largest gradient norm; a larger one is scaled down to it."""
+    total_updates: int = 0
+    """Update at which the learning-rate schedule ends; a constant one needs none."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    correction: Correction = field(default_factory=Correction)
     critic: CriticConfig = field(default_factory=CriticConfig)
     """Of an algorithm that has one."""
     mtp: MtpConfig = field(default_factory=MtpConfig)
@@ -195,13 +225,13 @@ class LearnerConfig:
 
     def rate(self, update: int) -> float:
         """Learning rate of an update, counted from 0."""
-        return self.learning_rate * self.rate_share(update)
+        return self.optimizer.learning_rate * self.rate_share(update)
 
     def rate_share(self, update: int) -> float:
         """Of the full learning rate, as warm-up and schedule have it."""
-        rise = min(1.0, (update + 1) / max(1, self.warmup_steps))
+        rise = min(1.0, (update + 1) / max(1, self.optimizer.warmup_steps))
         done = min(1.0, update / max(1, self.total_updates))
-        match self.schedule:
+        match self.optimizer.learning_rate_schedule:
             case "constant":
                 left = 1.0
             case "linear":

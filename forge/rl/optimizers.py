@@ -77,8 +77,9 @@ class Optimizers:
                 if not (first and shortage):
                     raise
                 raise ConfigError(
-                    f"optimizer = {self.name!r}: there is no memory for its state beside weights "
-                    f"and gradients ({shortage}): take 'adamw_8bit', LoRA or a smaller model"
+                    f"optimizer.name = {self.name!r}: there is no memory for its state beside "
+                    f"weights and gradients ({shortage}): take 'adamw_8bit', LoRA or a smaller "
+                    "model"
                 ) from error
 
     def zero_grad(self) -> None:
@@ -99,7 +100,9 @@ class Optimizers:
         what = f"optimizer {name!r}"
         if name == self.name:
             what += f" over parameter groups of {sizes} tensors, which are {own} in this run"
-        raise InvalidArgument(f"optimizer = {self.name!r} cannot go on from a checkpoint of {what}")
+        raise InvalidArgument(
+            f"optimizer.name = {self.name!r} cannot continue from a checkpoint of {what}"
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises `InvalidArgument` for the state of another optimizer."""
@@ -150,7 +153,7 @@ def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise InvalidArgument(
-            "optimizer = 'adamw_8bit' needs the package bitsandbytes: "
+            "optimizer.name = 'adamw_8bit' needs the package bitsandbytes: "
             "pip install 'forge-rl[adamw8bit]'"
         ) from error
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, betas=config.betas)

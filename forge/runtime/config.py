@@ -275,11 +275,14 @@ def _read(given: Given, known: Mapping[str, Setting]) -> dict[str, Any]:
 
 
 def _spellings(known: Iterable[str]) -> dict[str, str]:
-    """Keys by themselves, without their table, with `_` for the dot, and by their table alone."""
+    """Keys by other names: without the table, by the table alone, as `table_name`, as `tabl_name`.
+
+    A key that was once flat is among them: `optimizer`, `learning_rate`, `lora_rank`, `eval_tasks`.
+    """
     found: dict[str, str] = {}
     for key in reversed([*known]):
         table, _, name = key.rpartition(".")
-        found |= {table or name: key, name: key, f"{table}_{name}": key}
+        found |= dict.fromkeys((name, table or name, f"{table}_{name}", f"{table[:4]}_{name}"), key)
     return found | {key: key for key in known}
 
 

@@ -489,7 +489,7 @@ class DomainEvaluation(_message.Message):
     mean_reward_high: _builtins.float
     @_builtins.property
     def task_outcomes(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Mean outcome of each task's rollouts, by the task's row in `eval_tasks`, from "0" on."""
+        """Mean outcome of each task's rollouts, by the task's row in `evaluation.tasks`, from "0" on."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.data.batch_source import BatchSource, SourceSettings
 from services.trainer.data.speed import speed_baselines
-from services.trainer.evaluation import DEFAULTS, Evaluator, Timetable, run_id_in
+from services.trainer.evaluation import DEFAULTS, Evaluator, run_id_in
 from services.trainer.reporting.run_clock import FILE_NAME, RunClock
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.sinks import make_sinks
@@ -59,13 +59,13 @@ class TrainerApp:
         self._driver: asyncio.Task[None] | None = None
         self._batches: BatchSource | None = None
         self._evaluator: Evaluator | None = None
-        self._clock = RunClock(Path(self._config.checkpoint_dir) / FILE_NAME)
+        self._clock = RunClock(Path(self._config.checkpoint.dir) / FILE_NAME)
 
     async def start(self) -> None:
         self._evaluator = self._make_evaluator()
         self._context.metadata["incarnation"] = secrets.token_hex(8)
         actors = self._context.actors
-        store = CheckpointStore(Path(self._config.checkpoint_dir))
+        store = CheckpointStore(Path(self._config.checkpoint.dir))
         writer = await actors.spawn(lambda: CheckpointWriter(store), name="checkpoints")
         learner = await actors.spawn(lambda: LearnerActor(self._config, store), name="learner")
         source = partial(self._source, await asyncio.to_thread(self._attention_channels))
@@ -156,19 +156,15 @@ class TrainerApp:
     def _make_evaluator(self) -> Evaluator | None:
         """Raises `InvalidArgument` naming file, line and field of a task that cannot be."""
         config = self._config
-        if not config.eval_tasks:
+        if not config.evaluation.tasks:
             return None
         return Evaluator(
             Operator(self._context.coordinator, self._context.channels),
             self._record,
-            tasks=read_tasks(Path(config.eval_tasks), DEFAULTS),
-            timetable=Timetable(
-                every_steps=config.eval_every_steps,
-                at_start=config.eval_at_start,
-                at_end=config.eval_at_end,
-                max_steps=config.max_steps,
-            ),
-            run_id=run_id_in(Path(config.checkpoint_dir)),
+            tasks=read_tasks(Path(config.evaluation.tasks), DEFAULTS),
+            settings=config.evaluation,
+            max_steps=config.max_steps,
+            run_id=run_id_in(Path(config.checkpoint.dir)),
         )
 
     def _source(self, channels: int) -> BatchSource:

@@ -25,6 +25,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
+from services.trainer.config import EvaluationSettings
 from services.trainer.reporting.run_record import TrainingRecord
 
 POLL_S = 2.0
@@ -33,25 +34,6 @@ _RUN_FILE = "run-id"
 
 DEFAULTS = common_pb2.Task(scaffold="blackbox", group_size=1, purpose=common_pb2.PURPOSE_EVAL)
 """Of fields that a line of the file leaves out."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timetable:
-    """At which steps an evaluation is due."""
-
-    every_steps: int
-    """0: at none in between."""
-    at_start: bool
-    at_end: bool
-    max_steps: int
-    """0: there is no end."""
-
-    def due(self, step: int) -> bool:
-        if step == 0:
-            return self.at_start
-        if step == self.max_steps:
-            return self.at_end
-        return bool(self.every_steps) and step % self.every_steps == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +54,8 @@ class Evaluator:
         record: TrainingRecord,
         *,
         tasks: Sequence[common_pb2.Task],
-        timetable: Timetable,
+        settings: EvaluationSettings,
+        max_steps: int,
         run_id: str,
         poll_s: float = POLL_S,
     ) -> None:
@@ -80,7 +63,8 @@ class Evaluator:
         self._operator = operator
         self._record = record
         self._tasks = tasks
-        self._timetable = timetable
+        self._settings = settings
+        self._max_steps = max_steps
         self._poll_s = poll_s
         digest = blake2b(run_id.encode(), digest_size=4)
         for task in tasks:
@@ -94,6 +78,9 @@ class Evaluator:
         self._work: asyncio.Task[None] | None = None
         self._stopped = False
 
+    def _due(self, step: int) -> bool:
+        return self._settings.due(step, max_steps=self._max_steps)
+
     def resumed(self) -> None:
         """Training goes on from the record's step, whose weights are published. What was begun
         before, by another process maybe, and has not been told, is followed again; what is of
@@ -103,18 +90,18 @@ class Evaluator:
         versions = {each.step: each.weight_version for each in self._record.steps}
         told = max((each.step for each in self._record.evaluations), default=-1)
         for earlier in range(told + 1, step):
-            if self._timetable.due(earlier) and not self._known(earlier):
+            if self._due(earlier) and not self._known(earlier):
                 version = versions.get(earlier, self._record.weight_version)
                 self._wait(earlier, version, fresh=False)
         self._begin(step)
 
     def reached(self, step: int, *, published: bool = True) -> None:
         """A step was taken, and inference may have its weights, or not. Never waits."""
-        if not self._timetable.due(step) or self._known(step):
+        if not self._due(step) or self._known(step):
             return
         if not published:
             self._skip(step, "its weights are not published yet")
-        elif self._current is not None and step != self._timetable.max_steps:
+        elif self._current is not None and step != self._max_steps:
             self._skip(step, f"that of step {self._current.step} is still in flight")
         else:
             self._begin(step)
@@ -151,7 +138,7 @@ class Evaluator:
     def _begin(self, step: int) -> None:
         if self._stopped:
             return
-        if self._timetable.due(step) and not self._known(step):
+        if self._due(step) and not self._known(step):
             self._wait(step, self._record.weight_version, fresh=True)
         if self._waiting and self._current is None:
             self._show(True)

@@ -66,9 +66,9 @@ async def test_evaluations_survive_a_killed_trainer_and_a_killed_scheduler(
     client = TrainerClient(coordinator, forge.channels)
     settings = {
         "max_steps": 3,
-        "checkpoint_every_steps": 2,
-        "eval_tasks": tmp_path / "held_out.jsonl",
-        "eval_every_steps": 1,
+        "checkpoint__every_steps": 2,
+        "evaluation__tasks": tmp_path / "held_out.jsonl",
+        "evaluation__every_steps": 1,
     }
     scheduler = forge.start_scheduler(queue={"batch_groups": "1"})
     await forge.submit([make_task(f"task-{n}", size=2) for n in range(3)])
@@ -134,7 +134,7 @@ async def test_a_step_taken_again_is_evaluated_again(
 ) -> None:
     """Killed before a checkpoint: its weights are others now, published as another version."""
     client = TrainerClient(coordinator, forge.channels)
-    settings = {"eval_tasks": tmp_path / "held_out.jsonl", "eval_every_steps": 1}
+    settings = {"evaluation__tasks": tmp_path / "held_out.jsonl", "evaluation__every_steps": 1}
     forge.start_scheduler(queue={"batch_groups": "1"})
     await forge.submit([make_task("task", size=2)])
     await forge.complete(2)
@@ -165,7 +165,7 @@ async def test_a_stop_does_not_wait_for_an_evaluation(
 ) -> None:
     """SIGTERM while one is in flight, which nobody samples: code 0, and one line with its tag."""
     forge.start_scheduler(queue={"batch_groups": "1"})
-    trainer.start(eval_tasks=tmp_path / "held_out.jsonl", eval_at_start="true")
+    trainer.start(evaluation__tasks=tmp_path / "held_out.jsonl", evaluation__at_start="true")
 
     async def in_flight() -> bool:
         return (await forge.status()).eval_pending == 1
@@ -181,7 +181,7 @@ async def test_a_wrong_task_is_told_in_one_line(tmp_path: Path, trainer: Trainer
     """At the start, with file, line and field: nobody finds out after the first twenty steps."""
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"payload": {}, "domain": "qa"}\n{"payload": {}, "domain": 3}\n')
-    trainer.start(eval_tasks=wrong, eval_every_steps=1)
+    trainer.start(evaluation__tasks=wrong, evaluation__every_steps=1)
     code, stderr = trainer.wait()
     assert code == 2
     assert stderr.count("\n") == 1

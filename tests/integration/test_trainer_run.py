@@ -71,7 +71,7 @@ async def stack(
 
 async def test_a_run_trains_every_batch_and_finishes(stack: Stack) -> None:
     """Steps are committed, told, published, checkpointed; then weights are still served."""
-    stack.trainer.start(max_steps=3, checkpoint_every_steps=2)
+    stack.trainer.start(max_steps=3, checkpoint__every_steps=2)
     await stack.feed(0, 3 * GROUPS_PER_STEP)
     last = await stack.client.until_step(3)
 
@@ -111,7 +111,7 @@ async def a_damaged_checkpoint_is_passed_over(stack: Stack) -> None:
     stack.trainer.kill()
     damaged = stack.trainer.checkpoints / "step-00000003" / "learner.pt"
     damaged.write_bytes(bytes(damaged.stat().st_size))
-    stack.trainer.start(max_steps=3, checkpoint_every_steps=2)
+    stack.trainer.start(max_steps=3, checkpoint__every_steps=2)
     status = await until_finished(stack.client)
     assert status.step == 3
     assert stack.trainer.logged("rewound")[-1]["step"] == 2
@@ -132,7 +132,12 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack, ranks:
     """After kill -9, what the checkpoint lacks is trained again, and nothing else; no rank is left
     behind. The loss is one of the user's own, which every rank finds."""
     loss = "examples.custom_loss:sapo"
-    settings = {"max_steps": 5, "checkpoint_every_steps": 2, "ranks": ranks, "algorithm": loss}
+    settings = {
+        "max_steps": 5,
+        "checkpoint__every_steps": 2,
+        "ranks": ranks,
+        "objective__algorithm": loss,
+    }
     stack.trainer.start(**settings)
     await stack.feed(0, 3 * GROUPS_PER_STEP)
     await stack.client.until_step(3)
@@ -166,7 +171,7 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack, ranks:
 async def test_a_checkpoint_asked_for_and_a_stop_lose_no_step(stack: Stack) -> None:
     """One is saved when asked for and with SIGTERM; the next start goes on from the very step, of
     sequence ratios here."""
-    stack.trainer.start(checkpoint_every_steps=100, algorithm="gspo")
+    stack.trainer.start(checkpoint__every_steps=100, objective__algorithm="gspo")
     await stack.feed(0, GROUPS_PER_STEP)
     await stack.client.until_step(1)
     saved = await stack.client.save()
@@ -175,7 +180,7 @@ async def test_a_checkpoint_asked_for_and_a_stop_lose_no_step(stack: Stack) -> N
     names = {path.name for path in Path(saved.path).iterdir()}
     assert {"config.json", "model.safetensors", "learner.pt", "state.json"} <= names
     assert stack.trainer.terminate() == 0
-    stack.trainer.start(checkpoint_every_steps=100, algorithm="gspo")
+    stack.trainer.start(checkpoint__every_steps=100, objective__algorithm="gspo")
     await stack.feed(GROUPS_PER_STEP, GROUPS_PER_STEP)
     metrics = await stack.client.until_step(2, after=1)
     assert metrics.step == 2
@@ -185,7 +190,7 @@ async def test_a_checkpoint_asked_for_and_a_stop_lose_no_step(stack: Stack) -> N
 async def test_training_survives_the_loss_of_scheduler_and_pool(stack: Stack) -> None:
     """Both killed in mid-run and started again: the trainer, a critic's, waits and goes on."""
     board = stack.trainer.checkpoints.parent / "board"
-    stack.trainer.start(max_steps=2, algorithm="ppo", tensorboard_dir=board)
+    stack.trainer.start(max_steps=2, objective__algorithm="ppo", tensorboard_dir=board)
     await stack.feed(0, GROUPS_PER_STEP)
     first = await stack.client.until_step(1)
     assert first.value_loss > 0

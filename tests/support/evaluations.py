@@ -11,7 +11,8 @@ from forge.core.errors import ForgeError
 from forge.v1 import common_pb2, inference_pb2, scheduler_pb2
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.history import Entry
-from services.trainer.evaluation import DEFAULTS, Evaluator, Timetable
+from services.trainer.config import EvaluationSettings
+from services.trainer.evaluation import DEFAULTS, Evaluator
 from services.trainer.reporting.run_record import TrainingRecord
 
 
@@ -97,7 +98,8 @@ class Run:
             self.system,  # type: ignore[arg-type]
             self.record,
             tasks=self._tasks,
-            timetable=Timetable(every_steps=2, at_start=self._at_start, at_end=True, max_steps=10),
+            settings=EvaluationSettings(every_steps=2, at_start=self._at_start),
+            max_steps=10,
             run_id="run",
             poll_s=0.0,
         )

@@ -44,17 +44,17 @@ class TrainerProcess:
         self._argv = [
             *(sys.executable, "-m", "services.trainer", "--etcd", etcd.endpoint),
             *("--cluster", cluster, "--key-file", str(key_file), "--instance-id", "trainer"),
-            *("--model-path", str(self.model_path), "--checkpoint-dir", str(self.checkpoints)),
+            *("--model-path", str(self.model_path), "--checkpoint.dir", str(self.checkpoints)),
             *("--metrics-file", str(self.metrics_file), "--log-file", str(self.log_path)),
-            *("--lease-ttl-s", "2", "--torch-threads", "1", "--learning-rate", "1e-3"),
+            *("--lease-ttl-s", "2", "--torch-threads", "1", "--optimizer.learning-rate", "1e-3"),
         ]
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, **settings: object) -> None:
+        """`table__key` is the setting `table.key`."""
         flags = [
-            word
+            f"--{key.replace('__', '.').replace('_', '-')}={value}"
             for key, value in settings.items()
-            for word in (f"--{key.replace('_', '-')}", str(value))
         ]
         self.process = subprocess.Popen([*self._argv, *flags], stderr=subprocess.PIPE, text=True)
 

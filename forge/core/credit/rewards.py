@@ -14,7 +14,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from forge.core.errors import InvalidArgument
 
@@ -41,11 +43,11 @@ class RewardWeights:
     alpha: float = 0.2
     """Weight of process rewards."""
     beta: float = 0.1
-    """Weight of speed."""
-    speed_step: float = 0.05
+    """Weight of speed, added after the advantages are divided by their spread."""
+    speed_step: Annotated[float, Meta(ge=1e-3, le=1)] = 0.05
     """Speeds count in whole steps of this, from the group's mean on. 0.05 is a fifth of the
     domain's usual completion time near that time: less is noise of tools and clocks."""
-    gamma: float = 1.0
+    gamma: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Discount per turn of what comes later; 1 credits every turn with the full outcome."""
 
 

@@ -92,12 +92,13 @@ class Learner:
         """
         self.policy = policy
         self.config = config
-        self.objective = Objective(config.objective)
+        self.objective = Objective(config.objective, config.correction)
         self._reference = reference
         self._served = served
         if self.objective.needs_reference and reference is None:
             raise InvalidArgument(
-                f"kl_coef = {config.objective.kl_coef} is not allowed: there is no reference policy"
+                f"objective.kl_coef = {config.objective.kl_coef} is not allowed: there is no "
+                "reference policy"
             )
         self.steps = 0
         """Optimizer steps taken so far."""
@@ -110,13 +111,13 @@ class Learner:
                 size, config.critic, device=policy.device, dtype=policy.model.dtype
             )
             policy.value_head = self._critic.head
-        self.mtp = MtpTraining(policy, config.mtp) if config.mtp.heads else None
+        self.mtp = MtpTraining(policy, config.mtp, config.optimizer) if config.mtp.heads else None
         """Heads that draft; None without."""
         self._optimizer = Optimizers(
             policy.model,
             config.optimizer,
             extra=list(self._critic.head.parameters()) if self._critic else (),
-            extra_rate_scale=config.critic.rate_scale,
+            extra_rate_scale=config.critic.value_rate_scale,
         )
 
     def plan(self, samples: Sequence[Sample], *, token_budget: int = 0) -> BatchPlan:
@@ -348,8 +349,8 @@ class Learner:
         critic = state.get("critic", {})
         if bool(critic) != (self._critic is not None):
             raise InvalidArgument(
-                f"algorithm = {self.config.objective.algorithm!r} cannot go on from a checkpoint "
-                f"{'with' if critic else 'without'} a critic"
+                f"objective.algorithm = {self.config.objective.algorithm!r} cannot continue from a "
+                f"checkpoint {'with' if critic else 'without'} a critic"
             )
         self._optimizer.check_state(state["optimizer"])
         if self.mtp is not None and state.get("mtp"):
@@ -369,8 +370,8 @@ class Learner:
 
     def _update(self, loss: float) -> tuple[float, str]:
         """Gradient norm, and why there was no update."""
-        parameters = self._optimizer.parameters
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip))
+        parameters, largest = self._optimizer.parameters, self.config.optimizer.grad_clip
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, largest))
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return grad_norm, f"loss {loss}, gradient norm {grad_norm}"
         self._optimizer.step(self.config.rate(self.steps))

@@ -28,11 +28,10 @@ def correction_weights(correction: Correction, tokens: TrainedTokens) -> Tensor 
 def _kept(correction: Correction, tokens: TrainedTokens) -> Tensor | None:
     logprobs_T = tokens.logprobs.detach()
     kept: list[Tensor] = []
-    if correction.mask_ratio_low > 0 or correction.mask_ratio_high < math.inf:
+    if correction.mask_ratio_low or correction.mask_ratio_high:
         ratio_T = (logprobs_T - tokens.behavior).exp()
-        kept.append(
-            (ratio_T >= correction.mask_ratio_low) & (ratio_T <= correction.mask_ratio_high)
-        )
+        high = correction.mask_ratio_high or math.inf
+        kept.append((ratio_T >= correction.mask_ratio_low) & (ratio_T <= high))
     if correction.mask_staleness:
         kept.append(tokens.staleness <= correction.mask_staleness)
     if correction.mask_kl_max:

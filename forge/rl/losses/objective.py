@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from forge.core.errors import InvalidArgument
-from forge.rl.algorithms import PRESETS, Normalization, load_custom, preset
-from forge.rl.config import ObjectiveConfig
+from forge.rl.algorithms import PRESETS, load_custom, preset
+from forge.rl.config import Correction, ObjectiveConfig
 from forge.rl.losses.correction import correction_weights
 from forge.rl.losses.objectives import (
     cispo_loss,
@@ -54,16 +54,17 @@ class PassLoss:
 
 
 class Objective:
-    """A validated `ObjectiveConfig`, ready to be evaluated."""
+    """A validated `ObjectiveConfig` with its correction, ready to be evaluated."""
 
-    def __init__(self, config: ObjectiveConfig) -> None:
+    def __init__(self, config: ObjectiveConfig, correction: Correction | None = None) -> None:
         """Raises `InvalidArgument` naming the field that cannot be."""
-        config.check()
-        own = preset(config.algorithm)
         self.config = config
+        self.correction = correction or Correction()
+        config.check(self.correction)
+        own = preset(config.algorithm)
         self.clip_low = config.clip_low or own.clip_low
         self.clip_high = config.clip_high or own.clip_high
-        self.normalization: Normalization = config.normalization or own.normalization
+        self.normalization = config.normalized_by
         self.normalization_tokens = config.normalization_tokens or own.normalization_tokens
         self.critic = own.critic
         """Whether advantages are a critic's."""
@@ -80,11 +81,12 @@ class Objective:
         loss_T = self._loss(penalized)
         if loss_T.shape != tokens.logprobs.shape:
             raise InvalidArgument(
-                f"algorithm = {self.config.algorithm!r} returned shape {tuple(loss_T.shape)}; one "
-                f"loss per token is expected: {tuple(tokens.logprobs.shape)}"
+                f"objective.algorithm = {self.config.algorithm!r} returned shape "
+                f"{tuple(loss_T.shape)}; one loss per token is expected: "
+                f"{tuple(tokens.logprobs.shape)}"
             )
         masked_T = _zeros(tokens, torch.bool)
-        weights_T = correction_weights(self.config.correction, tokens)
+        weights_T = correction_weights(self.correction, tokens)
         if weights_T is not None:
             masked_T = weights_T == 0
             # Not multiplied by 0: a masked token may well be the one that is infinite.

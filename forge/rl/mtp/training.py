@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.rl.collectives import all_reduce
-from forge.rl.config import MtpConfig
+from forge.rl.config import MtpConfig, OptimizerConfig
 from forge.rl.model.head_logprobs import CHUNK_ELEMENTS
 from forge.rl.model.policy import TreePolicy
 from forge.rl.mtp.heads import MtpHeads
@@ -63,8 +63,10 @@ class _Rows:
 class MtpTraining:
     """The heads of one policy."""
 
-    def __init__(self, policy: TreePolicy, config: MtpConfig) -> None:
+    def __init__(self, policy: TreePolicy, config: MtpConfig, optimizer: OptimizerConfig) -> None:
+        """`optimizer` has the constants of AdamW, and the bound on the norm of the gradient."""
         self.config = config
+        self._grad_clip = optimizer.grad_clip
         self._policy = policy
         self._embedding: torch.nn.Embedding = policy.model.get_input_embeddings()
         channels = policy.model.config.get_text_config(decoder=True).hidden_size
@@ -75,7 +77,7 @@ class MtpTraining:
             ).to(policy.device)
         self._states = policy.states = TreeStates()
         self._optimizer = torch.optim.AdamW(
-            self.heads.parameters(), betas=config.betas, weight_decay=0.0, fused=True
+            self.heads.parameters(), betas=optimizer.betas, weight_decay=0.0, fused=True
         )
         self._totals_KN = torch.zeros(0)
 
@@ -189,7 +191,7 @@ class MtpTraining:
     def step(self, rate_share: float) -> None:
         """Update the heads, unless their gradient is not finite; at that share of the rate."""
         parameters = list(self.heads.parameters())
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip))
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._grad_clip))
         if math.isfinite(norm):
             for group in self._optimizer.param_groups:
                 group["lr"] = self.config.learning_rate * rate_share

@@ -282,7 +282,7 @@ class Training(Actor):
         return step, str(await (await self._begin_save(step)))
 
     async def _save_if_due(self, step: int) -> None:
-        if step - self._record.checkpoint_step < self._config.checkpoint_every_steps:
+        if step - self._record.checkpoint_step < self._config.checkpoint.every_steps:
             return
         # One at a time: two copies of everything in host memory are enough.
         if self._saving is None or self._saving.done():

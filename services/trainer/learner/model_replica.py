@@ -131,9 +131,9 @@ class Replica:
     def _start_over(self) -> None:
         torch.manual_seed(self._config.seed)
         model = load_model(self._model_path, device=self._device)
-        lora = self._config.lora()
+        lora = self._config.lora
         self._trainee = (
-            LoraTrainee(model, lora, model_path=self._model_path) if lora else Trainee(model)
+            LoraTrainee(model, lora, model_path=self._model_path) if lora.rank else Trainee(model)
         )
         if self._config.recompute_activations:
             recompute(model)
@@ -160,7 +160,7 @@ class Replica:
 
     def _reference(self, policy: TreePolicy) -> Reference | None:
         """A frozen copy of the model, but for adapters on it: their base is there already."""
-        if not self._config.kl_coef:
+        if not self._config.objective.kl_coef:
             return None
         path = Path(self._config.reference_path or self._model_path)
         if isinstance(self._trainee, LoraTrainee) and path == self._model_path:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from forge.core.errors import ConfigError, InvalidArgument, NotFound
 from forge.rl.model.shapes import difference
 
-OWN_DIRECTORY = "Give the run a checkpoint_dir of its own, or the settings it began with."
+OWN_DIRECTORY = "Give the run a checkpoint.dir of its own, or the settings it began with."
 """What to do about a checkpoint of something else."""
 
 

@@ -73,7 +73,7 @@ class LoraTrainee(Trainee):
         alpha = json.loads((source.parent / _CONFIG_FILE).read_text(encoding="utf-8"))["lora_alpha"]
         if alpha != self._alpha:
             raise ConfigError(
-                f"{source} has adapters of lora_alpha = {alpha}, which is {self._alpha} in this "
+                f"{source} has adapters of lora.alpha = {alpha}, which is {self._alpha} in this "
                 f"run. {OWN_DIRECTORY}"
             )
 
@@ -122,7 +122,7 @@ def _inject(model: Any, settings: LoraSettings, model_path: Path) -> str:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(
-            f"lora_rank = {settings.rank} needs the package peft: pip install 'forge-rl[lora]'"
+            f"lora.rank = {settings.rank} needs the package peft: pip install 'forge-rl[lora]'"
         ) from error
     targets = list(settings.targets)
     config = LoraConfig(
@@ -137,10 +137,10 @@ def _inject(model: Any, settings: LoraSettings, model_path: Path) -> str:
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
-        raise ConfigError(f"lora_targets = {targets}: {error}") from error
+        raise ConfigError(f"lora.targets = {targets}: {error}") from error
     if (model.get_output_embeddings(), model.get_input_embeddings()) != (head, embedding):
         raise ConfigError(
-            f"lora_targets = {targets} is not allowed: embedding and head are trained without "
+            f"lora.targets = {targets} is not allowed: embedding and head are trained without "
             "adapters or not at all"
         )
     described = {

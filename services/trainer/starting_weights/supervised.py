@@ -27,9 +27,8 @@ from transformers.utils import logging as transformers_logging
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import TOKEN_BYTES
-from forge.rl.config import OPTIMIZERS, LearnerConfig, OptimizerConfig
+from forge.rl.config import OPTIMIZERS, LearnerConfig, ObjectiveConfig, OptimizerConfig
 from forge.rl.learner.learner import Learner
-from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy
 from services.trainer.checkpoint.files import write_model
@@ -156,11 +155,13 @@ def warm_start(options: argparse.Namespace) -> None:
 def _learner_config(options: argparse.Namespace, updates: int) -> LearnerConfig:
     # With advantages of 1 the plain policy gradient is that of the negative log-likelihood.
     return LearnerConfig(
-        learning_rate=options.learning_rate,
-        warmup_steps=max(1, updates // 30),
-        schedule="cosine",
+        optimizer=OptimizerConfig(
+            name=options.optimizer,
+            learning_rate=options.learning_rate,
+            learning_rate_schedule="cosine",
+            warmup_steps=max(1, updates // 30),
+        ),
         total_updates=updates,
-        optimizer=OptimizerConfig(name=options.optimizer),
         objective=ObjectiveConfig(algorithm="reinforce"),
         token_budget=options.token_budget,
     )

@@ -64,17 +64,18 @@ async def test_the_trainer_gets_the_held_out_tasks_of_the_run(
     preset = preset_of(options, state)
     settings = plan_of(options, directory, state, preset).settings["trainer"]
     assert {key: value for key, value in settings.items() if key.startswith("eval")} == {
-        "eval_tasks": str(directory.eval_tasks),
-        "eval_every_steps": "15",
-        "eval_at_end": "false",
+        "evaluation.tasks": str(directory.eval_tasks),
+        "evaluation.every_steps": "15",
+        "evaluation.at_end": "false",
     }
     tasks = read_tasks(directory.eval_tasks, DEFAULTS)
     domains = preset_for("tiny").domains
     assert sorted(task.domain for task in tasks) == sorted([*domains] * 3)
     assert {task.group_size for task in tasks} == {preset.eval_attempts}
 
-    own = options_of(tmp_path, eval_every_steps=15, settings={"trainer": {"eval_at_end": "true"}})
-    assert plan_of(own, directory, state, preset).settings["trainer"]["eval_at_end"] == "true"
+    at_end = {"trainer": {"evaluation.at_end": "true"}}
+    own = options_of(tmp_path, eval_every_steps=15, settings=at_end)
+    assert plan_of(own, directory, state, preset).settings["trainer"]["evaluation.at_end"] == "true"
     plain = plan_of(options_of(tmp_path), directory, state, preset).settings["trainer"]
     assert not any(key.startswith("eval") for key in plain)
 
@@ -83,8 +84,10 @@ async def test_a_number_of_steps_without_tasks_is_refused_before_anything_starts
     tmp_path: Path,
 ) -> None:
     """In the trainer's words."""
-    options = options_of(tmp_path, settings={"trainer": {"eval_every_steps": "5"}})
-    with pytest.raises(InvalidArgument, match="eval_every_steps = 5 is not allowed without"):
+    options = options_of(tmp_path, settings={"trainer": {"evaluation.every_steps": "5"}})
+    with pytest.raises(
+        InvalidArgument, match=r"evaluation\.every_steps = 5 is not allowed without"
+    ):
         await open_run(options, RunDirectory(tmp_path / "run"))
 
 

@@ -67,11 +67,13 @@ def test_run_in_any_mode_sets_nothing_that_the_mode_ignores(mode: str | None) ->
 
 def test_overrides_name_service_and_key() -> None:
     """`--set` words become settings; later layers win key by key."""
-    words = ["trainer.learning-rate=1e-4", "pool.shard=a=b"]
+    words = ["trainer.optimizer.learning-rate=1e-4", "pool.shard=a=b"]
     settings = parse_overrides(words)
-    assert settings == {"trainer": {"learning_rate": "1e-4"}, "pool": {"shard": "a=b"}}
-    assert merged({"trainer": {"learning_rate": "1", "seed": "2"}}, settings)["trainer"] == {
-        "learning_rate": "1e-4",
+    assert settings == {"trainer": {"optimizer.learning_rate": "1e-4"}, "pool": {"shard": "a=b"}}
+    assert merged({"trainer": {"optimizer.learning_rate": "1", "seed": "2"}}, settings)[
+        "trainer"
+    ] == {
+        "optimizer.learning_rate": "1e-4",
         "seed": "2",
     }
 

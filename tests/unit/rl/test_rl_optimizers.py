@@ -20,7 +20,8 @@ from tests.support.rl_models import make_sample, tiny_model
 def learner(name: OptimizerName, **constants: Any) -> Learner:
     if name == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
-    config = LearnerConfig(learning_rate=1e-2, optimizer=OptimizerConfig(name=name, **constants))
+    optimizer = OptimizerConfig(name=name, learning_rate=1e-2, **constants)
+    config = LearnerConfig(optimizer=optimizer)
     return Learner(TreePolicy(tiny_model("qwen3", torch.float32)), config)
 
 
@@ -59,7 +60,7 @@ def test_constants_are_those_of_the_run_that_goes_on(name: OptimizerName) -> Non
     """A setting changed between two runs is heard: the checkpoint has moments, not constants."""
     one = learner(name)
     step(one)
-    other = learner(name, betas=(0.5, 0.6), weight_decay=0.25, muon_momentum=0.3)
+    other = learner(name, adam_beta1=0.5, adam_beta2=0.6, weight_decay=0.25, muon_momentum=0.3)
     other.load_state_dict(one.state_dict())
     groups = [group for part in other._optimizer._parts for group in part.param_groups]
     assert {group["betas"] for group in groups if "betas" in group} == {(0.5, 0.6)}
@@ -76,7 +77,7 @@ def test_no_memory_for_the_state_is_a_setting_to_change(monkeypatch: pytest.Monk
     fresh, going = learner("adamw"), learner("adamw")
     step(going)
     monkeypatch.setattr(torch.optim.AdamW, "step", short)
-    with pytest.raises(ConfigError, match=r"optimizer = 'adamw': .*2\.00 GiB.*adamw_8bit"):
+    with pytest.raises(ConfigError, match=r"optimizer.name = 'adamw': .*2\.00 GiB.*adamw_8bit"):
         step(fresh)
     with pytest.raises(torch.OutOfMemoryError):
         step(going)
@@ -84,7 +85,7 @@ def test_no_memory_for_the_state_is_a_setting_to_change(monkeypatch: pytest.Monk
 
 def test_the_state_of_another_optimizer_is_refused() -> None:
     """Both are named."""
-    with pytest.raises(InvalidArgument, match=r"'adamw' cannot go on.*'muon'"):
+    with pytest.raises(InvalidArgument, match=r"'adamw' cannot continue.*'muon'"):
         learner("adamw").load_state_dict(learner("muon").state_dict())
 
 

@@ -11,8 +11,9 @@ import torch
 from forge.core.credit.advantages import AdvantageRules
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.algorithms import PRESETS
+from forge.rl.config import Correction, ObjectiveConfig
 from forge.rl.learner.batch_plan import plan_batch
-from forge.rl.losses import Objective, ObjectiveConfig
+from forge.rl.losses import Objective
 from forge.runtime.config import load, to_toml
 from services.trainer.actors.learner import LearnerActor, Step
 from services.trainer.checkpoint.store import CheckpointStore
@@ -27,7 +28,7 @@ def configured(*argv: str) -> TrainerConfig:
 def test_the_defaults_are_cispo_with_the_group_mean() -> None:
     """Nothing set is the published algorithm, uncorrected."""
     config = configured()
-    assert config.objective() == ObjectiveConfig()
+    assert (config.objective, config.correction) == (ObjectiveConfig(), Correction())
     assert config.credit_rules().advantages == AdvantageRules()
     assert config.learner().passes == 1
 
@@ -35,8 +36,8 @@ def test_the_defaults_are_cispo_with_the_group_mean() -> None:
 @pytest.mark.parametrize("algorithm", PRESETS)
 def test_an_algorithm_brings_its_own_baseline_and_bounds(algorithm: str) -> None:
     """`auto` and 0 stand for the preset's values."""
-    config, own = configured("--algorithm", algorithm), PRESETS[algorithm]
-    objective = Objective(config.objective())
+    config, own = configured("--objective.algorithm", algorithm), PRESETS[algorithm]
+    objective = Objective(config.objective, config.correction)
     assert (objective.clip_low, objective.clip_high) == (own.clip_low, own.clip_high)
     assert objective.normalization == own.normalization
     rules = config.credit_rules().advantages
@@ -46,11 +47,12 @@ def test_an_algorithm_brings_its_own_baseline_and_bounds(algorithm: str) -> None
 def test_what_is_set_is_stronger_than_the_algorithm() -> None:
     """Baseline, spread, bounds and normalization can each be chosen."""
     config = configured(
-        *("--algorithm", "grpo", "--clip-high", "0.28", "--normalization", "token"),
-        *("--baseline", "leave_one_out", "--normalize-std", "batch"),
-        *("--domain-weights", "code=2,qa=0.5", "--mask-ratio-high", "4"),
+        *("--objective.algorithm=grpo", "--objective.clip-high=0.28"),
+        "--objective.normalization=token",
+        *("--advantages.baseline=leave_one_out", "--advantages.normalize-std=batch"),
+        *("--advantages.domain-weights=code=2,qa=0.5", "--correction.mask-ratio-high=4"),
     )
-    objective = Objective(config.objective())
+    objective = Objective(config.objective, config.correction)
     assert (objective.clip_low, objective.clip_high, objective.normalization) == (
         0.2,
         0.28,
@@ -59,41 +61,68 @@ def test_what_is_set_is_stronger_than_the_algorithm() -> None:
     assert config.credit_rules().advantages == AdvantageRules(
         baseline="leave_one_out", spread="batch", domain_weights={"code": 2.0, "qa": 0.5}
     )
-    assert config.objective().correction.mask_ratio_high == 4.0
+    assert config.correction.mask_ratio_high == 4.0
 
 
 def test_a_loss_of_ones_own_is_found_at_start() -> None:
     """With the options it takes, and only with those."""
-    custom = ("--algorithm", "examples.custom_loss:sapo", "--loss-options")
-    assert configured(*custom, "positive=2").objective().loss_options == {"positive": 2.0}
+    custom = "--objective.algorithm=examples.custom_loss:sapo"
+    config = configured(custom, "--objective.loss-options=positive=2")
+    assert config.objective.loss_options == {"positive": 2.0}
     with pytest.raises(ConfigError, match="heat"):
-        configured(*custom, "heat=2")
+        configured(custom, "--objective.loss-options=heat=2")
+
+
+PPO = "--objective.algorithm=ppo"
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("--algorithm", "gpro"), "algorithm = 'gpro' is not allowed: one of cispo, grpo"),
-        (("--clip-high", "0.2"), "clip_high = 0.2 is not allowed: .*cispo does not clip"),
-        (("--weight-cap", "2"), "weight_cap = 2.0 .*old_logprobs"),
-        (("--normalization", "mean"), "normalization = 'mean' .*one of auto, token"),
-        (("--kl-coef", "-1"), "kl_coef = '-1' .*at least 0"),
-        (("--baseline", "batch_mean", "--drop-flat-groups"), "drop_flat_groups = True"),
-        (("--algorithm", "ppo", "--baseline", "group_mean"), "baseline = group_mean .*= ppo"),
-        (("--algorithm", "ppo", "--normalize-std", "batch"), "normalize_std = batch .*= ppo"),
-        (("--domain-weights", "code=-1"), "domain_weights = 'code=-1'"),
-        (("--learning-rate-schedule", "linear"), "learning_rate_schedule = linear .*max_steps = 0"),
-        (("--eval-every-steps", "5"), "eval_every_steps = 5 is not allowed without eval_tasks"),
-        (("--eval-at-start",), "eval_at_start = True is not allowed without eval_tasks"),
+        ("--objective.algorithm=gpro", "objective.algorithm = 'gpro' is not .* one of cispo, grpo"),
+        ("--objective.clip-high=0.2", "objective.clip_high = 0.2 .*cispo does not clip"),
+        ("--correction.weight-cap=2", "correction.weight_cap = 2.0 .*objective.old_logprobs"),
+        ("--objective.normalization=mean", "normalization = 'mean' .*one of auto, token"),
+        ("--objective.kl-coef=-1", "objective.kl_coef = '-1' .*at least 0"),
+        ("--advantages.baseline=none --advantages.drop-flat-groups", "drop_flat_groups = True"),
+        (f"{PPO} --advantages.baseline=group_mean", "advantages.baseline = group_mean .*= ppo"),
+        (f"{PPO} --advantages.normalize-std=batch", "advantages.normalize_std = batch .*= ppo"),
+        ("--advantages.domain-weights=code=-1", "domain_weights = 'code=-1'"),
+        ("--optimizer.learning-rate-schedule=linear", "schedule = linear .*max_steps = 0"),
+        ("--evaluation.every-steps=5", "evaluation.every_steps = 5 .*without evaluation.tasks"),
+        ("--evaluation.at-start", "evaluation.at_start = True .*without evaluation.tasks"),
     ],
 )
-def test_a_wrong_setting_is_one_line_with_name_and_value(
-    argv: tuple[str, ...], message: str
-) -> None:
+def test_a_wrong_setting_is_one_line_with_name_and_value(argv: str, message: str) -> None:
     """Before anything is loaded or waited for."""
     with pytest.raises(ConfigError, match=message) as caught:
-        configured(*argv)
+        configured(*argv.split())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("optimizer", "optimizer.name"),
+        ("learning_rate", "optimizer.learning_rate"),
+        ("mtp_learning_rate", "mtp.learning_rate"),
+        ("lora_alpha", "lora.alpha"),
+        ("alpha", "rewards.alpha"),
+        ("eval_tasks", "evaluation.tasks"),
+        ("checkpoint_dir", "checkpoint.dir"),
+    ],
+)
+def test_setting_that_was_once_flat_names_its_table(name: str, key: str, tmp_path: Path) -> None:
+    """As a flag, as a variable and in a file; none of them is ignored."""
+    file = tmp_path / "trainer.toml"
+    file.write_text(f'{name} = "1"\n')
+    for argv, environ in (
+        ([f"--{name.replace('_', '-')}=1"], {}),
+        ([], {f"FORGE_{name.upper()}": "1"}),
+        (["--config", str(file)], {}),
+    ):
+        with pytest.raises(ConfigError, match=rf"no setting {name} = '1'; did you mean {key} \("):
+            load(TrainerConfig, service="trainer", argv=argv, environ=environ)
 
 
 def test_experts_are_balanced_as_the_setting_says(tmp_path: Path) -> None:
@@ -104,7 +133,7 @@ def test_experts_are_balanced_as_the_setting_says(tmp_path: Path) -> None:
     losses = {}
     for coef in ("0", "0.1", "0.2"):
         config = configured(
-            *("--model-path", str(tmp_path / "model"), "--torch-threads", "1"),
+            *("--model-path", str(tmp_path / "model"), "--torch-threads=1"),
             *("--balance-coef", coef),
         )
         actor = LearnerActor(config, CheckpointStore(tmp_path / coef))
@@ -117,14 +146,14 @@ def test_experts_are_balanced_as_the_setting_says(tmp_path: Path) -> None:
 def test_a_dense_model_has_nothing_to_balance(tmp_path: Path) -> None:
     """The setting and the type of the model are named."""
     tiny_model("qwen3", torch.float32).save_pretrained(tmp_path)
-    config = configured("--model-path", str(tmp_path), "--balance-coef", "0.1")
+    config = configured("--model-path", str(tmp_path), "--balance-coef=0.1")
     with pytest.raises(InvalidArgument, match=r"balance_coef = 0\.1 .*'qwen3' has no experts"):
         LearnerActor(config, CheckpointStore(tmp_path / "checkpoints")).started()
 
 
 def test_printed_settings_read_back(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """`--print-config` of an algorithm is a file that gives the same."""
-    config = configured("--algorithm", "gspo", "--domain-weights", "code=2")
+    config = configured("--objective.algorithm=gspo", "--advantages.domain-weights=code=2")
     file = tmp_path / "trainer.toml"
     file.write_text(to_toml(config))
     assert configured("--config", str(file)) == config

@@ -9,7 +9,8 @@ import structlog
 
 from forge.core.errors import ConfigError, InvalidArgument, Unavailable
 from forge.v1 import common_pb2
-from services.trainer.evaluation import Evaluator, Timetable, run_id_in
+from services.trainer.config import EvaluationSettings
+from services.trainer.evaluation import Evaluator, run_id_in
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.sinks import scalars
 from tests.support.evaluations import Run, System, held_out
@@ -174,7 +175,8 @@ async def test_another_run_and_another_file_have_names_of_their_own(system: Syst
             system,  # type: ignore[arg-type]
             TrainingRecord(max_steps=1, metrics_file=""),
             tasks=held_out(*domains),
-            timetable=Timetable(every_steps=1, at_start=False, at_end=False, max_steps=0),
+            settings=EvaluationSettings(every_steps=1, at_end=False),
+            max_steps=0,
             run_id=run_id,
         )
         tags.add(evaluator.tag(1))

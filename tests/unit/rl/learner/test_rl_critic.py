@@ -15,10 +15,9 @@ from torch import Tensor
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes
-from forge.rl.config import CriticConfig, LearnerConfig
+from forge.rl.config import CriticConfig, LearnerConfig, ObjectiveConfig, OptimizerConfig
 from forge.rl.learner.critic import Credit, Critic, critic_stats, gae
 from forge.rl.learner.learner import Learner
-from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
 from tests.support.rl_models import (
     Gradient,
@@ -180,7 +179,7 @@ def learner_of(one: Learner) -> Learner:
 
 def test_values_learn_and_are_saved_with_the_learner() -> None:
     """What a state is worth is learned, and a restored learner takes the same step."""
-    settings: dict[str, Any] = {"learning_rate": 1e-2}
+    settings: dict[str, Any] = {"optimizer": OptimizerConfig(learning_rate=1e-2)}
     one, other = learner(1000, **settings), learner(1000, **settings)
     samples = forked(Random(5))
     results = [one.step(one.plan(samples), weight_version=1) for _ in range(30)]
@@ -196,7 +195,7 @@ def test_values_learn_and_are_saved_with_the_learner() -> None:
 def test_a_checkpoint_without_a_critic_is_refused() -> None:
     """Values from nowhere would be noise in every advantage."""
     plain = Learner(TreePolicy(tiny_model("qwen3", torch.float64)), LearnerConfig())
-    with pytest.raises(InvalidArgument, match="'ppo' cannot go on from a checkpoint without"):
+    with pytest.raises(InvalidArgument, match="'ppo' cannot continue from a checkpoint without"):
         learner(1000).load_state_dict(plain.state_dict())
 
 

@@ -20,7 +20,7 @@ from transformers import (
 
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes
-from forge.rl.config import LearnerConfig, Schedule
+from forge.rl.config import LearnerConfig, OptimizerConfig, Schedule
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy
@@ -37,9 +37,10 @@ SMALL = {
 }
 
 
-def learner(**settings: float) -> Learner:
-    config = replace(LearnerConfig(learning_rate=1e-2), **settings)
-    return Learner(TreePolicy(tiny_model("qwen3", torch.float32)), config)
+def learner(*, warmup_steps: int = 0) -> Learner:
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=warmup_steps)
+    model = tiny_model("qwen3", torch.float32)
+    return Learner(TreePolicy(model), LearnerConfig(optimizer=optimizer))
 
 
 def samples() -> list[Sample]:
@@ -160,7 +161,8 @@ def test_the_learning_rate_warms_up_linearly() -> None:
 )
 def test_the_learning_rate_follows_its_schedule(schedule: Schedule, rates: list[float]) -> None:
     """After the warm-up it falls to a tenth at the last update, and stays there."""
-    config = LearnerConfig(learning_rate=1.0, warmup_steps=2, schedule=schedule, total_updates=4)
+    optimizer = OptimizerConfig(learning_rate=1.0, warmup_steps=2, learning_rate_schedule=schedule)
+    config = LearnerConfig(optimizer=optimizer, total_updates=4)
     assert [config.rate(update) for update in range(6)] == pytest.approx(rates, rel=1e-5)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forge.core.prefix_tree import Sample
-from forge.rl.config import LearnerConfig
+from forge.rl.config import LearnerConfig, OptimizerConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from tests.support.rl_models import make_sample, tiny_model
@@ -18,7 +18,8 @@ from tests.support.short_memory import NO_MACHINE_HAS, memory_for
 
 
 def learner(budget: int, **settings: Any) -> Learner:
-    config = LearnerConfig(learning_rate=1e-2, token_budget=budget, token_budget_floor=8)
+    optimizer = OptimizerConfig(learning_rate=1e-2)
+    config = LearnerConfig(optimizer=optimizer, token_budget=budget, token_budget_floor=8)
     return Learner(TreePolicy(tiny_model("qwen3", torch.float32)), replace(config, **settings))
 
 

@@ -14,16 +14,25 @@ from torch import Tensor
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes
-from forge.rl.config import LearnerConfig
+from forge.rl.config import Correction, LearnerConfig, ObjectiveConfig, OptimizerConfig
 from forge.rl.learner.learner import Learner
-from forge.rl.losses import ObjectiveConfig, TrainedTokens
+from forge.rl.losses import TrainedTokens
 from forge.rl.model.policy import TreePolicy
 from tests.support.rl_models import make_sample, tiny_model
 
 
-def learner(*, passes: int = 1, reference: TreePolicy | None = None, **objective: Any) -> Learner:
+def learner(
+    *,
+    passes: int = 1,
+    reference: TreePolicy | None = None,
+    correction: Correction | None = None,
+    **objective: Any,
+) -> Learner:
     config = LearnerConfig(
-        learning_rate=1e-2, passes=passes, objective=ObjectiveConfig(**objective)
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        passes=passes,
+        objective=ObjectiveConfig(**objective),
+        correction=correction or Correction(),
     )
     return Learner(TreePolicy(tiny_model("qwen3", torch.float32)), config, reference=reference)
 
@@ -102,7 +111,7 @@ def test_a_penalty_without_a_reference_is_refused() -> None:
 def test_staleness_is_counted_from_the_version_stepped_from() -> None:
     """Samples of versions 0 to 4, stepped from 4: those older than two versions are left out."""
     one = learner()
-    masked = learner(correction=replace(ObjectiveConfig().correction, mask_staleness=2))
+    masked = learner(correction=Correction(mask_staleness=2))
     plan = one.plan(rewarded())
     (tree,) = plan.trees
     old = float((tree.versions_T < 2).double().mean())

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forge.core.errors import InvalidArgument
-from forge.rl.config import Correction
+from forge.rl.config import Correction, ObjectiveConfig
 from forge.rl.losses import (
     BatchSize,
     Objective,
-    ObjectiveConfig,
     TokenStats,
     TrainedTokens,
     cispo_loss,
@@ -57,9 +56,13 @@ def gradient(loss_T: Tensor, of: TrainedTokens) -> list[float]:
     return values
 
 
+def objective(*, correction: Correction | None = None, **settings: Any) -> Objective:
+    return Objective(ObjectiveConfig(**settings), correction)
+
+
 def evaluate(one: TrainedTokens, **settings: Any) -> float:
     size = BatchSize(tokens=len(one.logprobs), samples=len(one.lengths))
-    loss = Objective(ObjectiveConfig(**settings)).evaluate(one, size).loss
+    loss = objective(**settings).evaluate(one, size).loss
     return float(loss.detach())
 
 
@@ -204,10 +207,10 @@ def test_a_distant_sample_loses_its_negative_advantages() -> None:
 def test_recomputed_log_probs_move_the_ratio_into_a_capped_weight() -> None:
     """pi = pi_old, mu half and an eighth of it: REINFORCE weighed by 2 and by the cap of 4."""
     one = tokens([1.0, 1.0], [1.0, 1.0], behavior=logs(0.05, 0.0125))
-    config = ObjectiveConfig(
+    capped = objective(
         algorithm="dapo", old_logprobs="recomputed", correction=Correction(weight_cap=4.0)
     )
-    share = Objective(config).evaluate(one, BatchSize(tokens=1, samples=1)).loss
+    share = capped.evaluate(one, BatchSize(tokens=1, samples=1)).loss
     assert gradient(share, one) == pytest.approx([-2.0, -4.0])
 
 
@@ -232,7 +235,7 @@ def test_recomputed_log_probs_move_the_ratio_into_a_capped_weight() -> None:
 def test_what_cannot_be_is_refused_by_name_and_value(settings: Any, message: str) -> None:
     """The message has the field, the value and what is allowed."""
     with pytest.raises(InvalidArgument, match=message):
-        Objective(ObjectiveConfig(**settings))
+        objective(**settings)
 
 
 def test_a_custom_loss_must_give_one_value_per_token() -> None:

@@ -17,9 +17,8 @@ from torch import Tensor
 from benchmarks.support.trl_peer import HAS_TRL, bare_trainer, fuse_head
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes, int32_bytes
-from forge.rl.config import Correction, LearnerConfig
+from forge.rl.config import Correction, LearnerConfig, ObjectiveConfig
 from forge.rl.learner.learner import Learner
-from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
 from tests.support.rl_models import gradients, tiny_model
 
@@ -39,6 +38,7 @@ class Case:
 
     forge: dict[str, Any]
     trl: dict[str, Any]
+    correction: Correction = Correction()  # noqa: RUF009
     capped: float = 0.0
     """Cap of the weights between TRL's old and sampling log-probs; 0: none."""
     shift: float = 0.4
@@ -82,15 +82,14 @@ CASES = {
         reference=True,
     ),
     "truncated_importance_sampling": Case(
-        forge={
-            "algorithm": "dapo", "old_logprobs": "recomputed",
-            "correction": Correction(weight_cap=1.2),
-        },
+        forge={"algorithm": "dapo", "old_logprobs": "recomputed"},
+        correction=Correction(weight_cap=1.2),
         trl={"loss_type": "dapo", **TRL_BOUNDS},
         capped=1.2,
     ),
     "off_policy_mask": Case(
-        forge={"algorithm": "grpo", **BOUNDS, "correction": Correction(mask_kl_max=0.05)},
+        forge={"algorithm": "grpo", **BOUNDS},
+        correction=Correction(mask_kl_max=0.05),
         trl={"loss_type": "grpo", "off_policy_mask_threshold": 0.05, **TRL_BOUNDS},
     ),
     "rloo": Case(
@@ -144,7 +143,7 @@ def of_forge(case: Case, behavior: list[list[float]]) -> tuple[float, dict[str, 
         for answer, logprobs, advantage in zip(ANSWERS, behavior, ADVANTAGES, strict=True)
     ]
     model = tiny_model("qwen3", torch.float32)
-    config = LearnerConfig(objective=ObjectiveConfig(**case.forge))
+    config = LearnerConfig(objective=ObjectiveConfig(**case.forge), correction=case.correction)
     reference = TreePolicy(perturbed()) if case.reference else None
     learner = Learner(TreePolicy(model), config, reference=reference)
     plan = learner.plan(samples)

@@ -6,7 +6,6 @@ import math
 from array import array
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -18,12 +17,18 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, Granite
 from forge.core import prefix_tree
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
-from forge.rl.config import MTP_LOSSES, LearnerConfig
+from forge.rl.config import (
+    MTP_LOSSES,
+    LearnerConfig,
+    MtpConfig,
+    MtpLoss,
+    ObjectiveConfig,
+    OptimizerConfig,
+)
 from forge.rl.learner.learner import Learner
-from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy
-from forge.rl.mtp import MtpConfig, MtpHeads, MtpLoss, training
+from forge.rl.mtp import MtpHeads, training
 from forge.rl.mtp.losses import acceptance, topk_kl, total_variation
 from forge.rl.tree.states import TreeStates
 from tests.support.rl_forests import KINDS, forest
@@ -58,12 +63,16 @@ def test_a_draft_is_rejected_as_often_as_the_total_variation_says() -> None:
     assert float(total_variation(p, q)) == pytest.approx(0.3)
 
 
-def learner(model: Any, budget: int = 1 << 30, **settings: Any) -> Learner:
-    mtp = MtpConfig(**{"heads": HEADS, "top_k": TOP_K, **settings})
-    objective = ObjectiveConfig(ratio_cap=CAP)
-    one = Learner(
-        TreePolicy(model), LearnerConfig(token_budget=budget, objective=objective, mtp=mtp)
+def learner(
+    model: Any, budget: int = 1 << 30, *, optimizer: OptimizerConfig | None = None, **settings: Any
+) -> Learner:
+    config = LearnerConfig(
+        token_budget=budget,
+        optimizer=optimizer or OptimizerConfig(),
+        objective=ObjectiveConfig(ratio_cap=CAP),
+        mtp=MtpConfig(**{"heads": HEADS, "top_k": TOP_K, **settings}),
     )
+    one = Learner(TreePolicy(model), config)
     if one.mtp is not None:
         one.mtp.heads.to(next(model.parameters()).dtype)
     return one
@@ -193,8 +202,8 @@ def test_the_policy_does_not_notice(budget: int) -> None:
         torch.manual_seed(5)
         model = tiny_model("llama", torch.float32)
         torch.manual_seed(5)
-        one = learner(model, budget, heads=heads)
-        one.config = replace(one.config, grad_clip=1e-3, learning_rate=1e-2)
+        optimizer = OptimizerConfig(grad_clip=1e-3, learning_rate=1e-2)
+        one = learner(model, budget, optimizer=optimizer, heads=heads)
         one.accumulate(one.plan(samples))
         of = gradients(model)
         one.step(one.plan(samples), weight_version=1)
@@ -211,8 +220,13 @@ def test_heads_learn(loss: MtpLoss) -> None:
     for _ in range(8):
         ids = [rng.randrange(13) for _ in range(24)]
         samples.append(make_sample(ids, (4, 24), rng=rng))
-    one = learner(tiny_model("qwen3", torch.float32), loss=loss, learning_rate=3e-3, top_k=4)
-    one.config = replace(one.config, learning_rate=0.0)
+    one = learner(
+        tiny_model("qwen3", torch.float32),
+        optimizer=OptimizerConfig(learning_rate=0.0),
+        loss=loss,
+        learning_rate=3e-3,
+        top_k=4,
+    )
     plan = one.plan(samples)
     results = [one.step(plan, weight_version=1) for _ in range(60)]
     assert all(not result.skipped for result in results)

@@ -12,7 +12,7 @@ import pytest
 from forge.core.errors import NotFound, Unavailable
 from forge.runtime.actor_system import ActorSystem
 from services.trainer.actors.training import Training
-from services.trainer.config import TrainerConfig
+from services.trainer.config import CheckpointSettings, TrainerConfig
 from services.trainer.reporting.run_clock import RunClock
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.step_metrics import training_yield
@@ -57,7 +57,7 @@ async def process(world: World, folder: Path) -> AsyncIterator[tuple[Run, RunClo
     evaluator: Any = FakeEvaluator(world)
     training = await actors.spawn(
         lambda: Training(
-            TrainerConfig(max_steps=10, checkpoint_every_steps=2),
+            TrainerConfig(max_steps=10, checkpoint=CheckpointSettings(every_steps=2)),
             learner=learner,
             writer=writer,
             source=source,

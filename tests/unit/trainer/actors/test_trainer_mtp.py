@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from forge.core.errors import InvalidArgument
+from forge.rl.config import MtpConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
 from services.inference.engines.base import NamedTensor as Received
@@ -29,7 +30,8 @@ from tests.support.rl_models import make_sample
 
 
 def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActor:
-    settings = {"learning_rate": 1e-3, "mtp_heads": 2, **settings}
+    optimizer = OptimizerConfig(learning_rate=1e-3)
+    settings = {"optimizer": optimizer, "mtp": MtpConfig(heads=2), **settings}
     return started_learner(model_path, checkpoints, **settings)
 
 
@@ -114,7 +116,7 @@ def test_a_new_run_begins_with_the_heads_beside_its_model(model_path: Path, tmp_
     fresh = sent(learner(path, tmp_path / "new"))
     assert heads == {name: one.data for name, one in fresh.items() if name.startswith("mtp.")}
     with pytest.raises(InvalidArgument, match=r"mtp\.1\."):
-        learner(path, tmp_path / "other", mtp_heads=1)
+        learner(path, tmp_path / "other", mtp=MtpConfig(heads=1))
 
 
 def test_loss_and_acceptance_are_told(model_path: Path, tmp_path: Path) -> None:

@@ -10,20 +10,23 @@ import pytest
 import torch
 
 from forge.core.errors import ConfigError
+from forge.rl.config import OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from services.trainer.actors.learner import Step, TakeSnapshot
 from services.trainer.model import placement
+from services.trainer.model.lora import LoraSettings
 from tests.support.learners import started_learner
 from tests.support.rl_models import make_sample
 
-LORA = {"lora_rank": 2, "lora_targets": ("q_proj", "down_proj")}
+LORA = {"lora": LoraSettings(rank=2, targets=("q_proj", "down_proj"))}
 
 
 def after_a_step(
     model_path: Path, folder: Path, **settings: Any
 ) -> tuple[dict[str, torch.Tensor], int]:
     """The weights published then, and how often a layer was computed in it."""
-    actor = started_learner(model_path, folder, learning_rate=1e-2, **settings)
+    optimizer = OptimizerConfig(learning_rate=1e-2)
+    actor = started_learner(model_path, folder, optimizer=optimizer, **settings)
     model = actor._replica._learner.policy.model
     assert not any(one.training for one in model.modules() if isinstance(one, torch.nn.Dropout))
     calls = 0

@@ -16,7 +16,7 @@ from forge.runtime.actor_system import ActorSystem
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.actors.training import Advance, Diverged, SaveCheckpoint, Training
 from services.trainer.checkpoint.store import Checkpoint
-from services.trainer.config import TrainerConfig
+from services.trainer.config import CheckpointSettings, TrainerConfig
 from services.trainer.reporting.run_record import TrainingRecord
 from tests.support.training_world import (
     FakeEvaluator,
@@ -43,7 +43,7 @@ async def run() -> AsyncIterator[Run]:
     evaluator: Any = FakeEvaluator(world)
     training = await actors.spawn(
         lambda: Training(
-            TrainerConfig(max_steps=3, checkpoint_every_steps=2),
+            TrainerConfig(max_steps=3, checkpoint=CheckpointSettings(every_steps=2)),
             learner=learner,
             writer=writer,
             source=source,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from forge.rl.config import ObjectiveConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
 from services.trainer.actors.learner import LearnerActor, Restore, Step
@@ -35,7 +36,7 @@ def step(actor: LearnerActor) -> StepResult:
 
 def test_its_reference_is_not_merged_either(soft_capped: Path, tmp_path: Path) -> None:
     """As the same weights they are as far apart as nothing."""
-    actor = started_learner(soft_capped, tmp_path, kl_coef=0.1)
+    actor = started_learner(soft_capped, tmp_path, objective=ObjectiveConfig(kl_coef=0.1))
     assert step(actor).stats.reference_kl == pytest.approx(0.0, abs=1e-6)
 
 

@@ -13,26 +13,33 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from forge.core.errors import DataLoss
+from forge.rl.config import MtpConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.model.lora import LoraSettings
 from services.trainer.weight_publisher import Publisher, WeightServicer
 from tests.support.learners import started_learner
 from tests.support.published_weights import FakeRegister, fetch
 from tests.support.rl_models import make_sample
 
-LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lora_targets": ("q_proj", "down_proj")}
+LORA = LoraSettings(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
 WAYS = [
     pytest.param({"publish_dtype": dtype, **way}, id=f"{dtype}-{name}")
     for dtype in ("float32", "bfloat16", "float16")
-    for name, way in (("full", {}), ("lora", LORA), ("heads", {"mtp_heads": 1}))
+    for name, way in (
+        ("full", {}),
+        ("lora", {"lora": LORA}),
+        ("heads", {"mtp": MtpConfig(heads=1)}),
+    )
 ]
 
 
 def learner(model_path: Path, checkpoints: Path, settings: dict[str, Any]) -> LearnerActor:
-    return started_learner(model_path, checkpoints, learning_rate=1e-3, **settings)
+    optimizer = OptimizerConfig(learning_rate=1e-3)
+    return started_learner(model_path, checkpoints, optimizer=optimizer, **settings)
 
 
 def take_step(actor: LearnerActor) -> StepResult:

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from forge.core.errors import ConfigError
+from forge.rl.config import MtpConfig, ObjectiveConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from services.trainer.actors.learner import Capture, Restore, Step
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.model.lora import LoraSettings
 from tests.support.learners import started_learner
 from tests.support.rl_models import make_sample, tiny_model
 
@@ -22,7 +24,7 @@ from tests.support.rl_models import make_sample, tiny_model
 @pytest.fixture
 def checkpoints(model_path: Path, tmp_path: Path) -> Path:
     """Of one step with AdamW, and heads."""
-    actor = started_learner(model_path, tmp_path, mtp_heads=1)
+    actor = started_learner(model_path, tmp_path, mtp=MtpConfig(heads=1))
     samples = [make_sample([1, 2, 3, n], (3, 4), rng=Random(n)) for n in range(4)]
     plan = plan_batch(samples, token_budget=64, channels=32)
     assert not actor.receive(Step(plan=plan, weight_version=1)).skipped
@@ -35,10 +37,16 @@ def checkpoints(model_path: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"optimizer": "muon"}, r"learner.pt: optimizer = 'muon' cannot go on .* 'adamw'"),
-        ({"algorithm": "ppo"}, r"learner.pt: algorithm = 'ppo' cannot .* without a critic"),
-        ({"mtp_heads": 2}, r"learner.pt: MTP heads do not fit: mtp\.1\."),
-        ({"lora_rank": 2}, r"holds no adapter_model.safetensors: .* all weights trained"),
+        (
+            {"optimizer": OptimizerConfig(name="muon")},
+            r"learner.pt: optimizer.name = 'muon' cannot continue .* 'adamw'",
+        ),
+        (
+            {"objective": ObjectiveConfig(algorithm="ppo")},
+            r"learner.pt: objective.algorithm = 'ppo' cannot .* without a critic",
+        ),
+        ({"mtp": MtpConfig(heads=2)}, r"learner.pt: MTP heads do not fit: mtp\.1\."),
+        ({"lora": LoraSettings(rank=2)}, r"holds no adapter_model.safe.*: .* all weights trained"),
     ],
 )
 def test_other_settings_are_told(

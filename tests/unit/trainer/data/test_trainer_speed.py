@@ -27,7 +27,7 @@ BASELINE_S = 2.0
 
 
 def rules_of(algorithm: str, *options: str) -> CreditRules:
-    argv = ["--algorithm", algorithm, *options]
+    argv = ["--objective.algorithm", algorithm, *options]
     return load(TrainerConfig, service="trainer", argv=argv, environ={}).credit_rules()
 
 
@@ -53,7 +53,12 @@ def timed(
 
 def credit(*group: pb.Trajectory, baseline_s: float = 4.0) -> BatchSamples:
     """With a speed step of a hundredth, an advantage of as many hundredths as the speeds differ."""
-    rules = rules_of("cispo", "--beta", "1", "--speed-step", "0.01", "--nominal-tokens-per-s", "10")
+    rules = rules_of(
+        "cispo",
+        "--rewards.beta=1",
+        "--rewards.speed-step=0.01",
+        "--nominal-tokens-per-s=10",
+    )
     return build_samples([group], rules, baselines_s={"code": baseline_s})
 
 
@@ -74,7 +79,7 @@ def test_50_us_of_tool_time_are_no_advantage(algorithm: str) -> None:
 def test_a_group_that_differs_in_speed_alone_is_flat(algorithm: str) -> None:
     """With drop_flat_groups nothing of it is trained."""
     group = [told(1, seconds) for seconds in (1.0, 2.0, 4.0, 9.0)]
-    batch = build_samples([group], rules_of(algorithm, "--drop-flat-groups"))
+    batch = build_samples([group], rules_of(algorithm, "--advantages.drop-flat-groups"))
     assert (batch.flat_groups, batch.samples) == (1, ())
 
 
@@ -94,7 +99,7 @@ def test_speed_adds_the_same_whatever_the_spread_of_outcomes(algorithm: str) -> 
 
 def test_speed_is_credited_as_the_last_turns_is() -> None:
     """Discounted towards the first turn; a rollout without turns takes no part."""
-    rules = rules_of("cispo", "--gamma", "0.5", "--beta", "1")
+    rules = rules_of("cispo", "--rewards.gamma=0.5", "--rewards.beta=1")
     fast = trajectory(
         [turn(0, [1], [2]), turn(1, [3], [4], parent=0, prefix=2)],
         [reward(pb.REWARD_KIND_SPEED, 0.75)],
@@ -143,7 +148,7 @@ def test_records_without_times_have_no_speed() -> None:
     batch = credit(old, unclosed, timed([3.9]), timed([11.9]))
     assert advantages(batch) == pytest.approx([0.0, 0.0, 0.12, -0.12])
     assert batch.untimed == 2
-    rules = rules_of("cispo", "--beta", "1")
+    rules = rules_of("cispo", "--rewards.beta=1")
     assert advantages(build_samples([[timed([1.0]), timed([9.0])]], rules)) == [0.0, 0.0]
 
 

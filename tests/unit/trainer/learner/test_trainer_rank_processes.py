@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from forge.core.errors import ConfigError
+from forge.rl.config import MtpConfig, ObjectiveConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
@@ -27,7 +28,12 @@ from tests.support.short_memory import memory_for
 
 
 def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActor:
-    settings = {"learning_rate": 1e-3, "mtp_heads": 1, "token_budget_floor": 16, **settings}
+    settings = {
+        "optimizer": OptimizerConfig(learning_rate=1e-3),
+        "mtp": MtpConfig(heads=1),
+        "token_budget_floor": 16,
+        **settings,
+    }
     return started_learner(model_path, checkpoints, **settings)
 
 
@@ -91,10 +97,8 @@ def test_a_rank_that_ends_as_it_begins_is_not_waited_for(
 def test_the_rank_that_failed_is_named_with_its_error(model_path: Path, tmp_path: Path) -> None:
     """Not the closed connection that the others find: that is told as a consequence."""
     log = tmp_path / "log"
-    actor = learner(
-        model_path, tmp_path, ranks=3, algorithm="tests.support.failing_loss:on_rank_1",
-        log_file=str(log),
-    )  # fmt: skip
+    failing = ObjectiveConfig(algorithm="tests.support.failing_loss:on_rank_1")
+    actor = learner(model_path, tmp_path, ranks=3, objective=failing, log_file=str(log))
     said = "rank 1 failed: LookupError: no such loss here"
     with pytest.raises(rank_processes.RankFailed, match=f"^{said}"):
         step(actor, 0)

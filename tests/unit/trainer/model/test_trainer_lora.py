@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,21 +17,25 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from forge.core.errors import ConfigError
+from forge.rl.config import MtpConfig, ObjectiveConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.model.full_weights import load_model
+from services.trainer.model.lora import LoraSettings
 from services.trainer.weight_publisher import Snapshot
 from tests.support.learners import started_learner
 from tests.support.rl_models import make_sample
 
-SETTINGS = {"lora_rank": 4, "lora_alpha": 8.0, "lora_targets": ("q_proj", "down_proj")}
+LORA = LoraSettings(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
 
 
 def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActor:
-    settings = {"learning_rate": 1e-2, **SETTINGS, **settings}
-    return started_learner(model_path, checkpoints, **settings)
+    optimizer = OptimizerConfig(learning_rate=1e-2)
+    return started_learner(
+        model_path, checkpoints, optimizer=optimizer, **{"lora": LORA, **settings}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +127,11 @@ def test_the_reference_is_the_base_without_adapters(
         return load_model(path, **named)
 
     monkeypatch.setattr("services.trainer.learner.model_replica.load_model", counted)
-    settings = {"kl_coef": 0.3, "kl_estimator": "k3", "lora_dropout": dropout, "mtp_heads": 1}
+    settings = {
+        "objective": ObjectiveConfig(kl_coef=0.3, kl_estimator="k3"),
+        "lora": replace(LORA, dropout=dropout),
+        "mtp": MtpConfig(heads=1),
+    }
     shared = learner(model_path, tmp_path / "shared", **settings)
     assert loads == [model_path]
     apart = learner(model_path, tmp_path / "apart", reference_path=str(copied), **settings)
@@ -151,11 +160,11 @@ def test_a_checkpoint_of_something_else_is_refused(
         model.save_pretrained(tmp_path)
         base, settings, told = tmp_path, {}, "adapters of another base model"
     elif other == "alpha":
-        base, settings, told = model_path, {"lora_alpha": 99.0}, "adapters of lora_alpha = .*99.0"
+        base, settings, told = model_path, {"alpha": 99.0}, "adapters of lora.alpha = .*99.0"
     else:
-        base, settings, told = model_path, {"lora_rank": 2}, r"lora_A.weight is \(4, .*\(2, "
-    with pytest.raises(ConfigError, match=rf"adapter_model.safetensors .*{told}.*checkpoint_dir"):
-        learner(base, trained[1].parent, **settings)
+        base, settings, told = model_path, {"rank": 2}, r"lora_A.weight is \(4, .*\(2, "
+    with pytest.raises(ConfigError, match=rf"adapter_model.safetensors .*{told}.*checkpoint.dir"):
+        learner(base, trained[1].parent, lora=replace(LORA, **settings))
 
 
 def test_a_checkpoint_with_adapters_is_none_of_all_weights(
@@ -163,7 +172,7 @@ def test_a_checkpoint_with_adapters_is_none_of_all_weights(
 ) -> None:
     """And it is left where it is: nothing about it is damaged."""
     with pytest.raises(ConfigError, match=r"holds no master\.safetensors: .*LoRA"):
-        learner(model_path, trained[1].parent, lora_rank=0)
+        learner(model_path, trained[1].parent, lora=LoraSettings())
     assert trained[1].is_dir()
 
 
@@ -172,5 +181,5 @@ def test_targets_that_cannot_be_are_one_clear_line(
     model_path: Path, tmp_path: Path, target: str
 ) -> None:
     """The setting and its value are named."""
-    with pytest.raises(ConfigError, match=f"lora_targets = \\['{target}'\\]"):
-        learner(model_path, tmp_path, lora_targets=(target,))
+    with pytest.raises(ConfigError, match=f"lora.targets = \\['{target}'\\]"):
+        learner(model_path, tmp_path, lora=replace(LORA, targets=(target,)))
