@@ -26,6 +26,12 @@ def how_it_ended(returncode: int) -> str:
     return f"was killed by {signal.Signals(-returncode).name}"
 
 
+def killed_from_outside(returncode: int | None) -> bool:
+    """Whether a child that its runner has not killed got SIGKILL: the kernel sends it where the
+    host's memory runs out. A child's own limits end it in other ways."""
+    return returncode == -signal.SIGKILL
+
+
 class Tail:
     """The last bytes of a stream that somebody must read, or its writer would block."""
 

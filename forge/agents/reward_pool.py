@@ -6,7 +6,8 @@ Functions are strangers' code: whatever they do costs the rollout they score, ne
 
 A worker that served others before may die of what those left behind, such as memory. A call that
 fails so is made once more, in a fresh process; everything else is final and raises `RewardError`.
-The attempt has then failed, and is made again as often as the scheduler allows.
+The attempt has then failed, and is made again as often as the scheduler allows. A process that its
+host kills, where memory runs out, raises `ResourceExhausted`: that counts against no task.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from typing import Any, Final
 
 import msgspec
 
-from forge.agents.child import Tail, how_it_ended, kill_group, last_lines
+from forge.agents.child import Tail, how_it_ended, kill_group, killed_from_outside, last_lines
 from forge.agents.environments.base import Reward, Transcript
 from forge.agents.own_time import OutOfTime, within
 from forge.agents.reward_worker import LENGTH_BYTES, framed
 from forge.agents.rewards import RewardTask
-from forge.core.errors import ConfigError, ForgeError
+from forge.core.errors import ConfigError, ForgeError, ResourceExhausted
 from forge.runtime.telemetry import counter, histogram, log
 
 LOAD_S: Final = 120.0
@@ -74,6 +75,14 @@ class _Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class _Died(Exception):
     """The process is gone or makes no sense any more; says how."""
 
+    cause = "died"
+
+
+class _Killed(_Died):
+    """The host killed it."""
+
+    cause = "killed"
+
 
 class _Late(Exception):
     """Its time is up."""
@@ -109,7 +118,8 @@ class RewardPool:
                 raise ConfigError(f"reward_functions: {error}") from None
 
     async def score(self, transcript: Transcript, task: RewardTask) -> list[Reward]:
-        """What the function of the task's domain returned. Raises `RewardError`."""
+        """What the function of the task's domain returned. Raises `RewardError`, and
+        `ResourceExhausted` where the host killed its process."""
         reference = self._functions[task.domain]
         arguments = {"trajectory": _plain(transcript), "task": _plain(task)}
         with _CALLS.time():
@@ -138,16 +148,16 @@ class RewardPool:
         *,
         fresh: bool = False,
     ) -> list[Reward]:
-        """Raises `RewardError`, or `_Spoiled` when a fresh worker may do better."""
+        """Raises what `_failed` makes, or `_Spoiled` when a fresh worker may do better."""
         try:
             answer = await self._answer(worker, reference, arguments)
         except _Died as death:
-            answer = _Answer(call=0, error=str(death), cause="died")
+            answer = _Answer(call=0, error=str(death), cause=death.cause)
         except _Late as lateness:
             answer = _Answer(call=0, error=str(lateness), cause="timeout")
         if not answer.error:
             return answer.rewards
-        if not fresh and answer.cause in ("died", "memory"):
+        if not fresh and answer.cause in ("died", "killed", "memory"):
             raise _Spoiled
         raise self._failed(reference, answer.cause, answer.error, worker)
 
@@ -187,7 +197,7 @@ class RewardPool:
         except OutOfTime:
             raise _Late(f"took over {self._limits.call_s:g} s") from None
 
-    def _failed(self, reference: str, cause: str, text: str, worker: _Worker) -> RewardError:
+    def _failed(self, reference: str, cause: str, text: str, worker: _Worker) -> ForgeError:
         _FAILURES.labels(cause).inc()
         log.warning(
             "reward_function_failed",
@@ -197,7 +207,8 @@ class RewardPool:
             stderr=last_lines(worker.stderr, chars=LOGGED_CHARS),
         )
         # A setting's own message names the function already.
-        return RewardError(text if cause == "setting" else f"reward function {reference}: {text}")
+        text = text if cause == "setting" else f"reward function {reference}: {text}"
+        return ResourceExhausted(text) if cause == "killed" else RewardError(text)
 
 
 class _Worker:
@@ -229,7 +240,7 @@ class _Worker:
             answer = await _exchange(process, framed(body))
         # The last is how uvloop says that the pipe is closed.
         except (asyncio.IncompleteReadError, OSError, RuntimeError):
-            raise _Died(await self._last_words(process)) from None
+            raise await self._death(process) from None
         except (msgspec.MsgspecError, ValueError) as error:
             raise _Died(f"its process answered with garbage: {error}") from None
         if answer.call != self._calls:
@@ -261,7 +272,8 @@ class _Worker:
         self._reading = asyncio.create_task(self._stderr.read(self._process.stderr))
         return self._process
 
-    async def _last_words(self, process: Process) -> str:
+    async def _death(self, process: Process) -> _Died:
+        """How it ended, with its last words; nothing is left of it when this returns."""
         # Before it is killed for good: how it ended by itself is what matters.
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), LAST_WORDS_S)
@@ -270,7 +282,7 @@ class _Worker:
         await self.end()
         words = last_lines(self.stderr, chars=200)
         told = f"; it said: {words[-1]}" if words else ""
-        return f"its process {how}{told}"
+        return (_Killed if killed_from_outside(code) else _Died)(f"its process {how}{told}")
 
 
 async def _exchange(process: Process, frame: bytes) -> _Answer:

@@ -90,6 +90,11 @@ def crashes(trajectory: Transcript, task: RewardTask) -> Components:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def killed(trajectory: Transcript, task: RewardTask) -> Components:
+    """Dies as the kernel makes a process die where the host's memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def spoils(trajectory: Transcript, task: RewardTask) -> float:
     """Leaves something behind that kills `fragile`."""
     global _spoiled

@@ -20,11 +20,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.agents.child import Tail, how_it_ended, kill_group, last_lines
+from forge.agents.child import Tail, how_it_ended, kill_group, killed_from_outside, last_lines
 from forge.agents.environments.base import Episode, Transcript
 from forge.agents.rollout import Rollout
 from forge.client.session import AgentSession
-from forge.core.errors import ConfigError, InvalidArgument
+from forge.core.errors import ConfigError, InvalidArgument, ResourceExhausted
 from forge.runtime.telemetry import log
 
 OUTPUT_BYTES = 64 << 10
@@ -116,13 +116,15 @@ class Command:
     async def _execute(
         self, words: list[str], environment: Mapping[str, str], rollout: Rollout
     ) -> str:
-        """Standard output of the program. Raises `RuntimeError` when it fails."""
+        """Standard output of the program. Raises `RuntimeError` when it fails, `ResourceExhausted`
+        when its host kills it."""
         process = await self._start(words, environment)
         output, errors = Tail(OUTPUT_BYTES), Tail(OUTPUT_BYTES)
-        succeeded = False
+        succeeded = killed = False
         try:
             await _to_the_end(process, output, errors)
             succeeded = process.returncode == 0
+            killed = killed_from_outside(process.returncode)
         finally:
             kill_group(process)
             await process.wait()
@@ -139,7 +141,8 @@ class Command:
         if not succeeded:
             said = " | ".join(last_lines(errors.text, chars=REPORTED_CHARS))
             ended = how_it_ended(process.returncode or 0)
-            raise RuntimeError(f"{words[0]} {ended}: {said or 'nothing on standard error'}")
+            text = f"{words[0]} {ended}: {said or 'nothing on standard error'}"
+            raise ResourceExhausted(text) if killed else RuntimeError(text)
         return output.text
 
     async def _start(self, words: list[str], environment: Mapping[str, str]) -> Process:

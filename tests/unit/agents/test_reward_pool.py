@@ -15,13 +15,13 @@ import pytest_asyncio
 from forge.agents.environments.base import Reward, Transcript
 from forge.agents.reward_pool import RewardError, RewardLimits, RewardPool
 from forge.agents.rewards import RewardTask
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, ResourceExhausted
 from tests.support.forge_run import wait_for_death
 
 MODULE = "tests.support.reward_functions"
 FUNCTIONS = (
     "right", "detailed", "waiting", "arguments", "evaluated", "fails", "leaves", "talks",
-    "own_pid", "hangs", "hangs_with_company", "crashes", "spoils", "fragile", "greedy",
+    "own_pid", "hangs", "hangs_with_company", "crashes", "killed", "spoils", "fragile", "greedy",
     "process_limit", "meddles",
 )  # fmt: skip
 TRANSCRIPT = Transcript(
@@ -180,6 +180,14 @@ async def test_a_crash_is_told_with_its_last_words(own_pool: RewardPool) -> None
     """A dead process is one line: which signal, and what it said last."""
     told = await failure(own_pool, "crashes")
     assert told == "its process was killed by SIGSEGV; it said: about to fall"
+
+
+async def test_a_process_that_its_host_kills_is_no_failure_of_the_function(
+    own_pool: RewardPool,
+) -> None:
+    """The kernel kills something where memory runs out; the function has limits of its own."""
+    with pytest.raises(ResourceExhausted, match="killed: its process was killed by SIGKILL"):
+        await score(own_pool, "killed")
 
 
 async def test_a_process_spoiled_by_another_call_is_replaced(own_pool: RewardPool) -> None:

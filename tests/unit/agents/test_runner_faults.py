@@ -112,6 +112,13 @@ async def test_reward_function_that_fails_is_the_tasks_failure(bench: Bench) -> 
     assert outcome.kind == TASK
 
 
+async def test_process_that_its_host_kills_is_the_hosts_failure(bench: Bench) -> None:
+    """A host without memory has not judged the task."""
+    outcome = await bench.run(lease(), reward="killed")
+    assert outcome.kind == INFRASTRUCTURE
+    assert "killed by SIGKILL" in outcome.error
+
+
 class Time:
     """A clock that goes on by what a wait was to last, and work that ends at some time."""
 

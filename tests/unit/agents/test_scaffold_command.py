@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from forge.agents.scaffolds.command import LOGGED_CHARS, OUTPUT_BYTES, Command, Limits
-from forge.core.errors import ConfigError, InvalidArgument
+from forge.core.errors import ConfigError, InvalidArgument, ResourceExhausted
 from tests.support.agent_tasks import SumEpisode, rollout
 from tests.support.forge_run import wait_for_death
 from tests.support.scripted_gateway import ScriptedGateway, replay, text
@@ -126,6 +126,13 @@ async def test_a_program_that_fails_says_why() -> None:
     """The exit code and the last line of standard error make the error."""
     program = "import sys; print('4'); sys.exit('out of ideas')"
     with pytest.raises(RuntimeError, match="ended with 1: out of ideas"):
+        await answer_of(python(program))
+
+
+async def test_a_program_that_its_host_kills_has_not_failed() -> None:
+    """The kernel kills something where memory runs out; the program has limits of its own."""
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    with pytest.raises(ResourceExhausted, match="was killed by SIGKILL"):
         await answer_of(python(program))
 
 
