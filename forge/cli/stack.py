@@ -91,7 +91,7 @@ def members(plan: StackPlan) -> list[Member]:
 
 
 def check_settings(settings: Settings) -> None:
-    """Have each process read its settings. Raises `InvalidArgument` with what it says of them."""
+    """Have each process read its settings. Raises `InvalidArgument` with the errors of all."""
     readers = {
         name: subprocess.Popen(
             [sys.executable, "-m", PROCESSES[name], "--print-config", *_flags(chosen)],
@@ -99,16 +99,22 @@ def check_settings(settings: Settings) -> None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            # A Ctrl-C is ours alone: what it makes of it is no word on its settings.
+            # A Ctrl-C is for this process alone: in a reader it would look like a refusal.
             start_new_session=True,
         )
         for name, chosen in settings.items()
     }
-    said = {name: reader.communicate()[1] for name, reader in readers.items()}
-    for name, reader in readers.items():
-        if reader.returncode != 0:
-            why = said[name].strip().rpartition("\n")[2].partition(": ")[2]
-            raise InvalidArgument(f"{name} cannot start: {why}")
+    last_lines = {
+        name: reader.communicate()[1].strip().rpartition("\n")[2]
+        for name, reader in readers.items()
+    }
+    refused = [
+        f"{name} cannot start: {last_lines[name].partition(': ')[2]}"
+        for name, reader in readers.items()
+        if reader.returncode != 0
+    ]
+    if refused:
+        raise InvalidArgument("; ".join(refused))
 
 
 class Stack:

@@ -149,7 +149,7 @@ def load(
         config: C = _changed(default, values | flags)
         config.validate()
     except InvalidArgument as error:
-        raise ConfigError(f"{service}: {error}") from error
+        raise ConfigError(str(error)) from error
     if print_only:
         sys.stdout.write(to_toml(config))
         raise SystemExit(0)

@@ -162,7 +162,7 @@ def test_key_without_its_table_names_the_table(
 
 def test_settings_are_checked_together() -> None:
     """The service's own check is part of the reading, whatever source a setting has."""
-    with pytest.raises(ConfigError, match=r"^oven: heat_c = 300\.0 is not .* mode = bottom$"):
+    with pytest.raises(ConfigError, match=r"^heat_c = 300\.0 is not .* mode = bottom$"):
         oven("--heat-c=300", environ={"FORGE_MODE": "bottom"})
 
 

@@ -127,7 +127,7 @@ def test_setting_that_a_mode_ignores_is_refused(argv: str, said: str) -> None:
     """A setting without effect is an error that names it, its value and the mode."""
     with pytest.raises(ConfigError, match=re.escape(said)) as caught:
         configured(argv.replace("--", "--queue."))
-    assert str(caught.value).startswith("scheduler: queue.")
+    assert str(caught.value).startswith("queue.")
 
 
 @pytest.mark.parametrize(
