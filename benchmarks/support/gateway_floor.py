@@ -22,7 +22,8 @@ from forge.runtime.startup import run
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc, pool_pb2_grpc
 from services.gateway.actors.shard_writer import Append, Backlog, ShardWriter
 from services.gateway.pool_client import Pool
-from services.gateway.router.sample_stream import SampleStreams
+from services.gateway.router.router_stream import RouterStreams
+from services.gateway.router.sample_call import SampleCall
 
 PROMPT_IDS = bytes(4 * 400)
 EVENT = b'data: {"choices": [{"index": 0, "delta": {"content": "' + b"word " * 8 + b'"}}]}\n\n'
@@ -54,7 +55,7 @@ class FloorApp:
     async def start(self) -> None:
         context, config = self._context, self._context.config
         routers = context.remote("router", inference_pb2_grpc.InferenceServiceStub)
-        self._streams = SampleStreams(routers)
+        self._streams = RouterStreams(routers)
         pool = Pool(context.remote("pool", pool_pb2_grpc.PoolServiceStub), timeout_s=TIMEOUT_S)
         open_stream = partial(pool.open_append_stream, config.pool_shard)
         backlog = Backlog(pool_shard=config.pool_shard, max_bytes=1 << 30)
@@ -72,7 +73,7 @@ class FloorApp:
 
     async def stop(self) -> None:
         await self._runner.cleanup()
-        await self._streams.close()
+        await self._streams.close_streams()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
@@ -86,18 +87,18 @@ class FloorApp:
             sampling=common_pb2.SamplingParams(max_tokens=_max_tokens(body)),
             stream=True,
         )
-        stream = await self._streams.pick(timeout_s=TIMEOUT_S)
-        answer = stream.begin(asked, timeout_s=TIMEOUT_S)
+        call = SampleCall(self._streams, timeout_s=TIMEOUT_S, retry_for_s=TIMEOUT_S, streamed=True)
+        call.set_request(asked)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         tokens = common_pb2.SampledTokens()
-        while (said := await answer.read()) is not None:
+        while (said := await call.read_response()) is not None:
             tokens = said.tokens
             if said.finish_reason:
                 break
             if not response.prepared:
                 await response.prepare(request)
             await response.write(EVENT)
-        answer.cancel()
+        call.cancel_attempt()
         turn = common_pb2.Turn(
             trajectory_id=f"floor-{number}:0:0",
             parent_turn=-1,

@@ -19,9 +19,9 @@ from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.pool_client import Pool
-from services.gateway.router.sample_stream import SampleStreams
+from services.gateway.router.router_stream import RouterStreams
 from services.gateway.service import FULL_NAME, GatewayServicer
-from services.gateway.sessions import Limits, Sessions
+from services.gateway.sessions import SessionLimits, Sessions
 from services.gateway.turns.run import Turns
 
 KEPT_BYTES = 32 << 20
@@ -58,7 +58,7 @@ class GatewayApp:
         pool = Pool(pools, timeout_s=config.pool_timeout_s)
         self._sessions = sessions = self._make_sessions(config, model, pool)
         routers = self._context.remote("router", inference_pb2_grpc.InferenceServiceStub)
-        self._streams = SampleStreams(routers)
+        self._streams = RouterStreams(routers)
         turns = Turns(
             model,
             sessions,
@@ -91,7 +91,7 @@ class GatewayApp:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await self._http.stop()
-            await self._streams.close()
+            await self._streams.close_streams()
         await self._actors.stop()
 
     def _make_sessions(self, config: GatewayConfig, model: ChatModel, pool: Pool) -> Sessions:
@@ -108,7 +108,7 @@ class GatewayApp:
 
         return Sessions(
             self._actors,
-            limits=Limits(
+            limits=SessionLimits(
                 sessions=config.max_sessions,
                 session_bytes=int(config.max_session_mib * (1 << 20)),
                 calls=config.max_calls,

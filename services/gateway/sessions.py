@@ -72,7 +72,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SessionLimits:
     """Bounds on what is kept and done at once."""
 
     sessions: int
@@ -87,7 +87,7 @@ class Sessions:
         self,
         actors: ActorSystem,
         *,
-        limits: Limits,
+        limits: SessionLimits,
         settings: Callable[[ActorRef, Callable[[str, int], None]], SessionSettings],
         open_stream: Callable[[str], OpenStream],
         clock: Callable[[], float],

@@ -19,13 +19,13 @@ from forge.core.errors import (
 )
 from forge.core.token_columns import int32_array
 from forge.v1 import common_pb2, inference_pb2
-from services.gateway.router.sample_call import SampleCall
-from services.gateway.router.sample_stream import MOST_WAITING, joined
+from services.gateway.router.sample_call import MAX_QUEUED_RESPONSES, join_responses
 from services.inference.router import sample_stream as router_side
 from tests.support.sample_router import (
     WAIT_S,
     Router,
     begin,
+    call_of,
     connected,
     listening,
     request,
@@ -46,11 +46,10 @@ async def test_answers_on_one_stream_do_not_mix() -> None:
 async def test_an_aborted_call_ends_alone() -> None:
     """Its reader gets None, the router stops sampling it, the others come to their end."""
     async with listening() as router, connected(router) as streams:
-        aborted = SampleCall(streams, timeout_s=WAIT_S)
-        await aborted.begin(request(1, 2, name="hold-aborted"), wait_s=WAIT_S)
+        aborted = await begin(streams, request(1, 2, name="hold-aborted"))
         other = await begin(streams, request(3, 4, name="hold-other"))
-        assert await aborted.read() == response(1)
-        reading = asyncio.create_task(aborted.read())
+        assert await aborted.read_response() == response(1)
+        reading = asyncio.create_task(aborted.read_response())
         await asyncio.sleep(0)
         aborted.abort()
         assert await reading is None
@@ -62,10 +61,10 @@ async def test_an_aborted_call_ends_alone() -> None:
 async def test_a_call_that_was_aborted_before_it_began_is_not_sent() -> None:
     """A session that closes meanwhile asks no router."""
     async with listening() as router, connected(router) as streams:
-        call = SampleCall(streams, timeout_s=WAIT_S)
+        call = call_of(streams)
+        call.set_request(request(1, name="hold"))
         call.abort()
-        await call.begin(request(1, name="hold"), wait_s=WAIT_S)
-        assert await call.read() is None
+        assert await call.read_response() is None
         assert await rest(await begin(streams, request(2))) == [2]
         assert not router.left
 
@@ -75,11 +74,11 @@ async def test_the_death_of_a_router_is_unavailable_for_each_call() -> None:
     async with listening() as dying, connected(dying) as streams, listening() as second:
         answers = [await begin(streams, request(n, n, name=f"hold-{n}")) for n in range(3)]
         for number, answer in enumerate(answers):
-            assert await answer.read() == response(number)
+            assert await answer.read_response() == response(number)
         await dying.server.stop(None)
         for answer in answers:
             with pytest.raises(Unavailable):
-                await answer.read()
+                await answer.read_response()
         cast(Any, streams)._remote.routers.append(second)
         assert await rest(await begin(streams, request(5))) == [5]
 
@@ -90,7 +89,7 @@ async def test_nobody_at_the_address_is_unavailable() -> None:
         await router.server.stop(None)
         answer = await begin(streams, request(1))
         with pytest.raises(Unavailable):
-            await answer.read()
+            await answer.read_response()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ async def test_an_error_is_its_calls_alone(
         other = await begin(streams, request(1, 2, name="hold"))
         answer = await begin(streams, request(1, name=name))
         with pytest.raises(error, match=message) as caught:
-            await answer.read()
+            await answer.read_response()
         assert type(caught.value) is error
         assert caught.value.retry_after_s == (1.5 if name == "busy" else None)
         router.go_on.set()
@@ -173,12 +172,12 @@ async def test_a_slow_reader_holds_nobody() -> None:
         assert await rest(await begin(streams, request(1, 2))) == [1, 2]
         while not cast(Any, slow)._ended:
             assert await rest(await begin(streams, request(3))) == [3]
-        assert len(cast(Any, slow)._responses) <= MOST_WAITING
-        whole = await slow.read()
+        assert len(cast(Any, slow)._responses) <= MAX_QUEUED_RESPONSES
+        whole = await slow.read_response()
         assert whole is not None
         assert list(int32_array(whole.tokens.ids)) == ids
         assert whole.finish_reason == common_pb2.FINISH_REASON_STOP
-        assert await slow.read() is None
+        assert await slow.read_response() is None
 
 
 async def test_calls_wait_for_a_gateway_that_takes_nothing(
@@ -261,12 +260,11 @@ async def test_large_events_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> No
 async def test_a_router_that_drains_ends_what_it_has_begun() -> None:
     """Open calls come to their end, new ones are refused, then the stream ends."""
     async with listening() as router, connected(router) as streams:
-        stream = await streams.pick(timeout_s=WAIT_S)
-        answer = stream.begin(request(1, 2, name="hold"), timeout_s=WAIT_S)
-        assert await answer.read() == response(1)
+        answer = await begin(streams, request(1, 2, name="hold"))
+        assert await answer.read_response() == response(1)
         router.kept.drain()
         with pytest.raises(Unavailable, match="draining"):
-            await stream.begin(request(3), timeout_s=WAIT_S).read()
+            await (await begin(streams, request(3))).read_response()
         router.go_on.set()
         assert await rest(answer) == [2]
         async with asyncio.timeout(WAIT_S):
@@ -289,7 +287,7 @@ def test_joined_responses_keep_every_column() -> None:
     for part in (first, last):
         part.tokens.allowed_logprobs = part.tokens.logprobs
     last.cached_tokens = 5
-    whole = joined([first, last])
+    whole = join_responses([first, last])
     assert list(int32_array(whole.tokens.ids)) == [1, 2, 3]
     for column in ("logprobs", "weight_versions", "allowed_logprobs"):
         both = getattr(first.tokens, column) + getattr(last.tokens, column)

@@ -17,8 +17,14 @@ from forge.core.conversation.request_prefix import History
 from forge.core.formats import Parser
 from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import Conversation, Draft, Prompt, Sampled, given
-from services.gateway.turns.answer_parser import AnswerReader
+from services.gateway.conversation.conversation import (
+    Conversation,
+    Draft,
+    Prompt,
+    SampledAnswer,
+    given,
+)
+from services.gateway.turns.answer_parser import AnswerParser
 from tests.support.chat_templates import make_model, make_tokenizer
 from tests.support.pool_records import recorded_tree
 
@@ -111,11 +117,11 @@ class Session:
         self.turns.append(turn)
         self.how.append(prompt.draft.how)
 
-    def sample(self, ids: bytes, answer: Message | None) -> Sampled:
+    def sample(self, ids: bytes, answer: Message | None) -> SampledAnswer:
         """What the engine says of these ids: no log-prob and no version twice in a session."""
         first = sum(len(sampled) // 4 for sampled in self.sampled)
         numbers = range(first, first + len(ids) // 4)
-        return Sampled(
+        return SampledAnswer(
             ids=ids,
             logprobs=float32_bytes(-0.5 * number for number in numbers),
             weight_versions=int32_bytes(numbers),
@@ -124,20 +130,24 @@ class Session:
         )
 
     def parse(self, prompt: Prompt, opening: str, ids: bytes) -> Message:
-        """The answer as a turn reads it off the tokens."""
-        parser: Parser = self.model.format.parser(self.tools)
-        if self.model.reasoning is not None:
+        """The answer as a turn parses it."""
+
+        def new_parser() -> Parser:
+            parser: Parser = self.model.format.parser(self.tools)
+            if self.model.reasoning is None:
+                return parser
             inside = self.model.starts_inside(prompt.ids, opening=opening)
-            parser = self.model.reasoning.parser(parser, inside=inside)
+            return self.model.reasoning.parser(parser, inside=inside)
+
         numbers = itertools.count(100 * len(self.turns))
-        reader = AnswerReader(
-            self.model, parser, new_call_id=lambda: f"call{next(numbers):05}", opening=opening
+        answer = AnswerParser(
+            self.model, new_parser, new_call_id=lambda: f"call{next(numbers):05}", opening=opening
         )
         for at in range(0, len(ids), PIECE_BYTES):
             piece = ids[at : at + PIECE_BYTES]
-            reader.feed(common_pb2.SampledTokens(ids=piece, logprobs=piece, weight_versions=piece))
-        reader.finish()
-        return reader.message()
+            answer.feed(common_pb2.SampledTokens(ids=piece, logprobs=piece, weight_versions=piece))
+        answer.finish()
+        return answer.message()
 
     def restored(self) -> Conversation:
         """The conversation as another gateway reads it back from the pool."""

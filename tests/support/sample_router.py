@@ -13,7 +13,8 @@ import grpc.aio
 from forge.core.errors import ResourceExhausted
 from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from services.gateway.router.sample_stream import Answer, SampleStreams
+from services.gateway.router.router_stream import RouterStreams
+from services.gateway.router.sample_call import SampleCall
 from services.inference.router import sample_stream as router_side
 
 WAIT_S = 30.0
@@ -112,23 +113,31 @@ async def listening() -> AsyncIterator[Router]:
 
 
 @asynccontextmanager
-async def connected(*routers: Router) -> AsyncIterator[SampleStreams]:
+async def connected(*routers: Router) -> AsyncIterator[RouterStreams]:
     remote = Remote(*routers)
-    streams = SampleStreams(cast(Any, remote))
+    streams = RouterStreams(cast(Any, remote))
     yield streams
-    await streams.close()
+    await streams.close_streams()
     for channel in remote.channels:
         await channel.close()
 
 
+def call_of(streams: RouterStreams, *, timeout_s: float = WAIT_S) -> SampleCall:
+    """A call that is never sampled again."""
+    return SampleCall(streams, timeout_s=timeout_s, retry_for_s=0.0)
+
+
 async def begin(
-    streams: SampleStreams, asked: inference_pb2.SampleRequest, *, timeout_s: float = WAIT_S
-) -> Answer:
-    return (await streams.pick(timeout_s=WAIT_S)).begin(asked, timeout_s=timeout_s)
+    streams: RouterStreams, asked: inference_pb2.SampleRequest, *, timeout_s: float = WAIT_S
+) -> SampleCall:
+    call = call_of(streams, timeout_s=timeout_s)
+    call.set_request(asked)
+    await call.send_request()
+    return call
 
 
-async def rest(answer: Answer) -> list[int]:
+async def rest(call: SampleCall) -> list[int]:
     ids: list[int] = []
-    while (said := await answer.read()) is not None:
+    while (said := await call.read_response()) is not None:
         ids += int32_array(said.tokens.ids)
     return ids

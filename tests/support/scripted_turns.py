@@ -15,7 +15,7 @@ from forge.core.conversation.messages import Message
 from forge.core.formats import TextDelta
 from forge.runtime.security import Claims
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import Sampled
+from services.gateway.conversation.conversation import SampledAnswer
 from services.gateway.http.edge import Edge
 from services.gateway.http.server import HttpServer
 from services.gateway.turns.run import Turns
@@ -41,7 +41,7 @@ class ScriptedTurns:
             deltas = [TextDelta(text=step)] if step else []
             yield Piece(deltas=deltas, tokens=common_pb2.SampledTokens(), prompt_tokens=5)
         message = Message(role="assistant", content="".join(map(str, self.script)))
-        sampled = Sampled(
+        sampled = SampledAnswer(
             ids=b"",
             logprobs=b"",
             weight_versions=b"",

@@ -25,7 +25,13 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.gateway.actors.shard_writer import Append, Replace, Waiting
 from services.gateway.conversation.agent_time import AgentTime, Begun, Moment
-from services.gateway.conversation.conversation import Conversation, Draft, Prompt, Sampled, given
+from services.gateway.conversation.conversation import (
+    Conversation,
+    Draft,
+    Prompt,
+    SampledAnswer,
+    given,
+)
 from services.gateway.conversation.handles import Handle, Recalled, deleted_names
 from services.gateway.conversation.rebase import rebase
 from services.gateway.errors import ContextTooLong, SessionClosed
@@ -95,7 +101,7 @@ class EndCall:
 
     call_id: str
     prompt: Prompt | None
-    sampled: Sampled | None
+    sampled: SampledAnswer | None
     """None: it failed with nothing to record."""
     temperature: float
     context_action: str
@@ -351,7 +357,7 @@ class SessionActor(Actor):
         call: EndCall,
         begun: Begun | None,
         prompt: Prompt,
-        sampled: Sampled,
+        sampled: SampledAnswer,
     ) -> int:
         turn = conversation.record(prompt, sampled, call.handle)
         turn.trajectory_id = self._claims.trajectory_id

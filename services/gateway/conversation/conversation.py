@@ -95,7 +95,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class SampledAnswer:
     """What one call got out of the model."""
 
     ids: bytes
@@ -188,7 +188,7 @@ class Conversation:
     def record(
         self,
         prompt: Prompt,
-        sampled: Sampled,
+        sampled: SampledAnswer,
         handle: Handle | None = None,
     ) -> common_pb2.Turn:
         """Adds a turn to the tree and gives the record of it, as far as it is known here."""

@@ -14,7 +14,13 @@ from typing import Any
 from forge.core.conversation.context_tree import root_of
 from forge.core.errors import DataLoss
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import Conversation, Draft, Place, Prompt, Sampled
+from services.gateway.conversation.conversation import (
+    Conversation,
+    Draft,
+    Place,
+    Prompt,
+    SampledAnswer,
+)
 from services.gateway.conversation.handles import Handle
 from services.gateway.model.chat_model import ChatModel
 
@@ -66,7 +72,7 @@ def _recorded(turn: common_pb2.Turn, source: Conversation, target: Conversation)
     place, opening = None, ""
     if node is not None and node.parent is not None:
         place, opening = Place(root=root_of(node), node=node.parent, beyond=()), node.opening
-    sampled = Sampled(
+    sampled = SampledAnswer(
         ids=turn.sampled.ids,
         logprobs=turn.sampled.logprobs,
         weight_versions=turn.sampled.weight_versions,

@@ -1,1 +1,1 @@
-"""Calls to inference routers over kept streams. Imports no other room of the gateway."""
+"""Sampling on inference routers over kept streams. Imports no other room but errors and metrics."""

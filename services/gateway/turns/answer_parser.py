@@ -1,52 +1,68 @@
-"""From sampled tokens to an answer: text, stop strings, reasoning, tool calls.
+"""Parses the sampled tokens of one answer: text, stop strings, reasoning, tool calls.
 
-Owns what one call has sampled so far. Tokens behind the one that completes a stop string, or the
-only tool call that is wanted, are dropped: no context ever contains them. Owns no I/O.
+Owns the tokens of the answer so far. Tokens after a stop string, or after the only allowed tool
+call, are dropped: no context ever contains them. Owns no I/O.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 from math import isfinite
 
 from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import DataLoss
-from forge.core.formats import CallDelta, Delta, Parser, ReasoningDelta, TextDelta
+from forge.core.formats import CallDelta, Delta, Parser, PlainParser, ReasoningDelta, TextDelta
 from forge.core.formats.tags import first_tag, held_back
 from forge.core.token_columns import TOKEN_BYTES, float32_array, int32_array
-from forge.v1 import common_pb2
+from forge.v1 import common_pb2, inference_pb2
+from services.gateway.conversation.conversation import SampledAnswer
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.chat_model import ChatModel, TextStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """One sampled token, for clients that asked for log-probs."""
+    """One sampled token, for clients that request log-probs."""
 
     text: str
     logprob: float
     top: Sequence[tuple[str, float]] = ()
-    """The likeliest tokens at its place and their log-probs, if asked for; the likeliest first."""
+    """The likeliest tokens at its position with their log-probs, likeliest first, if requested."""
 
 
-class AnswerReader:
-    """Reads one answer from the tokens of one call."""
+class AnswerParser:
+    """Parses one answer."""
 
     def __init__(
         self,
         model: ChatModel,
-        parser: Parser,
+        new_parser: Callable[[], Parser],
         *,
         new_call_id: Callable[[], str],
         opening: str = "",
         stop: Sequence[str] = (),
         parallel_calls: bool = True,
     ) -> None:
+        self._model = model
+        self._new_parser = new_parser
+        self._new_call_id = new_call_id
+        self._opening = opening
+        self._stop = tuple(text for text in stop if text)
+        self._parallel_calls = parallel_calls
+        self.restart()
+
+    def restart(self) -> None:
+        """Drops the answer so far, before it is sampled again."""
         self.stopped = False
-        """Whether a stop string or the only call was completed: nothing more is wanted."""
+        """True after a stop string or the only allowed call: later tokens are dropped."""
         self.stop_text = ""
-        """The stop string that was completed."""
+        """The stop string that ended the answer."""
+        self.complete = False
+        """True once the answer has a finish reason or is stopped."""
         self.ids = bytearray()
         self.logprobs = bytearray()
         self.weight_versions = bytearray()
@@ -54,39 +70,45 @@ class AnswerReader:
         """Empty without a grammar or a cut."""
         self._top_ids = bytearray()
         self._top_logprobs = bytearray()
-        """Of the likeliest tokens, the same number for each; empty unless asked for."""
-        self._model = model
-        self._parser = parser
-        self._stream = TextStream(model)
-        self._stop = tuple(text for text in stop if text)
-        self._parallel_calls = parallel_calls
-        self._held = ""
+        """The likeliest tokens, the same number per position; empty unless requested."""
+        self._last = inference_pb2.SampleResponse()
+        self._parser = self._new_parser()
+        self._stream = TextStream(self._model)
+        self._stop_prefix = ""
         """Text that may be the beginning of a stop string."""
-        self._new_call_id = new_call_id
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
-        if opening:
-            self._take(parser.feed(opening))
+        if self._opening:
+            self._add_deltas(self._parser.feed(self._opening))
+
+    def add_response(self, response: inference_pb2.SampleResponse) -> list[Delta]:
+        """Adds a router's response; returns the new deltas."""
+        deltas = self.feed(response.tokens)
+        self.complete = bool(response.finish_reason) or self.stopped
+        if self.complete:
+            self._last = response
+            deltas += self.finish()
+        return deltas
 
     def feed(self, tokens: common_pb2.SampledTokens) -> list[Delta]:
-        """Takes more tokens and gives the text that is certain by now."""
+        """Adds tokens; returns the deltas that later tokens cannot change."""
         count = len(tokens.ids) // TOKEN_BYTES
         if not len(tokens.ids) == len(tokens.logprobs) == len(tokens.weight_versions):
-            raise DataLoss("the engine sent columns of unequal length")
+            raise DataLoss("the router sent token columns of unequal length")
         if len(tokens.allowed_logprobs) not in (0, len(tokens.ids)):
-            raise DataLoss("the engine sent columns of unequal length")
+            raise DataLoss("the router sent token columns of unequal length")
         top_bytes = len(tokens.top_ids) // count if count else 0
         if not len(tokens.top_ids) == len(tokens.top_logprobs) == top_bytes * count:
-            raise DataLoss("the engine sent columns of unequal length")
+            raise DataLoss("the router sent token columns of unequal length")
         ids = list(int32_array(tokens.ids))
         deltas: list[Delta] = []
         if not self._stop and self._parallel_calls:
-            deltas = self._take(self._parser.feed(self._stream.feed(ids)))
+            deltas = self._add_deltas(self._parser.feed(self._stream.feed(ids)))
         else:
             for position, token_id in enumerate(ids):
                 text = self._until_stop(self._stream.feed((token_id,)))
-                deltas += self._take(self._parser.feed(text))
+                deltas += self._add_deltas(self._parser.feed(text))
                 if self.stopped:
                     count = position + 1
                     break
@@ -99,16 +121,17 @@ class AnswerReader:
         return deltas
 
     def finish(self) -> list[Delta]:
-        """The last token has come: gives what was held back."""
-        text = "" if self.stopped else self._until_stop(self._stream.finish()) + self._held
-        return self._take([*self._parser.feed(text), *self._parser.finish()])
+        """Returns the text that was held back, after the last token."""
+        text = "" if self.stopped else self._until_stop(self._stream.finish()) + self._stop_prefix
+        return self._add_deltas([*self._parser.feed(text), *self._parser.finish()])
 
     @property
     def parse_error(self) -> str:
+        """Why a tool call did not parse; "" if all did."""
         return self._parser.error
 
     def message(self) -> Message:
-        """The answer so far, parsed."""
+        """Returns the answer so far, parsed."""
         return Message(
             role="assistant",
             content="".join(self._content),
@@ -117,7 +140,7 @@ class AnswerReader:
         )
 
     def tokens(self) -> common_pb2.SampledTokens:
-        """All of the answer so far."""
+        """Returns the tokens so far, with every requested column."""
         return common_pb2.SampledTokens(
             ids=bytes(self.ids),
             logprobs=bytes(self.logprobs),
@@ -125,6 +148,29 @@ class AnswerReader:
             allowed_logprobs=bytes(self.allowed_logprobs),
             top_ids=bytes(self._top_ids),
             top_logprobs=bytes(self._top_logprobs),
+        )
+
+    def sampled_answer(self, *, parsed: bool = True) -> SampledAnswer:
+        """Returns the answer as the session records it; aborted, unless it is complete."""
+        if not self.complete:
+            finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_ABORTED
+        elif self.stopped:
+            finish_reason = common_pb2.FINISH_REASON_STOP
+        else:
+            finish_reason = self._last.finish_reason
+        timings = self._last.timings
+        return SampledAnswer(
+            ids=bytes(self.ids),
+            logprobs=bytes(self.logprobs),
+            weight_versions=bytes(self.weight_versions),
+            allowed_logprobs=bytes(self.allowed_logprobs),
+            finish_reason=finish_reason,
+            answer=self.message() if parsed else None,
+            parse_error=self.parse_error if self.complete else "",
+            queue_s=timings.queue_s,
+            prefill_s=timings.prefill_s,
+            decode_s=timings.decode_s,
+            cached_tokens=self._last.cached_tokens,
         )
 
     def token_logprobs(self) -> list[TokenLogprob]:
@@ -135,38 +181,38 @@ class AnswerReader:
         ]
 
     def _top(self, count: int) -> Iterator[Sequence[tuple[str, float]]]:
-        """What was likeliest at each place; what had no probability is left out."""
+        """Yields the likeliest tokens per position, without those of probability 0."""
         ids = int32_array(bytes(self._top_ids))
         logprobs = float32_array(bytes(self._top_logprobs))
-        each = len(ids) // count if count else 0
-        for start in range(0, count * each, each) if each else ():
-            pairs = zip(ids[start : start + each], logprobs[start : start + each], strict=True)
+        width = len(ids) // count if count else 0
+        for start in range(0, count * width, width) if width else ():
+            pairs = zip(ids[start : start + width], logprobs[start : start + width], strict=True)
             yield [(self._model.piece(i), logprob) for i, logprob in pairs if isfinite(logprob)]
-        if not each:
+        if not width:
             yield from repeat((), count)
 
     def _until_stop(self, text: str) -> str:
-        """Text up to the first stop string, less what may become one."""
+        """Returns the text before the first stop string, without a possible beginning of one."""
         if self.stopped:
             return ""
-        text = self._held + text
-        self._held = ""
-        found = first_tag(text, self._stop)
-        if found is not None:
+        text = self._stop_prefix + text
+        self._stop_prefix = ""
+        match = first_tag(text, self._stop)
+        if match is not None:
             self.stopped = True
-            self.stop_text = found[1]
-            return text[: found[0]]
+            self.stop_text = match[1]
+            return text[: match[0]]
         keep = held_back(text, self._stop)
         if keep:
-            self._held = text[-keep:]
+            self._stop_prefix = text[-keep:]
         return text[: len(text) - keep]
 
-    def _take(self, deltas: list[Delta]) -> list[Delta]:
-        """Adds deltas to the answer, and gives its calls their ids."""
+    def _add_deltas(self, deltas: list[Delta]) -> list[Delta]:
+        """Adds deltas to the answer; returns them with the ids of their calls."""
         named: list[Delta] = []
         for delta in deltas:
             if self._calls and not self._parallel_calls:
-                # Formats that write calls as one list give several at once.
+                # Formats that write calls as one list return several at once.
                 break
             if isinstance(delta, CallDelta):
                 delta = replace(delta, call_id=self._call_id(delta.call_id))
@@ -181,7 +227,33 @@ class AnswerReader:
                     self._calls.append(ToolCall(name=name, arguments=arguments, call_id=call_id))
         return named
 
-    def _call_id(self, own: str) -> str:
-        """The model's own id where it gives one, for it sees that again; but no id twice."""
-        taken = {call.call_id for call in self._calls}
-        return own if own and own not in taken else self._new_call_id()
+    def _call_id(self, models_id: str) -> str:
+        """Returns the model's own id, which its template shows again, unless it is a duplicate."""
+        used = {call.call_id for call in self._calls}
+        return models_id if models_id and models_id not in used else self._new_call_id()
+
+
+def turn_parser(
+    model: ChatModel, request: TurnRequest, *, opening: str, inside: bool
+) -> AnswerParser:
+    """Returns the parser of a turn's answer.
+
+    `inside`: the answer begins with reasoning that no tag opens.
+    """
+    return AnswerParser(
+        model,
+        partial(_format_parser, model, request, inside=inside),
+        # Some chat templates refuse ids of another length.
+        new_call_id=lambda: secrets.token_hex(5)[:9],
+        opening=opening,
+        stop=request.stop,
+        parallel_calls=request.parallel_calls,
+    )
+
+
+def _format_parser(model: ChatModel, request: TurnRequest, *, inside: bool) -> Parser:
+    if request.prompt_ids:
+        return PlainParser()
+    parses_calls = bool(request.tools) and request.call_tools
+    inner = model.format.parser(request.tools) if parses_calls else PlainParser()
+    return model.reasoning.parser(inner, inside=inside) if model.reasoning else inner

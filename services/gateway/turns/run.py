@@ -16,16 +16,16 @@ from contextlib import aclosing
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.session import BeginChat, BeginGenerate, CountChat, EndCall
 from services.gateway.conversation.agent_time import Moment
-from services.gateway.conversation.conversation import Prompt, Sampled
+from services.gateway.conversation.conversation import Prompt, SampledAnswer
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
 from services.gateway.metrics import PREPARE_SECONDS
 from services.gateway.model.chat_model import ChatModel
+from services.gateway.router.router_stream import RouterStreams
 from services.gateway.router.sample_call import SampleCall
-from services.gateway.router.sample_stream import SampleStreams
 from services.gateway.sessions import Session, Sessions
 from services.gateway.structured_output.turn_grammar import check, turn_grammar
-from services.gateway.turns.attempt import Attempt, Samples
+from services.gateway.turns.answer_parser import AnswerParser, turn_parser
 from services.gateway.turns.types import Piece, Turn
 
 ASK_TIMEOUT_S = 60.0
@@ -39,7 +39,7 @@ class Turns:
         self,
         model: ChatModel,
         sessions: Sessions,
-        streams: SampleStreams,
+        streams: RouterStreams,
         *,
         sample_timeout_s: float,
         retry_for_s: float,
@@ -53,40 +53,43 @@ class Turns:
     async def run(self, session: Session, request: TurnRequest) -> AsyncGenerator[Piece | Turn]:
         """Yields pieces as they are sampled, if the request is streamed, then the turn.
 
-        Close it to abort. Raises `ContextTooLong`, `SessionClosed`, `ResourceExhausted`,
-        `Unavailable`, `InvalidArgument`.
+        Closing the generator aborts the turn. Raises `ContextTooLong`, `SessionClosed`,
+        `ResourceExhausted`, `Unavailable`, `InvalidArgument`.
         """
         await check(request)
+        opening = self._opening(request)
         with self._sessions.call(session):
-            call = SampleCall(self._streams, timeout_s=self._sample_timeout_s)
-            opening = self._opening(request)
-            attempt = Attempt(self.model, request, opening)
+            call = SampleCall(
+                self._streams,
+                timeout_s=self._sample_timeout_s,
+                retry_for_s=self._retry_for_s,
+                streamed=request.stream,
+            )
             prompt: Prompt | None = None
+            parser: AnswerParser | None = None
             ended = False
             try:
                 prompt = await self._begin(session, request, opening, call)
-                attempt.begin(prompt)
-                samples = Samples(
-                    call,
-                    attempt,
-                    self._sample_request(session, request, prompt, attempt, call),
-                    prompt_tokens=prompt.tokens,
-                    retry_for_s=self._retry_for_s,
-                )
-                while (piece := await samples.next()) is not None:
-                    # The answer may still be begun anew, unless its pieces are passed on.
+                inside = self.model.starts_inside(prompt.ids, opening=opening)
+                parser = turn_parser(self.model, request, opening=opening, inside=inside)
+                grammar = turn_grammar(self.model, request, opening=opening, inside=inside)
+                sample_request = self._sample_request(session, request, prompt, grammar, call)
+                call.set_request(sample_request, on_retry=parser.restart)
+                while (piece := await _next_piece(call, parser, prompt)) is not None:
+                    # An answer that is not streamed may still be sampled again.
                     if request.stream:
                         yield piece
                 ended = True
-                sampled = attempt.remains()
-                turn_index = await self._end(session, self._ending(call, request, prompt, sampled))
+                sampled = _sampled_answer(parser, request)
+                turn_index = await self._end(session, _end_call(call, request, prompt, sampled))
                 if call.aborted or sampled is None:
-                    raise SessionClosed("the session was closed while this call was answered")
-                yield attempt.turn(sampled, turn_index=turn_index, prompt_tokens=prompt.tokens)
+                    raise SessionClosed("the session was closed during this call")
+                yield _turn(parser, sampled, turn_index=turn_index, prompt=prompt)
             finally:
-                call.end()
+                call.cancel_attempt()
                 if not ended:
-                    session.actor.tell(self._ending(call, request, prompt, attempt.remains()))
+                    sampled = _sampled_answer(parser, request)
+                    session.actor.tell(_end_call(call, request, prompt, sampled))
 
     async def whole(self, session: Session, request: TurnRequest) -> Turn:
         """The turn when it is finished; raises as `run` does."""
@@ -134,31 +137,24 @@ class Turns:
         session: Session,
         request: TurnRequest,
         prompt: Prompt,
-        attempt: Attempt,
+        grammar: common_pb2.Grammar | None,
         call: SampleCall,
     ) -> inference_pb2.SampleRequest:
-        return inference_pb2.SampleRequest(
-            request_id=call.call_id,
-            session_id=session.claims.trajectory_id,
-            prompt_ids=prompt.ids,
-            sampling=self._sampling(session, request, prompt, attempt),
-            stream=request.stream or bool(request.stop) or not request.parallel_calls,
-        )
-
-    def _sampling(
-        self, session: Session, request: TurnRequest, prompt: Prompt, attempt: Attempt
-    ) -> common_pb2.SamplingParams:
-        """What was asked for, within the room that the context leaves and as this model writes."""
         sampling = common_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
         room = session.claims.context_limit(self.model.context_tokens) - prompt.tokens
         sampling.max_tokens = min(sampling.max_tokens or room, room)
         sampling.stop_token_ids.extend(sorted(self.model.stop_ids - {*sampling.stop_token_ids}))
-        grammar = turn_grammar(self.model, request, opening=attempt.opening, inside=attempt.inside)
         sampling.ClearField("grammar")
         if grammar is not None:
             sampling.grammar.CopyFrom(grammar)
-        return sampling
+        return inference_pb2.SampleRequest(
+            request_id=call.call_id,
+            session_id=session.claims.trajectory_id,
+            prompt_ids=prompt.ids,
+            sampling=sampling,
+            stream=request.stream or bool(request.stop) or not request.parallel_calls,
+        )
 
     def _opening(self, request: TurnRequest) -> str:
         if request.required_tool is None:
@@ -174,26 +170,61 @@ class Turns:
         turn_index: int = await asyncio.shield(ending)
         return turn_index
 
-    def _ending(
-        self,
-        call: SampleCall,
-        request: TurnRequest,
-        prompt: Prompt | None,
-        sampled: Sampled | None,
-    ) -> EndCall:
-        sampling = request.sampling
-        ended_well = sampled and sampled.finish_reason != common_pb2.FINISH_REASON_ABORTED
-        return EndCall(
-            call_id=call.call_id,
-            prompt=prompt,
-            sampled=sampled,
-            temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
-            top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-            top_k=sampling.top_k,
-            context_action=request.context_action,
-            arrived=_arrived(request),
-            handle=request.handle if ended_well else None,
-        )
+
+async def _next_piece(call: SampleCall, parser: AnswerParser, prompt: Prompt) -> Piece | None:
+    """Returns None after the last piece."""
+    response = None if parser.stopped else await call.read_response()
+    if response is None:
+        # At once: the router must not sample behind a stop string.
+        call.cancel_attempt()
+        return None
+    deltas = parser.add_response(response)
+    return Piece(
+        deltas=deltas,
+        tokens=response.tokens,
+        prompt_tokens=prompt.tokens,
+        last=parser.complete,
+    )
+
+
+def _sampled_answer(parser: AnswerParser | None, request: TurnRequest) -> SampledAnswer | None:
+    """Returns the answer for the record; None for a call that ended before its first token."""
+    if parser is None or not (parser.complete or parser.ids):
+        return None
+    return parser.sampled_answer(parsed=not request.prompt_ids)
+
+
+def _turn(parser: AnswerParser, sampled: SampledAnswer, *, turn_index: int, prompt: Prompt) -> Turn:
+    return Turn(
+        turn_index=turn_index,
+        message=sampled.answer or parser.message(),
+        sampled=sampled,
+        prompt_tokens=prompt.tokens,
+        stop_text=parser.stop_text,
+        tokens=parser.tokens,
+        token_logprobs=parser.token_logprobs,
+    )
+
+
+def _end_call(
+    call: SampleCall,
+    request: TurnRequest,
+    prompt: Prompt | None,
+    sampled: SampledAnswer | None,
+) -> EndCall:
+    sampling = request.sampling
+    ended_well = sampled and sampled.finish_reason != common_pb2.FINISH_REASON_ABORTED
+    return EndCall(
+        call_id=call.call_id,
+        prompt=prompt,
+        sampled=sampled,
+        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        top_k=sampling.top_k,
+        context_action=request.context_action,
+        arrived=_arrived(request),
+        handle=request.handle if ended_well else None,
+    )
 
 
 def _arrived(request: TurnRequest) -> Moment:

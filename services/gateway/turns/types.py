@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from forge.core.conversation.messages import Message
 from forge.core.formats import Delta
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import Sampled
+from services.gateway.conversation.conversation import SampledAnswer
 from services.gateway.turns.answer_parser import TokenLogprob
 
 
@@ -18,7 +18,7 @@ class Turn:
 
     turn_index: int
     message: Message
-    sampled: Sampled
+    sampled: SampledAnswer
     prompt_tokens: int
     stop_text: str
     """The stop string that ended it; "" if none did."""

@@ -14,7 +14,7 @@ from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted, Un
 from forge.runtime.actor_system import ActorSystem
 from forge.runtime.security import Claims
 from services.gateway.actors.shard_writer import Backlog
-from services.gateway.sessions import LONG_CALL_S, Limits, Session, Sessions
+from services.gateway.sessions import LONG_CALL_S, Session, SessionLimits, Sessions
 
 
 class Clock:
@@ -34,7 +34,9 @@ def clock() -> Clock:
 
 @pytest.fixture
 def sessions(clock: Clock) -> Sessions:
-    limits = Limits(sessions=9, session_bytes=1 << 20, calls=2, idle_s=1.0, backlog_bytes=1 << 20)
+    limits = SessionLimits(
+        sessions=9, session_bytes=1 << 20, calls=2, idle_s=1.0, backlog_bytes=1 << 20
+    )
     unused: Any = None
     return Sessions(
         ActorSystem("test"), limits=limits, settings=unused, open_stream=unused, clock=clock

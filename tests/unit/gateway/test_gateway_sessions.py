@@ -20,8 +20,8 @@ from forge.v1 import common_pb2, pool_pb2
 from services.gateway import sessions as gateway_sessions
 from services.gateway.actors.session import BeginChat, Describe, EndCall, SessionSettings
 from services.gateway.conversation.agent_time import Moment
-from services.gateway.conversation.conversation import Sampled
-from services.gateway.sessions import Limits, Session, Sessions
+from services.gateway.conversation.conversation import SampledAnswer
+from services.gateway.sessions import Session, SessionLimits, Sessions
 from tests.support.chat_templates import make_model
 
 TIMEOUT_S = 60.0
@@ -110,7 +110,7 @@ async def make(shard: Shard) -> AsyncIterator[Make]:
         )
 
     def made(*, sessions: int = 100, session_bytes: int = 1 << 30) -> Sessions:
-        limits = Limits(
+        limits = SessionLimits(
             sessions=sessions,
             session_bytes=session_bytes,
             calls=100,
@@ -145,7 +145,7 @@ def ending(prompt: Any) -> EndCall:
     return EndCall(
         call_id="a",
         prompt=prompt,
-        sampled=Sampled(
+        sampled=SampledAnswer(
             ids=int32_bytes([5]),
             logprobs=float32_bytes([-0.5]),
             weight_versions=int32_bytes([1]),

@@ -67,7 +67,7 @@ class AnthropicMessages:
             arrived_unix_s=arrived_unix_s,
         )
         async with edge.sessions.use(claims) as session:
-            answer = Answer(
+            answer = MessagesAnswer(
                 turns=edge.turns, session=session, request=turn, shown=schema.shown_of(asked)
             )
             if not turn.stream:
@@ -114,7 +114,7 @@ class AnthropicMessages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class MessagesAnswer:
     """One request's answer in the making."""
 
     turns: Turns

@@ -32,7 +32,7 @@ from services.gateway.actors.session import (
 )
 from services.gateway.actors.shard_writer import Append, Replace, Waiting
 from services.gateway.conversation.agent_time import Moment
-from services.gateway.conversation.conversation import Prompt, Sampled
+from services.gateway.conversation.conversation import Prompt, SampledAnswer
 from services.gateway.conversation.handles import Handle, deletion
 from services.gateway.errors import ContextTooLong, SessionClosed
 from tests.support.chat_templates import make_model
@@ -158,7 +158,7 @@ async def end(
     handle: Handle | None = None,
     **cut: Any,
 ) -> int:
-    what = Sampled(
+    what = SampledAnswer(
         ids=int32_bytes([5, 6]),
         logprobs=float32_bytes([-0.5, -0.5]),
         weight_versions=int32_bytes([1, 1]),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from forge.core.conversation.messages import Message
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import Conversation, Prompt, Sampled
+from services.gateway.conversation.conversation import Conversation, Prompt, SampledAnswer
 from services.gateway.http import request_body
 from services.gateway.http.openai import chat_schema
 from tests.support.chat_templates import make_model
@@ -40,7 +40,7 @@ def answered(conversation: Conversation, messages: Any, answer: Message) -> tupl
     prompt = Prompt(ids=draft.ids + conversation.model.encode(draft.text), draft=draft)
     ids = conversation.model.encode(answer.content)
     count = len(ids) // 4
-    sampled = Sampled(
+    sampled = SampledAnswer(
         ids=ids,
         logprobs=float32_bytes([-0.5] * count),
         weight_versions=int32_bytes([3] * count),
@@ -97,7 +97,7 @@ def test_call_outlives_the_conversation_it_was_drafted_in() -> None:
     prompt = Prompt(ids=draft.ids + model.encode(draft.text), draft=draft)
     second = Conversation(model=model)
     second.restore(stored)
-    sampled = Sampled(
+    sampled = SampledAnswer(
         ids=model.encode("2"),
         logprobs=b"",
         weight_versions=b"",

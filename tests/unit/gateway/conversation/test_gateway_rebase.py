@@ -12,7 +12,7 @@ from forge.core.conversation.messages import Message
 from forge.core.errors import DataLoss
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import Conversation, Prompt, Sampled
+from services.gateway.conversation.conversation import Conversation, Prompt, SampledAnswer
 from services.gateway.conversation.handles import Handle
 from services.gateway.conversation.rebase import rebase
 from tests.support.chat_templates import make_model
@@ -38,7 +38,7 @@ class Gateway:
         draft = self.conversation.draft(history, ())
         prompt = Prompt(ids=draft.ids + MODEL.encode(draft.text), draft=draft)
         ids = b"".join(MODEL.encode(char) for char in text) + int32_bytes(MODEL.stop_ids)
-        sampled = Sampled(
+        sampled = SampledAnswer(
             ids=ids,
             logprobs=float32_bytes([-0.5] * (len(ids) // 4)),
             weight_versions=int32_bytes([1] * (len(ids) // 4)),

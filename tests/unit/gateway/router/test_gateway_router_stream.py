@@ -14,8 +14,9 @@ import pytest
 from forge.core.errors import Unavailable
 from forge.v1 import inference_pb2 as pb
 from services.gateway.errors import RouterLost
-from services.gateway.router import sample_stream
-from services.gateway.router.sample_stream import MESSAGE_BYTES, Answer, RouterStream, SampleStreams
+from services.gateway.router import router_stream
+from services.gateway.router.router_stream import MESSAGE_BYTES, RouterStream, RouterStreams
+from services.gateway.router.sample_call import SampleCall
 
 WAIT_S = 30.0
 
@@ -49,8 +50,22 @@ class Call:
         return [call for message in self.taken for call in message.cancel]
 
 
-def begin(stream: RouterStream, *, size: int = 10) -> Answer:
-    return stream.begin(pb.SampleRequest(prompt_ids=bytes(size)), timeout_s=WAIT_S)
+class OneStream:
+    """The only stream of a gateway."""
+
+    def __init__(self, stream: RouterStream) -> None:
+        self._stream = stream
+
+    async def pick_stream(self, *, timeout_s: float) -> RouterStream:
+        return self._stream
+
+
+async def begin(stream: RouterStream, *, size: int = 10) -> SampleCall:
+    """A call that is never sampled again."""
+    call = SampleCall(cast(Any, OneStream(stream)), timeout_s=WAIT_S, retry_for_s=0.0)
+    call.set_request(pb.SampleRequest(prompt_ids=bytes(size)))
+    await call.send_request()
+    return call
 
 
 async def settled() -> None:
@@ -62,15 +77,15 @@ async def test_a_call_that_was_not_sent_is_taken_back() -> None:
     """The router never hears of it; a cancel that came before its call would be passed over."""
     call = Call()
     stream = RouterStream(call, router="r")
-    answers = [begin(stream, size=MESSAGE_BYTES // 2 + 1) for _ in range(3)]
-    answers[2].cancel()
+    answers = [await begin(stream, size=MESSAGE_BYTES // 2 + 1) for _ in range(3)]
+    answers[2].cancel_attempt()
     call.takes.set()
     await settled()
     assert (call.begun, call.cancelled) == ([1, 2], [])
-    answers[0].cancel()
+    answers[0].cancel_attempt()
     await settled()
     assert call.cancelled == [1]
-    await stream.close()
+    await stream.close_stream()
 
 
 async def test_what_waits_for_a_router_that_takes_nothing_is_what_is_wanted() -> None:
@@ -78,16 +93,16 @@ async def test_what_waits_for_a_router_that_takes_nothing_is_what_is_wanted() ->
     call = Call()
     stream = RouterStream(call, router="r")
     for _ in range(100):
-        answer = begin(stream)
+        answer = await begin(stream)
         await settled()
-        answer.cancel()
-    wanted = begin(stream)
+        answer.cancel_attempt()
+    wanted = await begin(stream)
     call.takes.set()
     await settled()
     # The first was in the router's hands before it was taken back.
     assert (call.begun, call.cancelled) == ([1, 101], [1])
-    wanted.cancel()
-    await stream.close()
+    wanted.cancel_attempt()
+    await stream.close_stream()
 
 
 async def test_cancels_leave_a_large_request_its_room() -> None:
@@ -95,16 +110,16 @@ async def test_cancels_leave_a_large_request_its_room() -> None:
     call = Call()
     stream = RouterStream(call, router="r")
     call.takes.set()
-    many = [begin(stream) for _ in range(2000)]
+    many = [await begin(stream) for _ in range(2000)]
     await settled()
     for answer in many:
-        answer.cancel()
-    begin(stream, size=MESSAGE_BYTES + 1)
+        answer.cancel_attempt()
+    await begin(stream, size=MESSAGE_BYTES + 1)
     await settled()
     assert call.cancelled == list(range(1, 2001))
     (last,) = [message for message in call.taken if message.ByteSize() > MESSAGE_BYTES]
     assert not last.cancel
-    await stream.close()
+    await stream.close_stream()
 
 
 @pytest.mark.parametrize(
@@ -114,22 +129,23 @@ async def test_whatever_ends_a_stream_is_unavailable_to_its_calls(code: grpc.Sta
     """None of them has exhausted or forged anything: each may be made again, elsewhere."""
     call = Call()
     stream = RouterStream(call, router="r")
-    answer = begin(stream)
+    answer = await begin(stream)
     await settled()
     none = grpc.aio.Metadata()
     call.ends.set_exception(grpc.aio.AioRpcError(code, none, none, details="too much of it"))
     with pytest.raises(Unavailable, match="the stream to r was lost: too much of it") as lost:
-        await answer.read()
+        await answer.read_response()
     assert type(lost.value) is RouterLost
     with pytest.raises(Unavailable):
-        begin(stream)
+        await begin(stream)
 
 
 async def test_each_call_of_a_lost_stream_has_an_error_of_its_own() -> None:
     """One that all raised would keep the frames of all, and all that they hold."""
     call = Call()
     stream = RouterStream(call, router="r")
-    reads = [asyncio.create_task(begin(stream).read()) for _ in range(100)]
+    calls = [await begin(stream) for _ in range(100)]
+    reads = [asyncio.create_task(call.read_response()) for call in calls]
     await settled()
     call.ends.set_exception(Unavailable("gone"))
     errors = await asyncio.gather(*reads, return_exceptions=True)
@@ -142,12 +158,12 @@ async def test_each_call_of_a_lost_stream_has_an_error_of_its_own() -> None:
 async def test_a_stream_that_is_closed_at_once_ends_its_calls() -> None:
     """Before it has sent or read anything."""
     stream = RouterStream(Call(), router="r")
-    answer = begin(stream)
-    await stream.close()
+    answer = await begin(stream)
+    await stream.close_stream()
     with pytest.raises(Unavailable, match="the stream to r was closed"):
-        await answer.read()
+        await answer.read_response()
     with pytest.raises(Unavailable):
-        begin(stream)
+        await begin(stream)
 
 
 class Routers:
@@ -172,11 +188,11 @@ class Routers:
 async def test_a_router_that_was_lost_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a while, and while there is another: discovery shows it until its lease has run out."""
     routers = Routers()
-    streams = SampleStreams(cast(Any, routers))
-    monkeypatch.setattr(sample_stream, "SHUNNED_S", 3600.0)
+    streams = RouterStreams(cast(Any, routers))
+    monkeypatch.setattr(router_stream, "AVOID_LOST_S", 3600.0)
 
     async def picked() -> list[int]:
-        await streams.pick(timeout_s=WAIT_S)
+        await streams.pick_stream(timeout_s=WAIT_S)
         return [len(calls) for calls in routers.calls.values()]
 
     async def lose(name: str) -> None:
@@ -191,7 +207,7 @@ async def test_a_router_that_was_lost_is_left_alone(monkeypatch: pytest.MonkeyPa
     await lose("b")
     assert await picked() == [2, 1]
     await lose("a")
-    monkeypatch.setattr(sample_stream, "SHUNNED_S", 0.0)
+    monkeypatch.setattr(router_stream, "AVOID_LOST_S", 0.0)
     assert await picked() == [3, 1]
     assert set(streams._streams) == {"a"}
-    await streams.close()
+    await streams.close_streams()

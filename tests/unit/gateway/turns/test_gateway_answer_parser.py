@@ -15,7 +15,7 @@ from forge.core.formats.hermes import HermesFormat
 from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2
 from services.gateway.model.chat_model import TextStream
-from services.gateway.turns.answer_parser import AnswerReader
+from services.gateway.turns.answer_parser import AnswerParser
 from tests.support.chat_templates import make_model
 
 MODEL = make_model("chatml")
@@ -35,21 +35,23 @@ def spelt(text: str) -> list[int]:
     return [i for char in text for i in int32_array(MODEL.encode(char))]
 
 
-def read(reader: AnswerReader, pieces: list[list[int]]) -> str:
+def read(answer: AnswerParser, pieces: list[list[int]]) -> str:
     """The streamed text of an answer."""
     deltas = []
     for piece in pieces:
-        deltas += reader.feed(tokens(piece))
-        if reader.stopped:
+        deltas += answer.feed(tokens(piece))
+        if answer.stopped:
             break
-    deltas += reader.finish()
+    deltas += answer.finish()
     return "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
 
 
-def reader_of(**options: object) -> AnswerReader:
+def parser_of(**options: object) -> AnswerParser:
     numbers = itertools.count()
     parser = options.pop("parser", None) or PlainParser()
-    return AnswerReader(MODEL, parser, new_call_id=lambda: f"call-{next(numbers)}", **options)  # type: ignore[arg-type]
+    return AnswerParser(
+        MODEL, lambda: parser, new_call_id=lambda: f"call-{next(numbers)}", **options
+    )  # type: ignore[arg-type]
 
 
 def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:
@@ -73,9 +75,9 @@ def test_characters_are_never_split(text: str, sizes: list[int]) -> None:
 @given(st.lists(st.integers(0, MODEL.vocabulary_tokens - 1), max_size=60))
 def test_any_tokens_become_some_text(ids: list[int]) -> None:
     """A policy may sample nonsense: it is text all the same, and every token is kept."""
-    reader = reader_of()
-    read(reader, [[i] for i in ids])
-    assert bytes(reader.ids) == int32_bytes(ids)
+    answer = parser_of()
+    read(answer, [[i] for i in ids])
+    assert bytes(answer.ids) == int32_bytes(ids)
 
 
 @given(
@@ -86,54 +88,54 @@ def test_any_tokens_become_some_text(ids: list[int]) -> None:
 def test_stop_string_ends_text_and_tokens(before: str, after: str, sizes: list[int]) -> None:
     """Text ends before the first stop string, tokens end with the one that completes it."""
     text = before + "STOP" + after
-    reader = reader_of(stop=["STOP"])
-    assert read(reader, cut([*spelt(text), END], sizes)) == text.partition("STOP")[0]
-    assert reader.stopped
+    answer = parser_of(stop=["STOP"])
+    assert read(answer, cut([*spelt(text), END], sizes)) == text.partition("STOP")[0]
+    assert answer.stopped
     end = text.index("STOP") + len("STOP")
-    assert bytes(reader.ids) == int32_bytes(spelt(text[:end]))
-    assert len(reader.logprobs) == len(reader.weight_versions) == len(reader.ids)
+    assert bytes(answer.ids) == int32_bytes(spelt(text[:end]))
+    assert len(answer.logprobs) == len(answer.weight_versions) == len(answer.ids)
 
 
 def test_half_a_stop_string_is_text_after_all() -> None:
     """What looked like the beginning of a stop string is given at the end."""
-    reader = reader_of(stop=["STOP"])
-    assert read(reader, [[*spelt("ab STO"), END]]) == "ab STO"
-    assert not reader.stopped
+    answer = parser_of(stop=["STOP"])
+    assert read(answer, [[*spelt("ab STO"), END]]) == "ab STO"
+    assert not answer.stopped
 
 
 def test_end_token_is_kept_but_not_shown() -> None:
     """The end-of-turn token was sampled, so it is trained on; it is no text."""
-    reader = reader_of()
-    assert read(reader, [[*spelt("hi"), END]]) == "hi"
-    assert int32_array(bytes(reader.ids))[-1] == END
-    assert [token.text for token in reader.token_logprobs()] == ["h", "i", "<|im_end|>"]
+    answer = parser_of()
+    assert read(answer, [[*spelt("hi"), END]]) == "hi"
+    assert int32_array(bytes(answer.ids))[-1] == END
+    assert [token.text for token in answer.token_logprobs()] == ["h", "i", "<|im_end|>"]
 
 
 def test_calls_get_ids_once() -> None:
     """The id in the stream is the id in the message."""
     text = '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>' * 2
-    reader = reader_of(parser=MODEL.format.parser())
-    deltas = [*reader.feed(tokens(spelt(text))), *reader.finish()]
+    answer = parser_of(parser=MODEL.format.parser())
+    deltas = [*answer.feed(tokens(spelt(text))), *answer.finish()]
     calls = [delta for delta in deltas if isinstance(delta, CallDelta)]
     assert [call.call_id for call in calls] == ["call-0", "call-1"]
-    assert reader.message().call_ids == ("call-0", "call-1")
+    assert answer.message().call_ids == ("call-0", "call-1")
 
 
 def test_models_own_call_ids_stay_unless_they_repeat() -> None:
     """A model that sees its ids again keeps them, but no agent gets the same id twice."""
     kimi = get_format("kimi_k2")
     text = kimi.write([CallDelta(name="a", arguments="{}", call_id="functions.a:0")] * 2)
-    reader = reader_of(parser=kimi.parser())
-    reader.feed(tokens(spelt(text)))
-    reader.finish()
-    assert reader.message().call_ids == ("functions.a:0", "call-0")
+    answer = parser_of(parser=kimi.parser())
+    answer.feed(tokens(spelt(text)))
+    answer.finish()
+    assert answer.message().call_ids == ("functions.a:0", "call-0")
 
 
 def test_unequal_columns_are_refused() -> None:
     """An engine that sends a token without its log-prob is broken, and says so at once."""
     broken = common_pb2.SampledTokens(ids=int32_bytes([5]), weight_versions=int32_bytes([1]))
     with pytest.raises(DataLoss):
-        reader_of().feed(broken)
+        parser_of().feed(broken)
 
 
 def test_answer_tells_the_likeliest_tokens_of_what_it_keeps() -> None:
@@ -142,37 +144,37 @@ def test_answer_tells_the_likeliest_tokens_of_what_it_keeps() -> None:
     shown = spelt("axbycz")
     sent.top_ids = int32_bytes(shown)
     sent.top_logprobs = float32_bytes([-0.5, -1.0] * 2 + [-0.25, -math.inf])
-    reader = reader_of()
-    read_whole = [*reader.feed(sent), *reader.finish()]
+    answer = parser_of()
+    read_whole = [*answer.feed(sent), *answer.finish()]
     assert read_whole
-    assert [token.top for token in reader.token_logprobs()] == [
+    assert [token.top for token in answer.token_logprobs()] == [
         [("a", -0.5), ("x", -1.0)],
         [("b", -0.5), ("y", -1.0)],
         [("c", -0.25)],
     ]
-    stopped = reader_of(stop=["b"])
+    stopped = parser_of(stop=["b"])
     stopped.feed(sent)
     assert [token.top[0][0] for token in stopped.token_logprobs()] == ["a", "b"]
     sent.top_ids = sent.top_ids[:-8]
     with pytest.raises(DataLoss, match="unequal"):
-        reader_of().feed(sent)
+        parser_of().feed(sent)
 
 
 def test_answer_names_the_stop_string_that_ended_it() -> None:
     """Of several stop strings the one that was completed is known afterwards."""
-    reader = reader_of(stop=["STOP", "HALT"])
-    assert read(reader, [spelt("go on HALT STOP")]) == "go on "
-    assert reader.stop_text == "HALT"
+    answer = parser_of(stop=["STOP", "HALT"])
+    assert read(answer, [spelt("go on HALT STOP")]) == "go on "
+    assert answer.stop_text == "HALT"
 
 
 def test_answer_without_parallel_calls_ends_with_the_first() -> None:
     """Nothing behind the token that completed the call is kept, neither text nor ids."""
     call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-    reader = reader_of(parser=HermesFormat().parser(), parallel_calls=False)
-    assert read(reader, [spelt(f"Well. {call}\n{call} Done.")]) == "Well."
-    assert [made.call_id for made in reader.message().tool_calls] == ["call-0"]
-    assert (reader.stopped, reader.stop_text, reader.parse_error) == (True, "", "")
-    assert MODEL.decode(bytes(reader.ids)) == f"Well. {call}"
+    answer = parser_of(parser=HermesFormat().parser(), parallel_calls=False)
+    assert read(answer, [spelt(f"Well. {call}\n{call} Done.")]) == "Well."
+    assert [made.call_id for made in answer.message().tool_calls] == ["call-0"]
+    assert (answer.stopped, answer.stop_text, answer.parse_error) == (True, "", "")
+    assert MODEL.decode(bytes(answer.ids)) == f"Well. {call}"
 
 
 def test_answer_without_parallel_calls_takes_one_of_a_list() -> None:
@@ -184,8 +186,8 @@ def test_answer_without_parallel_calls_takes_one_of_a_list() -> None:
                 [CallDelta(name=n, arguments="{}") for n in ("one", "two")] if "]" in text else []
             )
 
-    reader = reader_of(parser=ListParser(), parallel_calls=False)
-    deltas = [*reader.feed(tokens(spelt("[..] and so on"))), *reader.finish()]
+    answer = parser_of(parser=ListParser(), parallel_calls=False)
+    deltas = [*answer.feed(tokens(spelt("[..] and so on"))), *answer.finish()]
     assert [delta.name for delta in deltas if isinstance(delta, CallDelta)] == ["one"]
-    assert [made.name for made in reader.message().tool_calls] == ["one"]
-    assert MODEL.decode(bytes(reader.ids)) == "[..]"
+    assert [made.name for made in answer.message().tool_calls] == ["one"]
+    assert MODEL.decode(bytes(answer.ids)) == "[..]"

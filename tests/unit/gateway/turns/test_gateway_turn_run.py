@@ -17,6 +17,7 @@ from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
 from services.gateway.router.sample_call import SampleCall
 from services.gateway.turns.run import Turns
+from services.gateway.turns.types import Turn
 from tests.support.chat_templates import make_model
 
 
@@ -46,24 +47,30 @@ class Stream:
     def __init__(self, session: Session, said: int) -> None:
         self._session = session
         self._said = said
+        self.cancelled: list[int] = []
 
-    async def pick(self, *, timeout_s: float) -> Stream:
+    async def pick_stream(self, *, timeout_s: float) -> Stream:
         return self
 
-    def begin(self, request: Any, *, timeout_s: float) -> Stream:
-        return self
+    def send_request(self, request: Any, receiver: SampleCall, *, timeout_s: float) -> int:
+        if self._said:
+            receiver.on_response(inference_pb2.SampleResponse(tokens=tokens(self._said)))
+        asyncio.get_running_loop().call_soon(self._after_first_read, receiver)
+        return 1
 
-    async def read(self) -> inference_pb2.SampleResponse | None:
-        said, self._said = self._said, 0
-        if not said:
-            self._session.abort()
-            return None
-        columns = {"ids": int32_bytes([5] * said), "weight_versions": int32_bytes([1] * said)}
-        tokens = common_pb2.SampledTokens(logprobs=float32_bytes([-0.5] * said), **columns)
-        return inference_pb2.SampleResponse(tokens=tokens)
+    def _after_first_read(self, receiver: SampleCall) -> None:
+        self._session.abort()
 
-    def cancel(self) -> None:
-        pass
+    def cancel_request(self, number: int) -> None:
+        self.cancelled.append(number)
+
+
+def tokens(count: int) -> common_pb2.SampledTokens:
+    return common_pb2.SampledTokens(
+        ids=int32_bytes([5] * count),
+        weight_versions=int32_bytes([1] * count),
+        logprobs=float32_bytes([-0.5] * count),
+    )
 
 
 @pytest.mark.parametrize("said", [0, 3])
@@ -96,29 +103,76 @@ async def test_a_call_that_a_close_ended_leaves_what_was_sampled(said: int) -> N
         assert end.sampled.finish_reason == common_pb2.FINISH_REASON_ABORTED
 
 
+class TalkativeStream(Stream):
+    """A router that samples on behind a stop string."""
+
+    def _after_first_read(self, receiver: SampleCall) -> None:
+        receiver.on_response(inference_pb2.SampleResponse(tokens=tokens(3)))
+
+
+class NotingSession(Session):
+    """Notes the requests that were cancelled before the record."""
+
+    stream: Stream
+    cancelled_at_record: list[int]
+
+    def tell(self, message: EndCall) -> None:
+        super().tell(message)
+        self.cancelled_at_record = list(self.stream.cancelled)
+
+
+async def test_a_stopped_answer_cancels_its_sampling() -> None:
+    """Tokens behind a stop string are not read; the router gets a cancel before the record."""
+    session = NotingSession()
+    session.stream = stream = TalkativeStream(session, 3)
+    model = make_model("chatml")
+    turns = Turns(
+        model,
+        cast(Any, SimpleNamespace(call=lambda _: nullcontext())),
+        cast(Any, stream),
+        sample_timeout_s=30.0,
+        retry_for_s=30.0,
+    )
+    request = TurnRequest(
+        prompt_ids=int32_bytes([1, 2]),
+        sampling=common_pb2.SamplingParams(max_tokens=9),
+        stop=(model.piece(5) * 2,),
+        stream=True,
+        arrived_s=0.0,
+        arrived_unix_s=0.0,
+    )
+    turn = [event async for event in turns.run(cast(Any, session), request)][-1]
+    assert isinstance(turn, Turn)
+    assert turn.sampled.ids == int32_bytes([5, 5])
+    assert turn.sampled.finish_reason == common_pb2.FINISH_REASON_STOP
+    assert session.cancelled_at_record == [1]
+
+
 class NoRouter:
     """Routers of which there is none."""
 
     def __init__(self) -> None:
         self.looked_for = asyncio.Event()
 
-    async def pick(self, *, timeout_s: float) -> Stream:
+    async def pick_stream(self, *, timeout_s: float) -> Stream:
         self.looked_for.set()
         await asyncio.Event().wait()
         raise AssertionError("waited for ever")
 
 
 async def test_a_close_does_not_wait_for_a_router() -> None:
-    """A call that looks for one ends with the session, and so does one that begins to then."""
+    """An abort ends the search for a router; no request is sent after it."""
     streams = NoRouter()
-    call = SampleCall(cast(Any, streams), timeout_s=30.0)
-    beginning = asyncio.create_task(call.begin(inference_pb2.SampleRequest(), wait_s=30.0))
+    call = SampleCall(cast(Any, streams), timeout_s=30.0, retry_for_s=30.0)
+    reading = asyncio.create_task(call.read_response())
     await streams.looked_for.wait()
     call.abort()
-    await beginning
-    assert await call.read() is None
-    await call.begin(inference_pb2.SampleRequest(), wait_s=30.0)
-    assert await call.read() is None
+    assert await reading is None
+    streams.looked_for.clear()
+    later = SampleCall(cast(Any, streams), timeout_s=30.0, retry_for_s=30.0)
+    later.abort()
+    assert await later.read_response() is None
+    assert not streams.looked_for.is_set()
 
 
 @pytest.mark.parametrize(

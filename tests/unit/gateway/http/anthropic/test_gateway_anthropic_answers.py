@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forge.core.conversation.messages import Message, ToolCall, agree
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import Sampled
+from services.gateway.conversation.conversation import SampledAnswer
 from services.gateway.http.anthropic import schema
 from services.gateway.http.anthropic.history import messages_of
 from services.gateway.http.anthropic.messages import (
@@ -29,7 +29,7 @@ from services.gateway.turns.types import Turn
 
 
 def turn_of(message: Message, **changes: Any) -> Turn:
-    sampled = Sampled(
+    sampled = SampledAnswer(
         ids=b"\0\0\0\0",
         logprobs=b"",
         weight_versions=b"",

@@ -13,7 +13,7 @@ from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import InvalidArgument
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import Conversation, Prompt, Sampled
+from services.gateway.conversation.conversation import Conversation, Prompt, SampledAnswer
 from services.gateway.http.openai.responses_history import history_of, messages_of
 from tests.support.chat_templates import make_model
 
@@ -50,7 +50,7 @@ def answered(conversation: Conversation, messages: Any, answer: Message) -> tupl
     draft = conversation.draft(messages, ())
     prompt = Prompt(ids=draft.ids + conversation.model.encode(draft.text), draft=draft)
     ids = conversation.model.encode(answer.content or "x")
-    sampled = Sampled(
+    sampled = SampledAnswer(
         ids=ids,
         logprobs=float32_bytes([-0.5] * (len(ids) // 4)),
         weight_versions=int32_bytes([3] * (len(ids) // 4)),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forge.core.conversation.messages import Message
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
-from services.gateway.conversation.conversation import Conversation, Prompt, Sampled
+from services.gateway.conversation.conversation import Conversation, Prompt, SampledAnswer
 from services.gateway.conversation.handles import Handle, Recalled
 from services.gateway.conversation.prefix_match import Following
 from tests.support.chat_templates import make_model
@@ -34,7 +34,7 @@ class World:
         draft = self.conversation.draft(messages, TOOLS)
         prompt = Prompt(ids=draft.ids + MODEL.encode(draft.text), draft=draft)
         ids = b"".join(map(MODEL.encode, pieces)) + int32_bytes(sorted(MODEL.stop_ids)[:1])
-        sampled = Sampled(
+        sampled = SampledAnswer(
             ids=ids,
             logprobs=float32_bytes([-0.5] * (len(ids) // 4)),
             weight_versions=int32_bytes([3] * (len(ids) // 4)),
