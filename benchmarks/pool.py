@@ -26,7 +26,7 @@ import uvloop
 
 from benchmarks.support.pool_targets import Target, start_targets
 from benchmarks.support.report import arguments, keep, show
-from services.pool.commands import AppendTurns
+from services.pool.data.commands import AppendTurns
 from services.pool.store import PoolStore
 from services.pool.validation import new_turn
 from tests.support.pool_records import make_turn

@@ -1,8 +1,8 @@
 """`forge pool`: what an operator does with the data pool.
 
 Owns the commands' arguments and what they print. Files of a shard are the business of
-`services.pool.tools`, started as a process of its own since LMDB stays with the pool; a running
-pool is spoken to by `forge.client.pool`.
+`services.pool.maintenance`, started as a process of its own since LMDB stays with the
+pool; a running pool is spoken to by `forge.client.pool`.
 """
 
 from __future__ import annotations
@@ -228,4 +228,4 @@ def _tool(*words: str | Path) -> None:
 
 
 def _tool_argv(*words: str | Path) -> list[str]:
-    return [sys.executable, "-m", "services.pool.tools", *map(str, words)]
+    return [sys.executable, "-m", "services.pool.maintenance", *map(str, words)]

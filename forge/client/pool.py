@@ -1,8 +1,8 @@
 """Looking into the pool, all its shards as one, and having one compacted: for operators.
 
 Owns paging, the resumption of streams and the choice of instance. It changes no record, and knows
-no files: what is done to those from outside is `services.pool.tools`. Every call finds its shard
-through etcd, so it survives the restart of any instance.
+no files: what is done to those from outside is `services.pool.maintenance`. Every call
+finds its shard through etcd, so it survives the restart of any instance.
 """
 
 from __future__ import annotations

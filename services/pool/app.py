@@ -11,17 +11,16 @@ from forge.runtime.coordination import Registration
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2_grpc, replica_pb2_grpc, trainer_pb2_grpc
-from services.pool.actors import Writer, WriterRef
+from services.pool.actors.writer import Writer, WriterRef
 from services.pool.config import PoolConfig
-from services.pool.environment import OnPanic
-from services.pool.identity import hold_shard
 from services.pool.readers import ReaderRef, Readers
-from services.pool.replica import (
+from services.pool.replication.replica import (
     LeadersReaders,
     LeadersWriter,
     Replica,
     serve_alone,
 )
+from services.pool.replication.shard_identity import hold_shard
 from services.pool.retention import Retention, RetentionPolicy, TrainersCoverage
 from services.pool.service import (
     FULL_NAME,
@@ -30,6 +29,7 @@ from services.pool.service import (
     PoolReplicaServicer,
     PoolServicer,
 )
+from services.pool.storage.lmdb_env import OnPanic
 from services.pool.store import PoolStore
 
 

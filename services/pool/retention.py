@@ -28,9 +28,9 @@ from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import translated
 from forge.runtime.telemetry import counter, gauge, log
 from forge.v1 import trainer_pb2
-from services.pool.actors import WriterRef
-from services.pool.commands import FreeGroups, MarkOrphans
-from services.pool.freeing import Freed, SettledGroup
+from services.pool.actors.writer import WriterRef
+from services.pool.data.commands import FreeGroups, MarkOrphans
+from services.pool.data.freeing import Freed, SettledGroup
 from services.pool.readers import Readers
 from services.pool.store import PoolStore
 

@@ -16,18 +16,18 @@ from forge.core.trajectory import TrajectoryName, parse_trajectory_id
 from forge.runtime.rpc.chunks import split
 from forge.v1 import pool_pb2, pool_pb2_grpc, replica_pb2, replica_pb2_grpc
 from services.pool import validation
-from services.pool.actors import WriterRef
-from services.pool.append_stream import COMMIT_TIMEOUT_S, AppendStream
-from services.pool.commands import Command
-from services.pool.compaction import Compactor
-from services.pool.counts import Tally
-from services.pool.group_scan import Scan
-from services.pool.query import query
+from services.pool.actors.writer import WriterRef
+from services.pool.data.commands import Command
+from services.pool.data.group_scan import Scan
+from services.pool.data.query import query
+from services.pool.data.stats import Tally
+from services.pool.maintenance.compaction import Compactor
 from services.pool.readers import ReaderRef
-from services.pool.records import DamagedRecord
-from services.pool.replica import Replica
+from services.pool.replication.replica import Replica
+from services.pool.storage.records import DamagedRecord
 from services.pool.store import PoolStore
-from services.pool.tail import Tails
+from services.pool.streams.append import COMMIT_TIMEOUT_S, AppendStream
+from services.pool.streams.tail import Tails
 
 FULL_NAME = "forge.v1.PoolService"
 REPLICA_FULL_NAME = "forge.v1.PoolReplicaService"

@@ -1,9 +1,9 @@
 """One shard of the pool on disk: group commits in, snapshots out.
 
 Owns the shard's identity and what is refused before the disk is full. The rules of a change are in
-`writes`, what can be read in `reads`, the files in `environment`. Knows no gRPC and no event loop:
-`commit` blocks until the disk has it and belongs to one thread, everything else may be called
-from any.
+`data.apply`, what can be read in `data.reads`, the files in `storage.lmdb_env`. Knows no gRPC and
+no event loop: `commit` blocks until the disk has it and belongs to one thread, everything else may
+be called from any.
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ from typing import Any, TypeVar
 from forge.core.errors import ConfigError, ResourceExhausted
 from forge.core.trajectory import TaskId, TrajectoryName
 from forge.v1 import common_pb2, pool_pb2
-from services.pool import reads, writes
-from services.pool.commands import AppendTurns, Command
-from services.pool.compaction import Compactor
-from services.pool.environment import DISK_RETRY_S, Environment, OnPanic
-from services.pool.freeing import SettledGroup, settled_after
-from services.pool.group_index import NewestSettled, is_whole, tag_prefix, trained_after
-from services.pool.group_scan import (
+from services.pool.data import apply, reads
+from services.pool.data.commands import AppendTurns, Command
+from services.pool.data.freeing import SettledGroup, settled_after
+from services.pool.data.group_scan import (
     PAGE_BYTES,
     BoundedScan,
     GroupScan,
@@ -32,7 +29,11 @@ from services.pool.group_scan import (
     count_settled,
     find_newest_settled,
 )
-from services.pool.journal import (
+from services.pool.data.orphans import OrphanPage, orphans_after
+from services.pool.maintenance.compaction import Compactor
+from services.pool.storage.change_trackers import RecentChanges, Since
+from services.pool.storage.group_index import NewestSettled, is_whole, tag_prefix, trained_after
+from services.pool.storage.journal import (
     LOCAL,
     Changes,
     ReplicaState,
@@ -40,10 +41,9 @@ from services.pool.journal import (
     log_commit,
     state_of,
 )
-from services.pool.keys import LINEAGE_KEY, SHARD_KEY
-from services.pool.orphans import OrphanPage, orphans_after
-from services.pool.recent import RecentChanges, Since
-from services.pool.records import Records, Table
+from services.pool.storage.keys import LINEAGE_KEY, SHARD_KEY
+from services.pool.storage.lmdb_env import DISK_RETRY_S, Environment, OnPanic
+from services.pool.storage.records import Records, Table
 
 T = TypeVar("T")
 OnCommit = Callable[[int, Changes], None]
@@ -114,9 +114,7 @@ class PoolStore:
         def change(records: Records) -> tuple[list[Any], int, Changes]:
             records.changed = None if self._on_commit is None else {}
             answers = [
-                full
-                if full and isinstance(command, AppendTurns)
-                else writes.apply(command, records)
+                full if full and isinstance(command, AppendTurns) else apply.apply(command, records)
                 for command in commands
             ]
             if records.changed is None:

@@ -15,15 +15,15 @@ from forge.core.errors import InvalidArgument
 from forge.core.token_columns import float32_array, int32_array
 from forge.core.trajectory import check_columns, check_task_id, parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.commands import (
+from services.pool.data.commands import (
     AppendRewards,
     NewTurn,
     PutGroups,
     SealTrajectory,
     SetGroupStates,
 )
-from services.pool.keys import MAX_EVENT_ID_BYTES
-from services.pool.records import TurnHead
+from services.pool.storage.keys import MAX_EVENT_ID_BYTES
+from services.pool.storage.records import TurnHead
 
 MAX_PAYLOAD_BYTES = 1 << 20
 """Of one task's payload_json."""

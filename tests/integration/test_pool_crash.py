@@ -20,7 +20,7 @@ from forge.core.errors import FailedPrecondition, Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.status import translated
 from forge.v1 import common_pb2, pool_pb2
-from services.pool import copies
+from services.pool.maintenance import backup
 from tests.support.etcd import EtcdServer
 from tests.support.pool_account import (
     TURNS,
@@ -174,5 +174,5 @@ async def test_kill_9_while_it_is_compacted_loses_nothing_acknowledged(
     await check_fence(client, 1)
     await client.close()
     assert {path.name for path in pool.data_dir.iterdir()} <= {"data.mdb", "lock.mdb", "replica"}
-    assert not list(copies.check(pool.data_dir, lambda done, total: None))
+    assert not list(backup.check(pool.data_dir, lambda done, total: None))
     print(f"{rounds} kills while it was compacted, {len(inodes)} files; {ledger}")

@@ -16,7 +16,7 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.status import translated
 from forge.runtime.security import Keyring
 from forge.v1 import common_pb2, pool_pb2
-from services.pool import copies
+from services.pool.maintenance import backup
 from tests.support.etcd import EtcdServer
 from tests.support.pool_damage import flip_served
 from tests.support.pool_process import CALL_S, PoolClient, PoolProcess
@@ -91,7 +91,7 @@ async def logged(process: PoolProcess, event: str) -> None:
 
 
 def damage_of(process: PoolProcess) -> list[str]:
-    return [str(one) for one in copies.check(process.data_dir, lambda done, of: None)]
+    return [str(one) for one in backup.check(process.data_dir, lambda done, of: None)]
 
 
 async def test_leader_reads_a_damaged_record_from_its_follower(shard):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge.runtime.coordination import Coordinator
-from services.pool.copies import backup, restore
+from services.pool.maintenance.backup import backup, restore
 from tests.support.etcd import EtcdServer
 from tests.support.pool_process import PoolClient, PoolProcess
 from tests.support.pool_records import make_turn

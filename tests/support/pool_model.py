@@ -20,8 +20,7 @@ from forge.core.errors import (
 )
 from forge.core.trajectory import TrajectoryName, sequence_lengths
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.changes import ChangeKind
-from services.pool.commands import (
+from services.pool.data.commands import (
     AppendRewards,
     AppendTurns,
     Command,
@@ -32,8 +31,9 @@ from services.pool.commands import (
     SealTrajectory,
     SetGroupStates,
 )
-from services.pool.freeing import Freed
-from services.pool.orphans import ORPHAN_REASON
+from services.pool.data.freeing import Freed
+from services.pool.data.orphans import ORPHAN_REASON
+from services.pool.storage.change_log import ChangeKind
 
 OPEN = common_pb2.TRAJECTORY_STATE_OPEN
 SEALED = common_pb2.TRAJECTORY_STATE_SEALED

@@ -15,11 +15,18 @@ from forge.runtime.rpc.chunks import Joiner
 from forge.v1 import common_pb2
 from forge.v1 import replica_pb2 as pb
 from services.pool import validation
-from services.pool.commands import AppendTurns, FollowLeader, FreeGroups
-from services.pool.journal import SENT, Changes, ReplicaState, adopt, follower_state, state_of
-from services.pool.leading import CatchUp, Link
+from services.pool.data.commands import AppendTurns, FollowLeader, FreeGroups
 from services.pool.readers import Readers
-from services.pool.records import Table
+from services.pool.replication.follower_link import CatchUp, Link
+from services.pool.storage.journal import (
+    SENT,
+    Changes,
+    ReplicaState,
+    adopt,
+    follower_state,
+    state_of,
+)
+from services.pool.storage.records import Table
 from services.pool.store import PoolStore
 from tests.support.pool_records import make_group, make_reward, make_turn
 from tests.support.pool_store import change, commit, put_groups, reward, seal, set_states

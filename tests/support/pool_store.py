@@ -7,9 +7,9 @@ from typing import Any
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import validation
-from services.pool.commands import AppendTurns, Command
-from services.pool.group_scan import PAGE_BYTES, PAGE_GROUPS, Scan
-from services.pool.reads import GroupPage, groups
+from services.pool.data.commands import AppendTurns, Command
+from services.pool.data.group_scan import PAGE_BYTES, PAGE_GROUPS, Scan
+from services.pool.data.reads import GroupPage, groups
 from services.pool.store import PoolStore
 
 SEALED = common_pb2.TRAJECTORY_STATE_SEALED

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from services.pool.commands import FreeGroups, MarkOrphans
-from services.pool.freeing import Freed
+from services.pool.data.commands import FreeGroups, MarkOrphans
+from services.pool.data.freeing import Freed
 from services.pool.readers import Readers
-from services.pool.records import Table
 from services.pool.retention import Retention, RetentionPolicy
+from services.pool.storage.records import Table
 from services.pool.store import PoolStore
 from tests.support.pool_store import commit
 

@@ -13,10 +13,10 @@ from forge.core.errors import ActorStopped, InvalidArgument, ResourceExhausted
 from forge.runtime.rpc.chunks import split
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import validation
-from services.pool.actors import COMMIT_BYTES, Writer
-from services.pool.append_stream import BATCH_TURNS, WINDOW_BYTES, AppendStream
-from services.pool.commands import AppendTurns, PutGroups
+from services.pool.actors.writer import COMMIT_BYTES, Writer
+from services.pool.data.commands import AppendTurns, PutGroups
 from services.pool.readers import MAX_PENDING_READS, Readers
+from services.pool.streams.append import BATCH_TURNS, WINDOW_BYTES, AppendStream
 from tests.support.pool_records import make_group, make_turn
 
 MIB = 1 << 20

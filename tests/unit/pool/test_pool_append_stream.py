@@ -13,8 +13,8 @@ from prometheus_client import REGISTRY
 from forge.core.errors import InvalidArgument, Unavailable
 from forge.runtime.rpc.chunks import CHUNK_BYTES, split
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.append_stream import AppendStream
-from services.pool.commands import AppendTurns
+from services.pool.data.commands import AppendTurns
+from services.pool.streams.append import AppendStream
 from tests.support.pool_records import make_turn
 
 MAX_TURN_BYTES = 4096

@@ -11,12 +11,12 @@ import pytest
 
 from forge.core.errors import DataLoss, FailedPrecondition, ResourceExhausted
 from forge.v1 import common_pb2
-from services.pool import compaction, copies
-from services.pool.commands import FreeGroups
-from services.pool.compaction import Compactor
-from services.pool.environment import Environment
-from services.pool.files import data_kept
-from services.pool.records import Table
+from services.pool.data.commands import FreeGroups
+from services.pool.maintenance import backup, compaction
+from services.pool.maintenance.compaction import Compactor
+from services.pool.storage.file_locks import data_kept
+from services.pool.storage.lmdb_env import Environment
+from services.pool.storage.records import Table
 from services.pool.store import PoolStore
 from tests.support.pool_records import make_group, make_turn
 from tests.support.pool_store import append, change, commit, fetch, put_groups, seal, set_states
@@ -69,7 +69,7 @@ async def test_room_is_given_back_and_no_record_changed(store, directory):
     append(store, make_turn("small:0:0", 1, prefix=5))
     assert left_over(directory) == []
     store.close()
-    assert list(copies.check(directory, lambda done, total: None)) == []
+    assert list(backup.check(directory, lambda done, total: None)) == []
 
 
 async def test_what_changes_meanwhile_is_in_the_new_file(store, open_store, directory, monkeypatch):
@@ -147,7 +147,7 @@ async def test_writers_and_readers_go_on(open_store, directory):
     for number in range(written):
         assert fetch(store, f"w:{number}:0").turns[0].messages_json == "y" * 2000
     store.close()
-    assert list(copies.check(directory, lambda done, total: None)) == []
+    assert list(backup.check(directory, lambda done, total: None)) == []
 
 
 async def refused(store: PoolStore, error: type[Exception], match: str) -> None:

@@ -11,14 +11,14 @@ import pytest
 from forge.core.errors import ConfigError, DataLoss, FailedPrecondition
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
-from services.pool import copies
-from services.pool.changes import Change, change_key
-from services.pool.commands import FreeGroups
-from services.pool.environment import Environment
-from services.pool.keys import group_key, queue_key, reward_key, trajectory_key, turn_key
-from services.pool.query import query
-from services.pool.records import Table, decode_header, encode_header
-from services.pool.tail import read_log
+from services.pool.data.commands import FreeGroups
+from services.pool.data.query import query
+from services.pool.maintenance import backup
+from services.pool.storage.change_log import Change, change_key
+from services.pool.storage.keys import group_key, queue_key, reward_key, trajectory_key, turn_key
+from services.pool.storage.lmdb_env import Environment
+from services.pool.storage.records import Table, decode_header, encode_header
+from services.pool.streams.tail import read_log
 from tests.support.pool_records import damage, make_group, make_reward, make_turn
 from tests.support.pool_store import (
     ABANDONED,
@@ -56,7 +56,7 @@ def shard(open_store, tmp_path):
 
 
 def found(directory) -> list[str]:
-    return [str(one) for one in copies.check(directory, quiet)]
+    return [str(one) for one in backup.check(directory, quiet)]
 
 
 def tamper(directory, change) -> None:
@@ -214,7 +214,7 @@ def test_a_live_shard_is_copied_as_it_stood(open_store, tmp_path):
     for number in range(20):
         append(store, make_turn(f"t:{number}:0"))
         seal(store, f"t:{number}:0")
-    command = [sys.executable, "-m", "services.pool.tools", "backup"]
+    command = [sys.executable, "-m", "services.pool.maintenance", "backup"]
     target = tmp_path / "copies" / "monday"
     first = subprocess.run([*command, tmp_path / "shard", target], capture_output=True, text=True)
     assert (first.returncode, first.stderr) == (0, "")
@@ -223,7 +223,7 @@ def test_a_live_shard_is_copied_as_it_stood(open_store, tmp_path):
     assert second.returncode == 2
     assert second.stderr.count("\n") == 1 and "is there already and not empty" in second.stderr
     expected = [fetch(store, f"t:{number}:0") for number in range(20)]
-    assert copies.restore(target, tmp_path / "restored", quiet) == []
+    assert backup.restore(target, tmp_path / "restored", quiet) == []
     store.close()
     (tmp_path / "shard").rename(tmp_path / "old")
     (tmp_path / "restored").rename(tmp_path / "shard")
@@ -238,23 +238,23 @@ def test_a_shard_that_grows_beyond_its_map_is_copied(open_store, tmp_path, monke
     store = open_store(map_bytes=MIB)
     append(store, make_turn("t:0:0"))
     directory = tmp_path / "shard"
-    copy = copies._copy
+    copy = backup._copy
 
     def grow_then_copy(*arguments) -> None:
         subprocess.run([sys.executable, "-c", GROW, directory], check=True)
         copy(*arguments)
 
     store.close()
-    monkeypatch.setattr(copies, "_copy", grow_then_copy)
-    copies.backup(directory, tmp_path / "copy", quiet)
+    monkeypatch.setattr(backup, "_copy", grow_then_copy)
+    backup.backup(directory, tmp_path / "copy", quiet)
     assert (tmp_path / "copy" / "data.mdb").stat().st_size > 8 * MIB
 
 
 GROW = """
 import sys
 from pathlib import Path
-from services.pool.environment import Environment
-from services.pool.records import Table
+from services.pool.storage.lmdb_env import Environment
+from services.pool.storage.records import Table
 opened = Environment(Path(sys.argv[1]), map_bytes=1 << 20, map_max_bytes=1 << 30, max_readers=1)
 opened.write(lambda records: records.put(Table.META, b"large", bytes(1 << 23)))
 opened.close()
@@ -263,9 +263,9 @@ opened.close()
 
 def test_a_damaged_backup_is_not_restored(shard, tmp_path):
     """The damage is told, and nothing is left where it would have gone."""
-    copies.backup(shard, tmp_path / "copy", quiet)
+    backup.backup(shard, tmp_path / "copy", quiet)
     damage(tmp_path / "copy", b"NEEDLE")
-    (first, *_) = copies.restore(tmp_path / "copy", tmp_path / "restored", quiet)
+    (first, *_) = backup.restore(tmp_path / "copy", tmp_path / "restored", quiet)
     assert str(first) == "turns a:0:0 turn 2: the checksum does not match"
     assert not (tmp_path / "restored").exists()
     assert not list(tmp_path.glob(".*"))
@@ -276,7 +276,7 @@ def test_nothing_is_overwritten(shard, tmp_path):
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "file").write_text("mine")
-    for make in (copies.backup, copies.restore):
+    for make in (backup.backup, backup.restore):
         with pytest.raises(FailedPrecondition, match="taken is there already and not empty"):
             make(shard, taken, quiet)
     assert (taken / "file").read_text() == "mine"
@@ -292,7 +292,7 @@ def test_compacting_gives_room_back_and_changes_no_record(open_store, tmp_path):
     directory = tmp_path / "shard"
     turns = [turn_key(trajectory_key(parse_trajectory_id("t:0:0")), n) for n in range(40)]
     tamper(directory, lambda records: [records.delete(Table.TURNS, key) for key in turns])
-    before, after = copies.compact(directory, quiet)
+    before, after = backup.compact(directory, quiet)
     assert after < before / 4
     assert sorted(path.name for path in directory.iterdir()) == ["data.mdb", "replica"]
     assert found(directory) == []
@@ -305,10 +305,10 @@ def test_a_shard_in_use_is_not_compacted(open_store, tmp_path):
     """The line says that it is in use; the copy of before is no obstacle."""
     store = open_store()
     with pytest.raises(ConfigError, match="in use by another pool instance"):
-        copies.compact(tmp_path / "shard", quiet)
+        backup.compact(tmp_path / "shard", quiet)
     store.close()
     (tmp_path / "shard" / ".compacted.unfinished").mkdir()
-    copies.compact(tmp_path / "shard", quiet)
+    backup.compact(tmp_path / "shard", quiet)
 
 
 def test_what_is_no_shard_is_said_in_one_line(shard, tmp_path):
@@ -328,7 +328,7 @@ def test_what_is_no_shard_is_said_in_one_line(shard, tmp_path):
 
 def test_the_command_tells_damage_by_key_and_ends_with_1(shard):
     """Damage goes to stdout, a line each; its number to stderr."""
-    command = [sys.executable, "-m", "services.pool.tools", "check", shard]
+    command = [sys.executable, "-m", "services.pool.maintenance", "check", shard]
     whole = subprocess.run(command, capture_output=True, text=True)
     assert (whole.returncode, whole.stderr) == (0, "")
     assert whole.stdout == f"{shard} is whole\n"

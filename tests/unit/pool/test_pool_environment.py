@@ -18,12 +18,12 @@ from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool import validation
-from services.pool.actors import Writer
-from services.pool.commands import AppendTurns, FreeGroups, PutGroups
-from services.pool.environment import Environment
-from services.pool.freeing import Freed
-from services.pool.migrations import SCHEMA_VERSION
-from services.pool.records import Table
+from services.pool.actors.writer import Writer
+from services.pool.data.commands import AppendTurns, FreeGroups, PutGroups
+from services.pool.data.freeing import Freed
+from services.pool.storage.lmdb_env import Environment
+from services.pool.storage.migrations import SCHEMA_VERSION
+from services.pool.storage.records import Table
 from services.pool.store import PoolStore
 from tests.support.pool_records import damage, make_group, make_turn
 from tests.support.pool_store import change, commit, groups_page, put_groups, set_states

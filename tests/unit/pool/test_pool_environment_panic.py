@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from forge.core.errors import ResourceExhausted, Unavailable
-from services.pool.actors import Writer
-from services.pool.commands import PutGroups
+from services.pool.actors.writer import Writer
+from services.pool.data.commands import PutGroups
 from tests.support.lmdb_panic import break_meta_page
 from tests.support.pool_records import make_group, make_turn
 from tests.support.pool_store import append

@@ -13,8 +13,8 @@ from forge.core.errors import ResourceExhausted
 from forge.runtime.coordination import Instance
 from forge.runtime.rpc.chunks import split
 from forge.v1 import replica_pb2 as pb
-from services.pool.following import Following
 from services.pool.readers import Readers
+from services.pool.replication.follower import Following
 from tests.support.pool_replicas import LINEAGE, SHARD, Node
 from tests.support.pool_store import commit
 
@@ -96,8 +96,8 @@ async def test_follower_without_room_tells_its_leader(
 ) -> None:
     """At once when it comes again, and for as long as that is so: callers are to hear of a full
     disk, not of a follower that went away."""
-    monkeypatch.setattr("services.pool.following.RETRY_S", 0.0)
-    monkeypatch.setattr("services.pool.following.REFUSED_S", 0.0)
+    monkeypatch.setattr("services.pool.replication.follower.RETRY_S", 0.0)
+    monkeypatch.setattr("services.pool.replication.follower.REFUSED_S", 0.0)
     replica, leader = node("b"), LeaderStub()
     writer = FullDisk(replica, refusals=2)
     await followed(replica, writer, leader)

@@ -12,15 +12,15 @@ from forge.core.errors import InvalidArgument
 from forge.core.queue.groups import SAME_OUTCOME
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import validation
-from services.pool.commands import FreeGroups, MarkOrphans
-from services.pool.copies import backup, check
-from services.pool.environment import Environment
-from services.pool.group_index import INDEXES, counted_rollouts, unindexed
-from services.pool.index_check import index_damage
-from services.pool.migrations import SCHEMA_VERSION, stored_version
-from services.pool.records import Records, Table
-from services.pool.repair import copy_in, repair
+from services.pool.data.commands import FreeGroups, MarkOrphans
+from services.pool.maintenance.backup import backup, check
+from services.pool.maintenance.index_integrity import index_damage
+from services.pool.maintenance.repair import copy_in, repair
 from services.pool.service import begin_scan
+from services.pool.storage.group_index import INDEXES, counted_rollouts, unindexed
+from services.pool.storage.lmdb_env import Environment
+from services.pool.storage.migrations import SCHEMA_VERSION, stored_version
+from services.pool.storage.records import Records, Table
 from services.pool.store import PoolStore
 from tests.support.pool_damage import delete_record, flip_key, put_raw
 from tests.support.pool_records import make_group, make_reward, make_turn

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool import validation
-from services.pool.commands import AppendTurns, SealTrajectory
+from services.pool.data.commands import AppendTurns, SealTrajectory
 from services.pool.store import PoolStore
 from tests.support.pool_records import make_reward, make_turn
 

@@ -20,10 +20,10 @@ from forge.core.errors import (
 )
 from forge.runtime.coordination import Versioned
 from services.pool.config import PoolConfig
-from services.pool.leader import Leader
-from services.pool.membership import ReplicaSet
 from services.pool.readers import Readers
-from services.pool.replica import serve_alone
+from services.pool.replication.leader import Leader
+from services.pool.replication.replica import serve_alone
+from services.pool.replication.replica_set import ReplicaSet
 from tests.support.pool_records import make_group
 from tests.support.pool_replicas import LINEAGE, SHARD, Node, catching_up, delivering, settle
 from tests.support.pool_store import put_groups
@@ -113,7 +113,7 @@ async def make_office(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[[int], Office]]:
     """An office with that many copies wanted; it has not begun."""
-    monkeypatch.setattr("services.pool.leader.RETRY_S", 0.001)
+    monkeypatch.setattr("services.pool.replication.leader.RETRY_S", 0.001)
     readers = Readers(1)
     made: list[Office] = []
 
@@ -170,7 +170,7 @@ async def test_who_is_elected_anew_while_etcd_is_away_asks_now_and_then(make_off
     await office.leader.begin()
     office.leader.leadership = Lease(expired=True)
     office.etcd.down = True
-    monkeypatch.setattr("services.pool.leader.RETRY_S", 60.0)
+    monkeypatch.setattr("services.pool.replication.leader.RETRY_S", 60.0)
     holding = asyncio.create_task(office.leader.hold())
     for _ in range(100):
         await asyncio.sleep(0)

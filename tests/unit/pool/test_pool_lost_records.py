@@ -11,10 +11,16 @@ import pytest
 from forge.core.errors import DataLoss, FailedPrecondition
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
-from services.pool import copies
-from services.pool.commands import FreeGroups
-from services.pool.keys import queue_key, reward_key, trajectory_key, turn_key
-from services.pool.records import Records, Table, TrajectoryHeader, decode_header, encode_header
+from services.pool.data.commands import FreeGroups
+from services.pool.maintenance import backup
+from services.pool.storage.keys import queue_key, reward_key, trajectory_key, turn_key
+from services.pool.storage.records import (
+    Records,
+    Table,
+    TrajectoryHeader,
+    decode_header,
+    encode_header,
+)
 from services.pool.store import PoolStore
 from tests.support.pool_damage import delete_record, flip_key, put_raw, raw_value
 from tests.support.pool_records import make_group, make_reward, make_turn
@@ -53,7 +59,7 @@ def fetch(store: PoolStore) -> common_pb2.Trajectory:
 
 
 def found_by_check(directory: Path) -> list[str]:
-    return [str(damage) for damage in copies.check(directory, lambda done, of: None)]
+    return [str(damage) for damage in backup.check(directory, lambda done, of: None)]
 
 
 def after(store: PoolStore, open_store: OpenStore, damage: Callable[[], object]) -> PoolStore:

@@ -7,11 +7,11 @@ import pytest
 
 from forge.core.errors import ConfigError, DataLoss
 from forge.core.trajectory import parse_trajectory_id
-from services.pool.changes import ChangeKind, changes_after
-from services.pool.environment import Environment
-from services.pool.keys import trajectory_key
-from services.pool.migrations import SCHEMA_VERSION, migrate, stored_version
-from services.pool.records import Table
+from services.pool.storage.change_log import ChangeKind, changes_after
+from services.pool.storage.keys import trajectory_key
+from services.pool.storage.lmdb_env import Environment
+from services.pool.storage.migrations import SCHEMA_VERSION, migrate, stored_version
+from services.pool.storage.records import Table
 from tests.support.pool_records import make_reward, make_turn
 from tests.support.pool_store import append, fetch, reward, seal, summary
 

@@ -11,11 +11,11 @@ from forge.core.errors import FailedPrecondition, NotFound
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool import retention
-from services.pool.actors import Writer
-from services.pool.commands import AppendTurns, MarkOrphans, SetGroupStates
-from services.pool.copies import check
-from services.pool.keys import trajectory_key
-from services.pool.records import Table
+from services.pool.actors.writer import Writer
+from services.pool.data.commands import AppendTurns, MarkOrphans, SetGroupStates
+from services.pool.maintenance.backup import check
+from services.pool.storage.keys import trajectory_key
+from services.pool.storage.records import Table
 from services.pool.store import PoolStore
 from services.pool.validation import new_turn
 from tests.support.pool_records import make_group, make_reward, make_turn

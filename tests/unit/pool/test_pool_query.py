@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from forge.core.errors import DataLoss, InvalidArgument
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
-from services.pool import counts, query
-from services.pool.counts import Tally
-from services.pool.keys import trajectory_key
-from services.pool.records import Table
+from services.pool.data import query
+from services.pool.data import stats as stats_module
+from services.pool.data.stats import Tally
+from services.pool.storage.keys import trajectory_key
+from services.pool.storage.records import Table
 from services.pool.store import PoolStore
 from tests.support.pool_records import make_group, make_reward, make_turn
 from tests.support.pool_store import (
@@ -197,7 +198,7 @@ def test_counts_tell_states_domains_and_what_waits(filled, monkeypatch):
     put_groups(filled, make_group("v", 0, purpose=common_pb2.PURPOSE_EVAL))
     put_groups(filled, make_group("e", 0))
     set_states(filled, change("e", common_pb2.GROUP_STATE_TRAINED))
-    monkeypatch.setattr(counts, "SLICE", 2)
+    monkeypatch.setattr(stats_module, "SLICE", 2)
     tally, slices = Tally(), 1
     while filled.read(tally.advance):
         slices += 1

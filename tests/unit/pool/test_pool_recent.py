@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from forge.v1 import common_pb2, pool_pb2, replica_pb2
-from services.pool.commands import FreeGroups
+from services.pool.data.commands import FreeGroups
 from services.pool.readers import Readers
-from services.pool.recent import RecentChanges
-from services.pool.records import Table, seal_value
 from services.pool.service import PoolServicer
+from services.pool.storage.change_trackers import RecentChanges
+from services.pool.storage.records import Table, seal_value
 from services.pool.store import PoolStore
 from tests.support.pool_records import make_group, make_reward, make_turn
 from tests.support.pool_store import append, change, commit, put_groups, reward, seal, set_states

@@ -11,13 +11,13 @@ from forge.core.errors import DataLoss, FailedPrecondition, InvalidArgument, Una
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from forge.v1 import replica_pb2 as pb
-from services.pool.commands import RepairUnit
-from services.pool.journal import caught_up_message, commit_message
-from services.pool.keys import group_key, queue_key, reward_key, trajectory_key, turn_key
-from services.pool.record_copies import answer, copied_records, units_of
-from services.pool.record_repair import is_whole
-from services.pool.records import Key, Records, Table
-from services.pool.self_repair import damaged_units
+from services.pool.data.commands import RepairUnit
+from services.pool.data.record_repair import is_whole
+from services.pool.replication.self_repair import damaged_units
+from services.pool.storage.journal import caught_up_message, commit_message
+from services.pool.storage.keys import group_key, queue_key, reward_key, trajectory_key, turn_key
+from services.pool.storage.record_copies import answer, copied_records, units_of
+from services.pool.storage.records import Key, Records, Table
 from tests.support.pool_records import make_group, make_reward, make_turn
 from tests.support.pool_replicas import LINEAGE, SHARD, Node
 from tests.support.pool_store import append, change, commit, put_groups, reward, seal, set_states

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from forge.core.errors import DataLoss
 from forge.core.trajectory import MAX_NUMBER, TaskId, TrajectoryName
-from services.pool import keys
-from services.pool.records import (
+from services.pool.storage import keys
+from services.pool.storage.records import (
     Table,
     TrajectoryHeader,
     TurnHead,

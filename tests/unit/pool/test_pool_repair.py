@@ -11,17 +11,17 @@ import pytest
 from forge.core.errors import ConfigError
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
-from services.pool.copies import backup
-from services.pool.files import InUse, lock_directory
-from services.pool.keys import (
+from services.pool.maintenance.backup import backup
+from services.pool.maintenance.repair import copy_in, repair
+from services.pool.storage.file_locks import InUse, lock_directory
+from services.pool.storage.keys import (
     group_key,
     queue_key,
     reward_key,
     trajectory_key,
     turn_key,
 )
-from services.pool.records import Table
-from services.pool.repair import copy_in, repair
+from services.pool.storage.records import Table
 from services.pool.store import PoolStore
 from tests.support.pool_damage import delete_record, flip_key
 from tests.support.pool_records import make_group, make_reward, make_turn

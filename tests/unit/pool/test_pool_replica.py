@@ -14,9 +14,9 @@ import pytest
 from forge.core.errors import StaleFence
 from forge.v1 import replica_pb2 as pb
 from services.pool.config import PoolConfig
-from services.pool.following import Following
 from services.pool.readers import Readers
-from services.pool.replica import Replica
+from services.pool.replication.follower import Following
+from services.pool.replication.replica import Replica
 from services.pool.store import PoolStore
 from tests.support.pool_replicas import LINEAGE, Node
 from tests.support.pool_store import commit

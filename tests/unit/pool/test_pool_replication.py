@@ -12,10 +12,11 @@ import pytest
 from forge.core.errors import DataLoss, FailedPrecondition, Unavailable
 from forge.v1 import common_pb2
 from forge.v1 import replica_pb2 as pb
-from services.pool import journal, leading
-from services.pool.journal import ReplicaState, keys_changed
-from services.pool.membership import ReplicaSet, may_lead
-from services.pool.records import Table
+from services.pool.replication import follower_link
+from services.pool.replication.replica_set import ReplicaSet, may_lead
+from services.pool.storage import journal
+from services.pool.storage.journal import ReplicaState, keys_changed
+from services.pool.storage.records import Table
 from tests.support.pool_records import make_group, make_turn
 from tests.support.pool_replicas import LINEAGE, Node, Writes, catching_up, linked, settle
 from tests.support.pool_store import append, change, fetch, put_groups, set_states
@@ -303,9 +304,9 @@ async def test_a_silent_follower_ends_its_link(node):
     """One that takes everything and confirms nothing is let go."""
     a, b = node("a"), node("b")
     a.lead()
-    link = leading.Link(
+    link = follower_link.Link(
         a.store,
-        leading.Readers(1),
+        follower_link.Readers(1),
         b.follower_state(),
         lineage=LINEAGE,
         term=a.term,

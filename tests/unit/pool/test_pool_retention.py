@@ -21,11 +21,11 @@ from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, trainer_pb2
 from services.pool import retention
-from services.pool.commands import FreeGroups
-from services.pool.freeing import Freed, SettledGroup
-from services.pool.keys import group_key, trajectory_key
-from services.pool.records import Table
+from services.pool.data.commands import FreeGroups
+from services.pool.data.freeing import Freed, SettledGroup
 from services.pool.retention import RetentionPolicy, TrainersCoverage
+from services.pool.storage.keys import group_key, trajectory_key
+from services.pool.storage.records import Table
 from services.pool.store import PoolStore
 from services.scheduler.state import TermState
 from services.scheduler.stored import stored_group

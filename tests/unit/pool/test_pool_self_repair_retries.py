@@ -11,12 +11,12 @@ import pytest_asyncio
 
 from forge.core.errors import ForgeError, Unavailable
 from forge.core.trajectory import parse_trajectory_id
-from services.pool import self_repair
-from services.pool.keys import trajectory_key, turn_key
 from services.pool.readers import Readers
-from services.pool.record_copies import CopiedRecords, copied_records
-from services.pool.records import DamagedRecord, Key, Table
-from services.pool.self_repair import SelfRepair
+from services.pool.replication import self_repair
+from services.pool.replication.self_repair import SelfRepair
+from services.pool.storage.keys import trajectory_key, turn_key
+from services.pool.storage.record_copies import CopiedRecords, copied_records
+from services.pool.storage.records import DamagedRecord, Key, Table
 from services.pool.store import PoolStore
 from tests.support.pool_records import make_group, make_turn
 from tests.support.pool_replicas import Node

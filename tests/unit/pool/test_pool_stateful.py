@@ -21,16 +21,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from forge.core.errors import ForgeError, NotFound
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
-from services.pool import copies, validation
-from services.pool.changes import changes_after
-from services.pool.commands import AppendTurns, Command, FreeGroups, MarkOrphans
-from services.pool.compaction import NOTED_BYTES, Compactor
-from services.pool.files import DATA
-from services.pool.freeing import Freed
-from services.pool.index_check import index_damage
-from services.pool.keys import name_of_trajectory_key
+from services.pool import validation
+from services.pool.data.apply import fence_of
+from services.pool.data.commands import AppendTurns, Command, FreeGroups, MarkOrphans
+from services.pool.data.freeing import Freed
+from services.pool.maintenance import backup
+from services.pool.maintenance.compaction import NOTED_BYTES, Compactor
+from services.pool.maintenance.index_integrity import index_damage
+from services.pool.storage.change_log import changes_after
+from services.pool.storage.file_locks import DATA
+from services.pool.storage.keys import name_of_trajectory_key
 from services.pool.store import PoolStore
-from services.pool.writes import fence_of
 from tests.support.pool_model import TRAINED, PoolModel
 from tests.support.pool_records import make_group, make_reward, make_turn
 from tests.support.pool_store import counted, groups_page, is_left_out, pages
@@ -303,7 +304,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         self.store.close()
         try:
-            assert list(copies.check(self._directory(), lambda done, total: None)) == []
+            assert list(backup.check(self._directory(), lambda done, total: None)) == []
         finally:
             shutil.rmtree(self.root)
 

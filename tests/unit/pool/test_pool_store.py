@@ -14,10 +14,11 @@ from forge.core.errors import (
 )
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
-from services.pool import copies, validation
-from services.pool.commands import AppendTurns
-from services.pool.keys import trajectory_key
-from services.pool.records import Table
+from services.pool import validation
+from services.pool.data.commands import AppendTurns
+from services.pool.maintenance import backup
+from services.pool.storage.keys import trajectory_key
+from services.pool.storage.records import Table
 from tests.support.pool_records import make_group, make_reward, make_turn
 from tests.support.pool_store import (
     ABANDONED,
@@ -194,7 +195,7 @@ def test_a_rollout_that_sampled_nothing_may_be_sealed(store, tmp_path):
         reward(store, make_reward("late", turn_index=0))
     assert fetch(store).turns == []
     store.close()
-    assert list(copies.check(tmp_path / "shard", lambda done, total: None)) == []
+    assert list(backup.check(tmp_path / "shard", lambda done, total: None)) == []
 
 
 def test_a_seal_is_final(store):

@@ -8,9 +8,9 @@ import pytest
 
 from forge.core.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from forge.v1 import pool_pb2
-from services.pool import tail
 from services.pool.readers import Readers
-from services.pool.tail import Tails
+from services.pool.streams import tail
+from services.pool.streams.tail import Tails
 from tests.support.pool_records import make_reward, make_turn
 from tests.support.pool_store import append, reward, seal
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.pool import journal
+from services.pool.storage import journal
 from tests.support.pool_records import make_group, make_turn
 from tests.support.pool_replicas import catching_up, linked
 from tests.support.pool_store import append, put_groups

@@ -24,9 +24,9 @@ from forge.core.queue.admission import Mode, QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import SAME_OUTCOME
 from forge.v1 import common_pb2
-from services.pool.commands import FreeGroups, MarkOrphans
-from services.pool.compaction import NOTED_BYTES
-from services.pool.recent import RecentChanges
+from services.pool.data.commands import FreeGroups, MarkOrphans
+from services.pool.maintenance.compaction import NOTED_BYTES
+from services.pool.storage.change_trackers import RecentChanges
 from services.pool.store import PoolStore
 from services.scheduler.standby import ShardCopies
 from services.scheduler.state import TermState

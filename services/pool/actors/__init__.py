@@ -1,0 +1,1 @@
+"""The writer: the one actor that changes a shard."""

@@ -1,0 +1,126 @@
+"""Whether a closed trajectory still has the records that it was closed with.
+
+Every record guards itself by its checksum, and none guards against the loss of another. So the
+header of a closed trajectory keeps how many turns and rewards it has, and a digest of each: BLAKE2b
+over keys and checksums, in order of key. Turns never change after the closing; a later reward
+renews count and digest in its own transaction. Headers of before have neither, and are not
+compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from itertools import chain
+
+import msgspec
+
+from forge.runtime.telemetry import counter
+from forge.v1 import common_pb2
+from services.pool.storage.keys import index_of_turn_key, name_of_trajectory_key
+from services.pool.storage.records import DamagedRecord, Payload, Records, Table, TrajectoryHeader
+
+_DIGEST_BYTES = 8
+_NAMED = 8
+"""How many records an error lists."""
+_COMPARED = counter(
+    "forge_pool_closed_reads_total",
+    "Reads of whole closed trajectories, by their comparison with the seal: verified, unverified "
+    "(closed by a version without digests) or damaged.",
+    ["outcome"],
+)
+_VERIFIED = _COMPARED.labels("verified")
+_UNVERIFIED = _COMPARED.labels("unverified")
+_DAMAGED = _COMPARED.labels("damaged")
+
+Mark = tuple[bytes, bytes]
+"""Key and checksum of a record."""
+
+
+def digest_of(marks: Iterable[Mark]) -> bytes:
+    """Of records in order of key."""
+    return blake2b(b"".join(chain.from_iterable(marks)), digest_size=_DIGEST_BYTES).digest()
+
+
+def marks_of(records: Records, table: Table, trajectory: bytes) -> list[Mark]:
+    """Of all turns or rewards of a trajectory."""
+    return [(key, checksum) for key, checksum, _ in records.scan_stored(table, prefix=trajectory)]
+
+
+def with_turns(header: TrajectoryHeader, turns: Sequence[Mark]) -> TrajectoryHeader:
+    """`header` with the digest of all turns; counting them is for `summaries`."""
+    return msgspec.structs.replace(header, turns_digest=digest_of(turns))
+
+
+def with_rewards(header: TrajectoryHeader, rewards: Sequence[Mark]) -> TrajectoryHeader:
+    """`header` with count and digest of all rewards."""
+    return msgspec.structs.replace(
+        header, reward_events=len(rewards), rewards_digest=digest_of(rewards)
+    )
+
+
+def is_compared(header: TrajectoryHeader) -> bool:
+    """Whether it keeps digests: it is closed, and by a version that wrote them."""
+    return bool(header.turns_digest) and not header.freed
+
+
+def turns_damage(header: TrajectoryHeader, turns: Sequence[Mark]) -> str:
+    """What is wrong with the turns of a closed trajectory; empty when they are as it was closed."""
+    if not is_compared(header) or digest_of(turns) == header.turns_digest:
+        return ""
+    there = {index_of_turn_key(key) for key, _ in turns}
+    if len(there) == header.turns:
+        return "has other turns than it was closed with"
+    if header.state == common_pb2.TRAJECTORY_STATE_SEALED:
+        missing = [index for index in range(header.turns) if index not in there]
+        return f"lacks {len(missing)} of its {header.turns} turns: {_listed(map(str, missing))}"
+    # Of one that was given up nobody knows which indexes it had.
+    listed = _listed(map(str, sorted(there)))
+    return f"has {len(there)} of its {header.turns} turns: {listed}"
+
+
+def rewards_damage(trajectory: bytes, header: TrajectoryHeader, rewards: Sequence[Mark]) -> str:
+    """The same of its rewards."""
+    if not is_compared(header) or digest_of(rewards) == header.rewards_digest:
+        return ""
+    if len(rewards) == header.reward_events:
+        return "has other rewards than it was closed with"
+    there = _listed(key[len(trajectory) :].decode(errors="replace") for key, _ in rewards)
+    return f"has {len(rewards)} of its {header.reward_events} rewards: {there}"
+
+
+def checked_rewards(records: Records, trajectory: bytes, header: TrajectoryHeader) -> list[Payload]:
+    """All rewards. Raises `DamagedRecord` when they are not those that `header` counts."""
+    marks, rewards = _stored(records, Table.REWARDS, trajectory)
+    _require(trajectory, rewards_damage(trajectory, header, marks))
+    return rewards
+
+
+def checked_turns(records: Records, trajectory: bytes, header: TrajectoryHeader) -> list[Payload]:
+    """All turns. Raises as `checked_rewards` does; counts what it compares."""
+    marks, turns = _stored(records, Table.TURNS, trajectory)
+    _require(trajectory, turns_damage(header, marks))
+    if not header.is_open:
+        (_VERIFIED if is_compared(header) else _UNVERIFIED).inc()
+    return turns
+
+
+def _stored(records: Records, table: Table, trajectory: bytes) -> tuple[list[Mark], list[Payload]]:
+    marks: list[Mark] = []
+    payloads: list[Payload] = []
+    for key, checksum, payload in records.scan_stored(table, prefix=trajectory):
+        marks.append((key, checksum))
+        payloads.append(payload)
+    return marks, payloads
+
+
+def _require(trajectory: bytes, damage: str) -> None:
+    if damage:
+        _DAMAGED.inc()
+        message = f"{name_of_trajectory_key(trajectory)} {damage}"
+        raise DamagedRecord(message, table=Table.TRAJECTORIES, key=trajectory)
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = list(names)
+    return (", ".join(every[:_NAMED]) + (", ..." if len(every) > _NAMED else "")) or "none"

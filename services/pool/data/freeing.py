@@ -1,0 +1,321 @@
+"""What is freed of a group, what stays of it, and the order in which groups come to be freed.
+
+    turns, rewards    go
+    trajectories      stay: state, counts, versions, and the sum of their outcomes
+    groups            stay, without the task's payload where a digest stands for it
+    states, queue     stay: the books are counted from them
+
+Owns the index of settled groups and the freeing itself, a bounded number of records at a time. The
+first of them marks the group and its trajectories: from then on nothing of them is read or
+appended to, although it takes more transactions until all records are gone. Which groups are due
+is for `retention` to say; that only settled ones can be freed, and trained ones only when a
+checkpoint covers them, is checked here, in the transaction that frees.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from forge.core.errors import DataLoss, FailedPrecondition
+from forge.core.trajectory import TaskId, TrajectoryName
+from forge.runtime.telemetry import log
+from forge.v1 import common_pb2
+from services.pool.data.commands import FreeGroups
+from services.pool.data.summaries import count_turns, rewards_of, turns_of
+from services.pool.storage.change_log import delete_changes
+from services.pool.storage.group_index import SETTLED_STATES, GroupMoves
+from services.pool.storage.keys import group_key, task_prefix
+from services.pool.storage.records import (
+    Records,
+    Table,
+    TrajectoryHeader,
+    decode_header,
+    encode_header,
+    open_value,
+)
+
+_SETTLED_KEY = struct.Struct(">Q")
+_STEP = struct.Struct(">Q")
+_MS = 1000
+_ORPHAN = 2**64 - 1
+"""In place of a step: nobody ever stored the group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettledGroup:
+    """One entry of the index."""
+
+    key: bytes
+    task_id: TaskId
+    settled_unix_s: float
+    step: int
+    """That trained it; 0 for one that was tombstoned or evaluated."""
+    orphan: bool = False
+    """There are trajectories and no group: only age frees them."""
+    damaged: bool = False
+    """The entry cannot be read: of its group nothing is known, and nothing is freed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freed:
+    """What one transaction freed."""
+
+    groups: int = 0
+    """Of which nothing is left to free."""
+    records: int = 0
+    payload_bytes: int = 0
+    unfinished: bool = False
+    """There was more to free than the transaction may hold."""
+
+
+def state_of(records: Records, task_id: str) -> common_pb2.GroupRecord | None:
+    """State, batch, step, reason and times of a group; None for one that is not stored."""
+    stored = records.get(Table.STATES, group_key(task_id))
+    return None if stored is None else common_pb2.GroupRecord.FromString(bytes(stored))
+
+
+def put_state(
+    records: Records,
+    task_id: str,
+    state: common_pb2.GroupRecord,
+    moves: GroupMoves,
+    *,
+    now_unix_s: float,
+) -> None:
+    """Stores the state of a group in place of the one before, and keeps the indexes; the caller
+    stores `moves`.
+
+    `check_not_freed` came first. A group that is settled already keeps its time.
+    """
+    before = state_of(records, task_id)
+    assert before is not None and not before.freed_unix_s
+    after = common_pb2.GroupRecord()
+    after.CopyFrom(state)
+    if before.settled_unix_s:
+        records.delete(Table.SETTLED, _settled_key(before.settled_unix_s, task_id))
+    if after.state in SETTLED_STATES:
+        after.settled_unix_s = before.settled_unix_s or now_unix_s
+        index_settled(records, task_id, after)
+    records.put(Table.STATES, group_key(task_id), after.SerializeToString())
+    moves.moved(task_id, before, after)
+
+
+def index_settled(records: Records, task_id: str, state: common_pb2.GroupRecord) -> None:
+    """Enters a settled group in the index."""
+    key = _settled_key(state.settled_unix_s, task_id)
+    records.put(Table.SETTLED, key, _STEP.pack(state.step))
+
+
+def index_orphan(records: Records, task_id: str, state: common_pb2.GroupRecord) -> None:
+    """Enters trajectories whose group never came, under the state they were given."""
+    key = _settled_key(state.settled_unix_s, task_id)
+    records.put(Table.SETTLED, key, _STEP.pack(_ORPHAN))
+
+
+def forget_orphan(records: Records, task_id: str) -> None:
+    """Its group has come after all. What was freed of it meanwhile stays freed."""
+    state = state_of(records, task_id)
+    if state is not None:
+        records.delete(Table.SETTLED, _settled_key(state.settled_unix_s, task_id))
+
+
+def index_all_settled(records: Records, *, now_unix_s: float) -> None:
+    """Enters what was settled before there was an index, as if it had been just now."""
+    for key, payload in list(records.scan(Table.STATES)):
+        state = common_pb2.GroupRecord.FromString(bytes(payload))
+        if state.state in SETTLED_STATES and not state.settled_unix_s:
+            state.settled_unix_s = now_unix_s
+            index_settled(records, key.decode(), state)
+            records.put(Table.STATES, key, state.SerializeToString())
+
+
+def settled_after(records: Records, after: bytes) -> Iterator[SettledGroup]:
+    """Settled groups that have something to free, the longest settled first."""
+    for key, value in records.scan_sealed(Table.SETTLED, after=after):
+        try:
+            settled_unix_s, task_id = parse_settled_key(key)
+            step = _STEP.unpack(open_value(Table.SETTLED, key, value))[0]
+        except (DataLoss, ValueError, struct.error):
+            yield SettledGroup(
+                key=key, task_id=TaskId(""), settled_unix_s=0.0, step=0, damaged=True
+            )
+            continue
+        yield SettledGroup(
+            key=key,
+            task_id=task_id,
+            settled_unix_s=settled_unix_s,
+            step=0 if step == _ORPHAN else step,
+            orphan=step == _ORPHAN,
+        )
+
+
+def parse_settled_key(key: bytes) -> tuple[float, TaskId]:
+    """When the group of an entry was settled, and its task. Raises ValueError or struct.error."""
+    settled_ms: int = _SETTLED_KEY.unpack_from(key)[0]
+    return settled_ms / _MS, TaskId(key[_SETTLED_KEY.size :].decode())
+
+
+def check_not_freed(
+    records: Records, name: TrajectoryName, header: TrajectoryHeader | None
+) -> None:
+    """Raises `FailedPrecondition` when trajectory `name` was freed, or would be a new one of a
+    freed group; `header` is what is stored of it."""
+    if header is not None:
+        if header.freed:
+            raise FailedPrecondition(f"{name} was freed: {_fate(records, name.task_id)}")
+        return
+    state = state_of(records, name.task_id)
+    if state is not None and state.freed_unix_s:
+        raise FailedPrecondition(
+            f"group {name.task_id} was freed, so {name} cannot begin: "
+            f"{_fate(records, name.task_id)}"
+        )
+
+
+def free(records: Records, command: FreeGroups) -> Freed:
+    """Frees the groups of `command` that may be, up to one of its limits."""
+    left = _Left(records=command.max_records, size_bytes=command.max_bytes)
+    groups = payload_bytes = 0
+    for task_id in command.task_ids:
+        try:
+            if not _begin(records, task_id, command):
+                continue
+            payload_bytes += _delete(records, task_id, left)
+            if left.nothing:
+                break
+            payload_bytes += _finish(records, task_id)
+        except DataLoss as error:
+            # It keeps its room, but not that of the others.
+            log.error("group_not_freed", task_id=task_id, error=str(error))
+            continue
+        groups += 1
+    return Freed(
+        groups=groups,
+        records=command.max_records - left.records,
+        payload_bytes=payload_bytes,
+        unfinished=left.nothing,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Left:
+    """What one transaction may still delete."""
+
+    records: int
+    size_bytes: int
+
+    @property
+    def nothing(self) -> bool:
+        return self.records <= 0 or self.size_bytes <= 0
+
+
+def _begin(records: Records, task_id: str, command: FreeGroups) -> bool:
+    """Marks a group that may be freed, and its trajectories; whether it is one.
+
+    Raises `DataLoss` before anything is marked.
+    """
+    state = state_of(records, task_id)
+    if state is None or not _may_be_freed(state, command.covered_step):
+        return False
+    if records.get(Table.SETTLED, _settled_key(state.settled_unix_s, task_id)) is None:
+        return False
+    if not state.freed_unix_s:
+        for key, header in _marked_trajectories(records, task_id):
+            delete_changes(records, header)
+            freed = msgspec.structs.replace(header, closed_change=0, rewarded_change=0)
+            records.put(Table.TRAJECTORIES, key, encode_header(freed))
+        state.freed_unix_s = command.now_unix_s
+        records.put(Table.STATES, group_key(task_id), state.SerializeToString())
+    return True
+
+
+def _delete(records: Records, task_id: str, left: _Left) -> int:
+    """Deletes turns and rewards of a group; the bytes freed."""
+    freed_bytes = 0
+    for table in (Table.TURNS, Table.REWARDS):
+        count, size_bytes = records.delete_prefix(
+            table, task_prefix(task_id), limit=left.records, limit_bytes=left.size_bytes
+        )
+        left.records -= count
+        left.size_bytes -= size_bytes
+        freed_bytes += size_bytes
+    return freed_bytes
+
+
+def _may_be_freed(state: common_pb2.GroupRecord, covered_step: int) -> bool:
+    # A rewind may have come between the choice and this: then it is settled no more.
+    if state.state == common_pb2.GROUP_STATE_TRAINED:
+        return bool(state.freed_unix_s) or state.step <= covered_step
+    return state.state in SETTLED_STATES
+
+
+def _marked_trajectories(records: Records, task_id: str) -> list[tuple[bytes, TrajectoryHeader]]:
+    """Keys and headers of what is to be freed, as they will be but for the change log."""
+    marked = []
+    for key, payload in records.scan(Table.TRAJECTORIES, prefix=task_prefix(task_id)):
+        header = decode_header(payload)
+        if header.freed:
+            # It was, before its group came: what it came to is not to be counted again.
+            continue
+        if header.is_open:
+            # Its group is settled without it: nobody will ever close it.
+            header = count_turns(header, [head for head, _ in turns_of(records, key)])
+            header = msgspec.structs.replace(
+                header,
+                state=common_pb2.TRAJECTORY_STATE_ABANDONED,
+                reason="its group was settled without it",
+            )
+        outcome = _outcome(records, key, header)
+        marked.append((key, msgspec.structs.replace(header, freed=True, outcome=outcome)))
+    return marked
+
+
+def _outcome(records: Records, trajectory: bytes, header: TrajectoryHeader) -> float | None:
+    outcomes = [
+        event.value
+        for event in rewards_of(records, trajectory, header)
+        if event.kind == common_pb2.REWARD_KIND_OUTCOME
+    ]
+    return sum(outcomes) if outcomes else None
+
+
+def _finish(records: Records, task_id: str) -> int:
+    """Drops the payload of a group and its place in the index; the bytes freed."""
+    state = state_of(records, task_id)
+    assert state is not None
+    freed_bytes = _drop_payload(records, task_id)
+    records.delete(Table.SETTLED, _settled_key(state.settled_unix_s, task_id))
+    return freed_bytes
+
+
+def _drop_payload(records: Records, task_id: str) -> int:
+    """The bytes freed. Without a digest the payload is what a task is known again by."""
+    stored = records.get(Table.GROUPS, group_key(task_id))
+    if stored is None:
+        return 0
+    group = common_pb2.GroupRecord.FromString(bytes(stored))
+    if not group.task_digest or not group.task.payload_json:
+        return 0
+    freed_bytes = len(group.task.payload_json.encode())
+    group.task.payload_json = ""
+    # LMDB joins pages that have become empty when a record goes, not when one gets smaller.
+    records.delete(Table.GROUPS, group_key(task_id))
+    records.put(Table.GROUPS, group_key(task_id), group.SerializeToString())
+    return freed_bytes
+
+
+def _fate(records: Records, task_id: str) -> str:
+    state = state_of(records, task_id)
+    if state is not None and state.state == common_pb2.GROUP_STATE_TRAINED:
+        return f"a checkpoint covers step {state.step}, which trained its group"
+    if records.get(Table.GROUPS, group_key(task_id)) is None:
+        return "its group never came"
+    return "its group was settled long ago"
+
+
+def _settled_key(settled_unix_s: float, task_id: str) -> bytes:
+    return _SETTLED_KEY.pack(round(settled_unix_s * _MS)) + group_key(task_id)

@@ -1,0 +1,195 @@
+"""Scans of groups, page by page, each page a snapshot of its own.
+
+    GroupScan     every group: along the queue, then those whose entry in the queue is lost
+    BoundedScan   what is pending, then the newest settled groups
+    TaskScan      groups by task id
+
+Owns the position of one scan, and its reconciliation. The indexes that it goes along have one entry
+for each group. When the pages had as many intact entries as there are groups, all is well, at no
+cost. Otherwise one snapshot of the keys names the groups without an intact entry: they are told by
+their records, and an error is logged for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from forge.core.errors import DataLoss
+from forge.core.trajectory import TaskId
+from forge.runtime.telemetry import counter, log
+from forge.v1 import common_pb2, pool_pb2
+from services.pool.data import reads
+from services.pool.storage import group_index, settled_counts
+from services.pool.storage.keys import task_of_queue_key
+from services.pool.storage.records import Records, Table, is_intact_entry
+
+PAGE_GROUPS, PAGE_BYTES = 512, 1 << 20
+"""Of the groups in one message."""
+
+_UNQUEUED = counter(
+    "forge_pool_unqueued_groups_total", "Groups told by a scan although their queue entry is lost."
+)
+
+Read = Callable[[Callable[[Records], Any]], Any]
+Page = Sequence[pool_pb2.ScanGroupsResponse]
+
+
+class Scan(Protocol):
+    """What all scans have."""
+
+    def next_page(self) -> Page | None:
+        """The next groups, which fit in one message; None at the end."""
+
+
+class GroupScan:
+    """Every group."""
+
+    def __init__(
+        self, read: Read, *, brief: bool = False, table: Table = Table.QUEUE, prefix: bytes = b""
+    ) -> None:
+        """`read` gives a function one snapshot; `table`: another index of places in the queue, and
+        what its keys begin with, for a part of the groups, which is not reconciled here."""
+        self._read = read
+        self._brief = brief
+        self._table = table
+        self._prefix = prefix
+        self._after = b""
+        self._queued = 0
+        """Groups told by an intact entry and a record."""
+        self.damaged = 0
+        """Entries that were passed over."""
+        self._unqueued: list[TaskId] | None = None
+        """Tasks that are still to be told, once the index is at its end."""
+
+    def next_page(self, *, limit: int = PAGE_GROUPS, limit_bytes: int = PAGE_BYTES) -> Page | None:
+        """The next groups, which fit in one message; None at the end."""
+        if self._unqueued is None:
+            page: reads.GroupPage = self._read(
+                lambda records: reads.groups(
+                    records,
+                    after=self._after,
+                    limit=limit,
+                    limit_bytes=limit_bytes,
+                    brief=self._brief,
+                    table=self._table,
+                    prefix=self._prefix,
+                )
+            )
+            self._after = page.last_key
+            self._queued += page.whole
+            self.damaged += page.damaged
+            if not page.last_key:
+                whole = self._table is not Table.QUEUE
+                self._unqueued = [] if whole else self._read(self._find_unqueued)
+            return page.groups
+        if not self._unqueued:
+            return None
+        task_ids, self._unqueued = self._unqueued[:limit], self._unqueued[limit:]
+        found: Page = self._read(partial(told_by_record, task_ids=task_ids, brief=self._brief))
+        return found
+
+    def _find_unqueued(self, records: Records) -> list[TaskId]:
+        if records.count(Table.GROUPS) == self._queued:
+            return []
+        # A group that came behind the scan's back has an entry, so it is not among them.
+        queued = {
+            task_of_queue_key(key)
+            for key, value in records.scan_sealed(Table.QUEUE)
+            if is_intact_entry(key, value)
+        }
+        tasks = (TaskId(key.decode()) for key, _ in records.scan_sealed(Table.GROUPS))
+        return [task_id for task_id in tasks if task_id not in queued]
+
+
+def told_by_record(records: Records, *, task_ids: Sequence[TaskId], brief: bool) -> Page:
+    """Groups whose entry in an index is lost."""
+    told = []
+    for task_id in task_ids:
+        log.error("queue_entry_lost", task_id=task_id)
+        _UNQUEUED.inc()
+        try:
+            told.append(reads.scanned_group(records, task_id, brief=brief))
+        except DataLoss as error:
+            log.error("group_not_readable", task_id=task_id, error=str(error))
+    return told
+
+
+class TaskScan:
+    """The groups of tasks, in brief."""
+
+    def __init__(self, read: Read, task_ids: Sequence[TaskId]) -> None:
+        self._read = read
+        self._left = task_ids
+
+    def next_page(self, *, limit: int = PAGE_GROUPS, limit_bytes: int = PAGE_BYTES) -> Page | None:
+        if not self._left:
+            return None
+        page, taken = self._read(
+            lambda records: reads.groups_of(
+                records, self._left, limit=limit, limit_bytes=limit_bytes
+            )
+        )
+        self._left = self._left[taken:]
+        found: Page = page
+        return found
+
+
+class BoundedScan:
+    """What is pending, in queue order, then the newest settled groups; in brief."""
+
+    def __init__(self, read: Read, newest: group_index.NewestSettled) -> None:
+        self._read = read
+        self._pending = GroupScan(read, brief=True, table=Table.PENDING)
+        self._settled = TaskScan(read, newest.task_ids)
+        self._lost: list[TaskId] | None = None
+
+    def next_page(self, *, limit: int = PAGE_GROUPS, limit_bytes: int = PAGE_BYTES) -> Page | None:
+        """As of the other scans."""
+        limits = {"limit": limit, "limit_bytes": limit_bytes}
+        if self._lost is None:
+            page = self._pending.next_page(**limits)
+            if page is not None:
+                return page
+            self._lost = self._read(group_index.unindexed) if self._pending.damaged else []
+        if self._lost:
+            task_ids, self._lost = self._lost[:limit], self._lost[limit:]
+            found: Page = self._read(partial(told_by_record, task_ids=task_ids, brief=True))
+            return found
+        return self._settled.next_page(**limits)
+
+
+def find_newest_settled(records: Records, *, limit: int) -> group_index.NewestSettled | None:
+    """None where the indexes lack an entry: then nothing but the queue tells all groups."""
+    if not group_index.is_whole(records):
+        log.error("group_index_incomplete", groups=records.count(Table.GROUPS))
+        return None
+    return group_index.newest_settled(records, limit)
+
+
+def count_settled(records: Records, found: pool_pb2.SettledGroups) -> bool:
+    """Adds the counters; False when they cannot be read."""
+    try:
+        for row in settled_counts.group_counts(records):
+            found.counts.add(
+                purpose=common_pb2.Purpose.ValueType(row.purpose),
+                state=common_pb2.GroupState.ValueType(row.state),
+                domain=row.domain,
+                reason=row.reason,
+                groups=row.groups,
+                rollouts=row.rollouts,
+            )
+        for recent in settled_counts.recent_rollouts(records):
+            counted = found.recent.add(domain=recent.domain)
+            for sealed_unix_s, trajectory in recent.rollouts:
+                outcome = reads.outcome_of(records, trajectory)
+                if outcome is not None:
+                    counted.sealed_unix_s.append(sealed_unix_s)
+                    counted.outcomes.append(outcome)
+    except DataLoss as error:
+        log.error("settled_counts_damaged", error=str(error))
+        return False
+    found.next_train_index = group_index.next_queue_index(records, common_pb2.PURPOSE_TRAIN)
+    found.next_eval_index = group_index.next_queue_index(records, common_pb2.PURPOSE_EVAL)
+    return True

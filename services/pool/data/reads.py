@@ -1,0 +1,284 @@
+"""What can be read from a shard: summaries, whole trajectories, groups in queue order.
+
+Owns the way from stored records to messages. Writes nothing, and every function sees one snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import takewhile
+
+from forge.core.errors import DataLoss, NotFound
+from forge.core.trajectory import TrajectoryName
+from forge.runtime.telemetry import log
+from forge.v1 import common_pb2, pool_pb2
+from services.pool.data.closed_digests import checked_rewards, checked_turns
+from services.pool.data.summaries import header_of, summarize
+from services.pool.storage.keys import (
+    SHARD_KEY,
+    group_key,
+    name_of_trajectory_key,
+    place_of_queue_key,
+    task_of_queue_key,
+    task_prefix,
+    trajectory_key,
+)
+from services.pool.storage.records import (
+    Payload,
+    Records,
+    Table,
+    is_intact_entry,
+    turn_of_payload,
+)
+from services.pool.storage.settled_counts import commit_of
+
+_LENGTH_DELIMITED = 2
+
+
+def summaries(
+    records: Records, names: Sequence[TrajectoryName]
+) -> list[common_pb2.TrajectorySummary]:
+    """In the order asked; unknown ones are left out."""
+    found = (summarize(records, name) for name in names)
+    return [summary for summary in found if summary is not None]
+
+
+def trajectories(
+    records: Records, names: Sequence[TrajectoryName], *, limit_bytes: int
+) -> list[bytes]:
+    """Serialized Trajectories in the order asked, until they reach `limit_bytes`."""
+    found: list[bytes] = []
+    size_bytes = 0
+    for name in names:
+        found.append(_trajectory(records, name))
+        size_bytes += len(found[-1])
+        if size_bytes >= limit_bytes:
+            break
+    return found
+
+
+def _trajectory(records: Records, name: TrajectoryName) -> bytes:
+    """Raises `NotFound`, and `DataLoss` when a record is not intact.
+
+    Turns and rewards are stored as they are sent, so they are framed and joined, not parsed:
+    concatenated protobuf encodings merge.
+    """
+    key = trajectory_key(name)
+    header = header_of(records, key)
+    if header is None:
+        raise NotFound(f"trajectory {name} is not on this shard")
+    if header.freed:
+        raise NotFound(f"trajectory {name} was freed: only its summary is left")
+    message = common_pb2.Trajectory(
+        trajectory_id=name.trajectory_id,
+        task_id=name.task_id,
+        domain=header.domain,
+        state=common_pb2.TrajectoryState.ValueType(header.state),
+        reason=header.reason,
+        sealed_unix_s=header.sealed_unix_s,
+        closing_agent_s=header.closing_agent_s,
+    )
+    pieces: list[Payload] = [message.SerializeToString()]
+    for payload in checked_turns(records, key, header):
+        turn = turn_of_payload(payload)
+        pieces += (_frame(common_pb2.Trajectory.TURNS_FIELD_NUMBER, len(turn)), turn)
+    for reward in checked_rewards(records, key, header):
+        pieces += (_frame(common_pb2.Trajectory.REWARDS_FIELD_NUMBER, len(reward)), reward)
+    return b"".join(pieces)
+
+
+def _frame(field_number: int, length: int) -> bytes:
+    """Tag and length before one length-delimited field of a protobuf message."""
+    return _varint(field_number << 3 | _LENGTH_DELIMITED) + _varint(length)
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPage:
+    """Some groups with their trajectories, in queue order."""
+
+    groups: list[pool_pb2.ScanGroupsResponse]
+    last_key: bytes
+    """Continue after it; b"" when nothing is left."""
+    whole: int
+    """How many of the groups have a record."""
+    damaged: int
+    """Entries that were passed over."""
+
+
+def groups(
+    records: Records,
+    *,
+    after: bytes,
+    limit: int,
+    limit_bytes: int,
+    brief: bool,
+    table: Table = Table.QUEUE,
+    prefix: bytes = b"",
+) -> GroupPage:
+    """The groups whose key in an index follows `after`, until one of the limits is reached. Keys
+    of the index are `prefix` and a place in the queue."""
+    page: list[pool_pb2.ScanGroupsResponse] = []
+    size_bytes = whole = damaged = 0
+    for key, value in records.scan_sealed(table, prefix=prefix, after=after):
+        if not is_intact_entry(key, value):
+            # It may name another group, or another place: the group's record tells.
+            log.error("queue_entry_damaged", key=key.hex())
+            damaged += 1
+            continue
+        response = _scanned(records, queued_group(records, key[len(prefix) :]), brief=brief)
+        page.append(response)
+        whole += records.has(Table.GROUPS, group_key(response.group.task.task_id))
+        size_bytes += response.ByteSize()
+        if len(page) >= limit or size_bytes >= limit_bytes:
+            return GroupPage(groups=page, last_key=key, whole=whole, damaged=damaged)
+    return GroupPage(groups=page, last_key=b"", whole=whole, damaged=damaged)
+
+
+def scanned_group(records: Records, task_id: str, *, brief: bool) -> pool_pb2.ScanGroupsResponse:
+    """One group by its record. Raises `DataLoss` when that cannot be read."""
+    return _scanned(records, _stored_group(records, task_id), brief=brief)
+
+
+def groups_of(
+    records: Records, task_ids: Sequence[str], *, limit: int, limit_bytes: int
+) -> tuple[list[pool_pb2.ScanGroupsResponse], int]:
+    """In brief, the groups of the first tasks, until one of the limits is reached, and how many
+    tasks that took; tasks without a group are passed over."""
+    page: list[pool_pb2.ScanGroupsResponse] = []
+    size_bytes = 0
+    for taken, task_id in enumerate(task_ids):
+        if taken >= limit or size_bytes >= limit_bytes:
+            return page, taken
+        if not records.has(Table.GROUPS, group_key(task_id)):
+            continue
+        try:
+            group = _stored_group(records, task_id)
+        except DataLoss as error:
+            # What an earlier scan told of it stands.
+            log.error("group_not_readable", task_id=task_id, error=str(error))
+        else:
+            page.append(_scanned(records, group, brief=True))
+            size_bytes += page[-1].ByteSize()
+    return page, len(task_ids)
+
+
+def look_up(
+    records: Records, request: pool_pb2.LookUpGroupsRequest, *, limit_bytes: int
+) -> pool_pb2.LookUpGroupsResponse:
+    """Groups and commits by id, of the first ids, until the limit is reached."""
+    answer = pool_pb2.LookUpGroupsResponse()
+    size_bytes = 0
+    for task_id in request.task_ids:
+        if size_bytes >= limit_bytes:
+            return answer
+        answer.answered += 1
+        if not records.has(Table.GROUPS, group_key(task_id)):
+            continue
+        answer.groups.append(_known_group(records, task_id))
+        size_bytes += answer.groups[-1].ByteSize()
+    for batch_id in request.batch_ids:
+        commit = commit_of(records, batch_id)
+        if commit is not None:
+            answer.commits.add(batch_id=batch_id, step=commit.step)
+        answer.answered += 1
+    return answer
+
+
+def _known_group(records: Records, task_id: str) -> common_pb2.GroupRecord:
+    """One that cannot be read has its id alone."""
+    group = common_pb2.GroupRecord(task=common_pb2.Task(task_id=task_id))
+    try:
+        group = _stored_group(records, task_id)
+    except DataLoss as error:
+        log.error("group_not_readable", task_id=task_id, error=str(error))
+    if group.task_digest:
+        group.task.CopyFrom(common_pb2.Task(task_id=task_id))
+    return group
+
+
+def outcome_of(records: Records, trajectory: bytes) -> float | None:
+    """Sum of the outcome rewards of a trajectory; None for one that cannot be read."""
+    try:
+        summary = summarize(records, name_of_trajectory_key(trajectory), brief=True)
+    except DataLoss as error:
+        log.error("trajectory_not_scanned", trajectory=trajectory.hex(), error=str(error))
+        return None
+    if summary is None:
+        return None
+    kind = common_pb2.REWARD_KIND_OUTCOME
+    return sum(event.value for event in summary.rewards if event.kind == kind)
+
+
+def queued_group(records: Records, key: bytes) -> common_pb2.GroupRecord:
+    """Record and state in one, by the group's key in the queue.
+
+    A group that cannot be read is over: one damaged record must not keep a scheduler from office.
+    """
+    task_id = task_of_queue_key(key)
+    try:
+        return _stored_group(records, task_id)
+    except DataLoss as error:
+        log.error("group_not_readable", task_id=task_id, error=str(error))
+        return _lost_group(records, key, reason=str(error))
+
+
+def _stored_group(records: Records, task_id: str) -> common_pb2.GroupRecord:
+    """Raises DataLoss when it has no record and state that can be read."""
+    record = records.get(Table.GROUPS, group_key(task_id))
+    state = records.get(Table.STATES, group_key(task_id))
+    if record is None or state is None:
+        raise DataLoss(f"group {task_id} is queued but has no record")
+    group = common_pb2.GroupRecord.FromString(bytes(record))
+    group.MergeFromString(bytes(state))
+    return group
+
+
+def _lost_group(records: Records, key: bytes, *, reason: str) -> common_pb2.GroupRecord:
+    """What is left of a group: its place in the queue, and its state unless that would have it
+    sampled or trained."""
+    purpose, queue_index = place_of_queue_key(key)
+    task_id = task_of_queue_key(key)
+    task = common_pb2.Task(task_id=task_id, purpose=purpose, group_size=1)
+    group = common_pb2.GroupRecord(task=task, queue_index=queue_index)
+    with suppress(DataLoss):
+        group.pool_shard = bytes(records.get(Table.META, SHARD_KEY) or b"").decode()
+        group.MergeFromString(bytes(records.get(Table.STATES, group_key(task_id)) or b""))
+    if group.state in (
+        common_pb2.GROUP_STATE_UNSPECIFIED,
+        common_pb2.GROUP_STATE_PENDING,
+        common_pb2.GROUP_STATE_BATCHED,
+    ):
+        group.state, group.reason = common_pb2.GROUP_STATE_TOMBSTONED, reason
+    return group
+
+
+def _scanned(
+    records: Records, group: common_pb2.GroupRecord, *, brief: bool
+) -> pool_pb2.ScanGroupsResponse:
+    """Without the trajectories that cannot be read: a scheduler has others sampled."""
+    task_id = group.task.task_id
+    if brief and group.settled_unix_s and group.task_digest:
+        group.task.payload_json = ""
+    response = pool_pb2.ScanGroupsResponse(group=group)
+    prefix = task_prefix(task_id)
+    keys = (key for key, _ in records.scan_sealed(Table.TRAJECTORIES, after=prefix))
+    for key in takewhile(lambda key: key.startswith(prefix), keys):
+        try:
+            summary = summarize(records, name_of_trajectory_key(key), brief=brief)
+        except DataLoss as error:
+            log.error("trajectory_not_scanned", task_id=task_id, error=str(error))
+        else:
+            assert summary is not None, "its key was just read"
+            response.trajectories.append(summary)
+    return response

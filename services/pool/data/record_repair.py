@@ -1,0 +1,173 @@
+"""What of a damaged shard is replaced by the records of another copy.
+
+What verifies is never overwritten by anything older. A closed trajectory is repaired only to
+exactly what its digests say; what a copy has less is taken from the shard itself, such as a reward
+that came after the backup. The state of a group, the change log, the index of settled groups and
+`meta` are taken only from a replica that has every commit of this one: an older state could have a
+group trained twice. The queue is rebuilt from the records of the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import msgspec
+
+from forge.core.errors import DataLoss
+from forge.v1 import common_pb2
+from services.pool.data.closed_digests import (
+    digest_of,
+    is_compared,
+    marks_of,
+    rewards_damage,
+    turns_damage,
+)
+from services.pool.data.commands import RepairUnit
+from services.pool.data.summaries import header_of
+from services.pool.storage.journal import state_of
+from services.pool.storage.keys import queue_key
+from services.pool.storage.record_copies import (
+    CopiedRecords,
+    intact_values,
+    opens,
+    stored_values,
+)
+from services.pool.storage.records import (
+    Key,
+    Records,
+    Table,
+    TrajectoryHeader,
+    checksum_of,
+    decode_header,
+    open_value,
+    seal_value,
+)
+
+_Put = Callable[[Table, bytes, bytes | None], None]
+_Values = Mapping[bytes, bytes]
+"""Records of one table as they lie on disk."""
+
+
+def repair_from_replica(records: Records, command: RepairUnit) -> bool:
+    """Repairs a unit of a shard that is served; whether it is whole then."""
+    copy, since = command.copy, command.since
+    if copy.position >= since and not state_of(records).copying:
+        repair_unit(records, unit=command.unit, copy=copy, since=since, noted=command.leads)
+    return is_whole(records, command.unit)
+
+
+def repair_unit(
+    ours: Records, *, unit: Key, copy: CopiedRecords, since: int, noted: bool = False
+) -> None:
+    """Replaces what is damaged in `unit`, as far as `copy` has it.
+
+    `since`: the commit that a copy must show to have every commit of this one. `noted`: the change
+    is part of a commit that others follow.
+    """
+    table, key = unit
+    current = 0 < since <= copy.position
+    put = partial(ours.put_sealed, noted=noted)
+    match table:
+        case Table.TRAJECTORIES:
+            _repair_trajectory(ours, key, copy, put)
+        case Table.GROUPS:
+            _restore(ours, unit, copy, put)
+            if current:
+                _restore(ours, (Table.STATES, key), copy, put)
+            _queue_again(ours, key, put)
+        case Table.QUEUE:
+            if not _opens(ours, unit):
+                put(table, key, None)
+        case _:
+            # What is gone by now was deleted since.
+            if current and ours.has(table, key):
+                _restore(ours, unit, copy, put)
+
+
+def _restore(ours: Records, record: Key, copy: CopiedRecords, put: _Put) -> None:
+    if record in copy.values and not _opens(ours, record):
+        put(*record, copy.values[record])
+
+
+def _repair_trajectory(ours: Records, trajectory: bytes, copy: CopiedRecords, put: _Put) -> None:
+    place = (Table.TRAJECTORIES, trajectory)
+    own = _header(ours, trajectory)
+    copied = copy.values.get(place)
+    header = own or (None if copied is None else decode_header(open_value(*place, copied)))
+    if header is None:
+        return
+    wanted: dict[Key, bytes] = {}
+    if not header.freed:
+        stored = CopiedRecords(values=intact_values(ours, place), position=0)
+        for table, digest in (
+            (Table.TURNS, header.turns_digest),
+            (Table.REWARDS, header.rewards_digest),
+        ):
+            # What is intact here may be newer than the copy, or in the place of what was lost.
+            candidates: list[_Values] = [{**copy.of(table), **stored.of(table)}, copy.of(table)]
+            if is_compared(header):
+                candidates = [each for each in candidates if _digest(table, each) == digest]
+            if not candidates:
+                return
+            wanted.update({(table, key): value for key, value in candidates[0].items()})
+    if own is None and copied is not None:
+        put(*place, copied)
+    there = {record: value for record, value in stored_values(ours, place) if record != place}
+    for record, value in wanted.items():
+        if there.get(record) != value:
+            put(*record, value)
+    # Only a digest can tell that a record has no place here.
+    for record in there if is_compared(header) else ():
+        if record not in wanted:
+            put(*record, None)
+
+
+def _header(records: Records, trajectory: bytes) -> TrajectoryHeader | None:
+    """None when it is not there or cannot be read."""
+    try:
+        return header_of(records, trajectory)
+    except (DataLoss, msgspec.MsgspecError):
+        return None
+
+
+def _digest(table: Table, values: _Values) -> bytes:
+    return digest_of(
+        (key, checksum_of(key, open_value(table, key, values[key]))) for key in sorted(values)
+    )
+
+
+def _queue_again(ours: Records, task: bytes, put: _Put) -> None:
+    """Gives a group that can be read its place in the queue, unless it has that."""
+    place = _place_of(ours, task)
+    if place is not None and not _opens(ours, (Table.QUEUE, place)):
+        put(Table.QUEUE, place, seal_value(place))
+
+
+def _place_of(records: Records, task: bytes) -> bytes | None:
+    """Key in the queue of a group; None for a group that is not there or cannot be read."""
+    if not _opens(records, (Table.GROUPS, task)):
+        return None
+    group = common_pb2.GroupRecord.FromString(bytes(records.get(Table.GROUPS, task) or b""))
+    return queue_key(group.task.purpose, group.queue_index, group.task.task_id)
+
+
+def _opens(records: Records, record: Key) -> bool:
+    value = records.get_sealed(*record)
+    return value is not None and opens(record, value)
+
+
+def is_whole(records: Records, unit: Key) -> bool:
+    """Whether every record of a unit can be read, and a closed trajectory has all of them."""
+    table, key = unit
+    if not all(opens(record, value) for record, value in stored_values(records, unit)):
+        return False
+    if table is Table.GROUPS:
+        place = _place_of(records, key)
+        return place is None or _opens(records, (Table.QUEUE, place))
+    header = header_of(records, key) if table is Table.TRAJECTORIES else None
+    if header is None or not is_compared(header):
+        return True
+    turns = marks_of(records, Table.TURNS, key)
+    rewards = marks_of(records, Table.REWARDS, key)
+    return not (turns_damage(header, turns) or rewards_damage(key, header, rewards))

@@ -1,0 +1,95 @@
+"""What a shard holds, by domain and state.
+
+Owns the counting, which goes through every trajectory and every group in slices, each a snapshot
+of its own: a long snapshot would keep the writer from using freed pages again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from forge.v1 import common_pb2, pool_pb2
+from services.pool.data.reads import queued_group
+from services.pool.storage.keys import group_key, name_of_trajectory_key
+from services.pool.storage.records import Payload, Records, Table, decode_header
+
+SLICE = 10_000
+"""Records looked at in one snapshot."""
+
+_PENDING = common_pb2.GROUP_STATE_PENDING
+_SEALED = common_pb2.TRAJECTORY_STATE_SEALED
+_Stats = pool_pb2.GetPoolStatsResponse
+
+
+class Tally:
+    """Counts that grow by one slice at a time."""
+
+    def __init__(self) -> None:
+        self._trajectories: dict[tuple[str, int], _Stats.TrajectoryCount] = {}
+        self._groups: Counter[tuple[str, int, int]] = Counter()
+        self._oldest: common_pb2.GroupRecord | None = None
+        self._oldest_closed_unix_s = 0.0
+        self._table = Table.TRAJECTORIES
+        self._after = b""
+        self._state_of: tuple[str, int] = ("", 0)
+        """Task looked up last, and the state of its group."""
+
+    def advance(self, records: Records) -> bool:
+        """Counts one slice; whether anything is left to count."""
+        count = self._count_group if self._table is Table.QUEUE else self._count_trajectory
+        for seen, (key, payload) in enumerate(records.scan(self._table, after=self._after)):
+            if seen == SLICE:
+                return True
+            count(records, key, payload)
+            self._after = key
+        if self._table is Table.QUEUE:
+            return False
+        self._table, self._after = Table.QUEUE, b""
+        return True
+
+    def add_to(self, stats: _Stats) -> None:
+        by_name = sorted(self._trajectories.items())
+        stats.trajectory_counts.extend(count for _, count in by_name)
+        for (domain, purpose, state), groups in sorted(self._groups.items()):
+            stats.group_counts.add(
+                domain=domain,
+                purpose=common_pb2.Purpose.ValueType(purpose),
+                state=common_pb2.GroupState.ValueType(state),
+                groups=groups,
+            )
+        if self._oldest is not None:
+            stats.oldest_pending_task_id = self._oldest.task.task_id
+            stats.oldest_pending_queue_index = self._oldest.queue_index
+        stats.oldest_pending_closed_unix_s = self._oldest_closed_unix_s
+
+    def _count_trajectory(self, records: Records, key: bytes, payload: Payload) -> None:
+        header = decode_header(payload)
+        place = (header.domain, header.state)
+        count = self._trajectories.get(place)
+        if count is None:
+            state = common_pb2.TrajectoryState.ValueType(header.state)
+            count = _Stats.TrajectoryCount(domain=header.domain, state=state)
+            self._trajectories[place] = count
+        count.trajectories += 1
+        count.turns += header.turns
+        count.sampled_tokens += header.sampled_tokens
+        count.turn_bytes += header.turn_bytes
+        if header.state == _SEALED and self._waits(records, name_of_trajectory_key(key).task_id):
+            closed_unix_s = header.sealed_unix_s
+            first = self._oldest_closed_unix_s
+            self._oldest_closed_unix_s = min(first, closed_unix_s) if first else closed_unix_s
+
+    def _waits(self, records: Records, task_id: str) -> bool:
+        """Whether the group of a task is pending; a task's trajectories lie together."""
+        if self._state_of[0] != task_id:
+            stored = records.get(Table.STATES, group_key(task_id))
+            state = 0 if stored is None else common_pb2.GroupRecord.FromString(bytes(stored)).state
+            self._state_of = (task_id, state)
+        return self._state_of[1] == _PENDING
+
+    def _count_group(self, records: Records, key: bytes, payload: Payload) -> None:
+        group = queued_group(records, key)
+        self._groups[group.task.domain, group.task.purpose, group.state] += 1
+        trains = group.task.purpose == common_pb2.PURPOSE_TRAIN
+        if self._oldest is None and trains and group.state == _PENDING:
+            self._oldest = group

@@ -1,0 +1,113 @@
+"""What the records of one trajectory amount to, for writers and readers alike.
+
+Owns counting; reads through `Records` and writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from forge.core.trajectory import TrajectoryName
+from forge.v1 import common_pb2
+from services.pool.data.closed_digests import checked_rewards
+from services.pool.storage.keys import index_of_turn_key, trajectory_key
+from services.pool.storage.records import (
+    Payload,
+    Records,
+    Table,
+    TrajectoryHeader,
+    TurnHead,
+    decode_header,
+    decode_turn_head,
+)
+
+FREED_OUTCOME = "outcome"
+"""Name and id of the one event that is left of the rewards of a freed trajectory."""
+
+
+def header_of(records: Records, trajectory: bytes) -> TrajectoryHeader | None:
+    payload = records.get(Table.TRAJECTORIES, trajectory)
+    return None if payload is None else decode_header(payload)
+
+
+def turns_of(records: Records, trajectory: bytes) -> Iterator[tuple[TurnHead, Payload]]:
+    """Every turn in order, as its head and its stored payload."""
+    for key, payload in records.scan(Table.TURNS, prefix=trajectory):
+        yield decode_turn_head(index_of_turn_key(key), payload), payload
+
+
+def rewards_of(
+    records: Records, trajectory: bytes, header: TrajectoryHeader
+) -> list[common_pb2.RewardEvent]:
+    """Every reward, in order of event id. Raises `DataLoss` for a closed trajectory that lacks
+    one."""
+    return [
+        common_pb2.RewardEvent.FromString(bytes(payload))
+        for payload in checked_rewards(records, trajectory, header)
+    ]
+
+
+def count_turns(header: TrajectoryHeader, heads: Sequence[TurnHead]) -> TrajectoryHeader:
+    """`header` with what `heads` add up to."""
+    sampled = [head for head in heads if head.sampled_tokens]
+    return msgspec.structs.replace(
+        header,
+        turns=len(heads),
+        sampled_tokens=sum(head.sampled_tokens for head in heads),
+        min_weight_version=min((head.min_weight_version for head in sampled), default=-1),
+        max_weight_version=max((head.max_weight_version for head in sampled), default=-1),
+    )
+
+
+def summarize(
+    records: Records, name: TrajectoryName, *, brief: bool = False
+) -> common_pb2.TrajectorySummary | None:
+    """None when nothing of the trajectory is stored; `brief`: the turns of an open one are not
+    read, and count as none."""
+    key = trajectory_key(name)
+    header = header_of(records, key)
+    if header is None:
+        return None
+    if header.is_open and not brief:
+        header = count_turns(header, [head for head, _ in turns_of(records, key)])
+    return summary_of(records, name, header)
+
+
+def summary_of(
+    records: Records, name: TrajectoryName, header: TrajectoryHeader
+) -> common_pb2.TrajectorySummary:
+    """With the turns that `header` counts."""
+    return common_pb2.TrajectorySummary(
+        trajectory_id=name.trajectory_id,
+        task_id=name.task_id,
+        state=common_pb2.TrajectoryState.ValueType(header.state),
+        turns=header.turns,
+        sampled_tokens=header.sampled_tokens,
+        rewards=_rewards(records, trajectory_key(name), header),
+        min_weight_version=header.min_weight_version,
+        max_weight_version=header.max_weight_version,
+        sealed_unix_s=header.sealed_unix_s,
+        reason=header.reason,
+        domain=header.domain,
+        freed=header.freed,
+    )
+
+
+def _rewards(
+    records: Records, trajectory: bytes, header: TrajectoryHeader
+) -> list[common_pb2.RewardEvent]:
+    if not header.freed:
+        return rewards_of(records, trajectory, header)
+    if header.outcome is None:
+        return []
+    return [
+        common_pb2.RewardEvent(
+            event_id=FREED_OUTCOME,
+            name=FREED_OUTCOME,
+            kind=common_pb2.REWARD_KIND_OUTCOME,
+            value=header.outcome,
+            turn_index=-1,
+        )
+    ]

@@ -1,0 +1,158 @@
+"""`python -m services.pool.maintenance`: what is done to a shard's files; `forge pool`
+starts it.
+
+Owns arguments, progress and exit codes: 0 for success, 1 for damage, 2 for what cannot be done, 3
+for a shard that is not compacted from outside as it is served: stdout is its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from forge.cli.connection import Connection
+from forge.core.errors import ForgeError
+from services.pool.maintenance import backup
+from services.pool.maintenance.integrity import Damage
+from services.pool.maintenance.repair import OpenCopy, copy_in, repair
+from services.pool.maintenance.replica_copy import copy_at
+from services.pool.storage.file_locks import InUse
+
+DAMAGED, REFUSED, SERVED = 1, 2, 3
+SHOWN_DAMAGE = 1000
+"""Lines of it; more are counted."""
+_CONNECTION = ("--etcd", "--cluster", "--key-file", "--tls-ca", "--tls-cert", "--tls-key")
+"""Of the system whose replica `--repair` names; without them it names a directory."""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.pool.maintenance", description=__doc__
+    )
+    commands = parser.add_subparsers(required=True)
+    for name, run, names in (
+        ("check", _check, ["directory"]),
+        ("backup", _backup, ["directory", "target"]),
+        ("restore", _restore, ["backup", "directory"]),
+        ("adopt", _adopt, ["directory"]),
+        ("compact", _compact, ["directory"]),
+    ):
+        command = commands.add_parser(name)
+        for argument in names:
+            command.add_argument(argument, type=Path)
+        command.set_defaults(run=run)
+        if name == "check":
+            command.add_argument("--repair", metavar="COPY")
+            for option in _CONNECTION:
+                command.add_argument(option, default="")
+    options = parser.parse_args(argv)
+    try:
+        code: int = options.run(options)
+    except ForgeError as error:
+        sys.stderr.write(f"forge: {error}\n")
+        return REFUSED
+    return code
+
+
+def _check(options: argparse.Namespace) -> int:
+    with _bar("checking") as progress:
+        if options.repair is not None:
+            left = repair(options.directory, _copy(options), progress)
+            return _tell(iter(left), f"{options.directory} is whole")
+        return _tell(backup.check(options.directory, progress), f"{options.directory} is whole")
+
+
+def _copy(options: argparse.Namespace) -> OpenCopy:
+    if not options.etcd:
+        return copy_in(Path(options.repair))
+    at = Connection(
+        etcd=options.etcd,
+        cluster=options.cluster,
+        key_file=Path(options.key_file),
+        tls_ca=options.tls_ca,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+    )
+    return copy_at(at, options.repair)
+
+
+def _backup(options: argparse.Namespace) -> int:
+    with _bar("copying") as progress:
+        size_bytes = backup.backup(options.directory, options.target, progress)
+    _say(f"{options.target}: {decimal(size_bytes)}; verify it with `forge pool check`")
+    return 0
+
+
+def _restore(options: argparse.Namespace) -> int:
+    with _bar("restoring") as progress:
+        damage = backup.restore(options.backup, options.directory, progress)
+    code = _tell(iter(damage), f"{options.directory} is restored and whole")
+    if code:
+        sys.stderr.write(f"forge: {options.backup} is damaged: nothing was restored\n")
+    return code
+
+
+def _adopt(options: argparse.Namespace) -> int:
+    name = backup.adopt(options.directory)
+    _say(
+        f"{options.directory} takes over shard {name} when it next starts, unless a live process "
+        "serves that; the store it belonged to is refused from then on"
+    )
+    return 0
+
+
+def _compact(options: argparse.Namespace) -> int:
+    try:
+        with _bar("compacting") as progress:
+            before, after = backup.compact(options.directory, progress)
+    except InUse:
+        _say(backup.shard_name(options.directory))
+        return SERVED
+    _say(f"{options.directory}: {decimal(before)} before, {decimal(after)} after")
+    return 0
+
+
+def _tell(damage: Iterator[Damage], whole: str) -> int:
+    """Damage on stdout, a line each, so that it can be piped; what it comes to on stderr."""
+    count = 0
+    for count, one in enumerate(damage, start=1):
+        if count <= SHOWN_DAMAGE:
+            sys.stdout.write(f"{one}\n")
+    if count == 0:
+        _say(whole)
+        return 0
+    hidden = f", of which {SHOWN_DAMAGE} are shown" if count > SHOWN_DAMAGE else ""
+    sys.stderr.write(f"forge: {count} records are damaged{hidden}\n")
+    return DAMAGED
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+@contextmanager
+def _bar(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr where that is a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(doing)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

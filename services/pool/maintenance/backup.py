@@ -1,0 +1,296 @@
+"""Copies of a shard's files: looked at, made, put back, and made smaller.
+
+Owns what is done to a shard from outside the process that serves it. A copy is LMDB's own, of one
+snapshot, and leaves out the pages that are free. It is made by another process on the same host:
+the service then spends no thread and no memory on it, its map may grow meanwhile, and what may
+read the files needs no further credential. Nothing is ever half there under its final name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from forge.core.errors import (
+    ConfigError,
+    DataLoss,
+    FailedPrecondition,
+    ResourceExhausted,
+)
+from services.pool.maintenance.integrity import Checker, Damage
+from services.pool.storage.file_locks import (
+    DATA,
+    LOCK,
+    compacted,
+    data_kept,
+    data_locked,
+    drop_compacted,
+    exchange_data,
+    file_bytes,
+    lock_directory,
+    set_hand_over_mark,
+    sync_directory,
+    unfinished,
+)
+from services.pool.storage.keys import SHARD_KEY
+from services.pool.storage.migrations import SCHEMA_VERSION, stored_version
+from services.pool.storage.records import Records, Table
+
+PROGRESS_S = 0.2
+COPY_BYTES = 1 << 22
+AHEAD_BYTES = 1 << 36
+
+Progress = Callable[[int, int], None]
+"""How much is done, and of how much."""
+
+
+def check(directory: Path, progress: Progress) -> Iterator[Damage]:
+    """Everything that is wrong with the shard in `directory`, whether or not it is served.
+
+    Raises `ConfigError` when there is no shard, or one of another schema version; `DataLoss` when
+    there is nothing that can be read at all.
+    """
+    with snapshot(directory) as (transaction, databases):
+        version = stored_version(Records(transaction, databases))
+        if version != SCHEMA_VERSION:
+            raise ConfigError(
+                f"{directory} has pool schema version {version}, but this program checks version "
+                f"{SCHEMA_VERSION}: "
+                + (
+                    "serve it once, which brings it there"
+                    if version < SCHEMA_VERSION
+                    else "use the version that wrote it"
+                )
+            )
+        total = sum(transaction.stat(database)["entries"] for database in databases.values())
+        looked_at = 0
+
+        def count() -> None:
+            nonlocal looked_at
+            looked_at += 1
+            if looked_at % 1000 == 0 or looked_at == total:
+                progress(looked_at, total)
+
+        yield from Checker(transaction, databases, progress=count).damage()
+
+
+@contextmanager
+def snapshot(directory: Path) -> Iterator[tuple[Any, dict[Table, Any]]]:
+    """Transaction and tables of the shard in `directory`, to read. Raises as `check` does."""
+    with _opened(directory) as environment:
+        try:
+            databases = {
+                table: environment.open_db(table.value.encode(), create=False) for table in Table
+            }
+            with environment.begin(buffers=True) as transaction:
+                yield transaction, databases
+        except lmdb.NotFoundError:
+            raise ConfigError(
+                f"{directory} is no pool shard of schema version {SCHEMA_VERSION}: it lacks a "
+                "table; serve it once, which brings it there"
+            ) from None
+        except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
+            raise DataLoss(f"{directory} is damaged: {error}") from None
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[lmdb.Environment]:
+    """To read, beside whoever serves it. Raises `ConfigError` or `DataLoss`."""
+    _require_shard(directory)
+    with data_kept(directory):
+        environment = _open(directory)
+        try:
+            yield environment
+        finally:
+            environment.close()
+
+
+def _require_shard(directory: Path) -> None:
+    if not (directory / DATA).exists():
+        shards = sorted(str(path.parent) for path in directory.glob(f"**/{DATA}"))
+        hint = f"; there are shards in {', '.join(shards)}" if shards else ""
+        raise ConfigError(f"{directory} holds no pool shard: there is no {DATA}{hint}")
+
+
+def _open(directory: Path) -> lmdb.Environment:
+    # Of address space: who serves it may have it grow before the snapshot is taken.
+    map_bytes = file_bytes(directory / DATA) + AHEAD_BYTES
+    try:
+        environment = lmdb.open(
+            str(directory), readonly=True, max_dbs=len(Table), map_size=map_bytes
+        )
+        environment.reader_check()
+    except (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError) as error:
+        raise DataLoss(f"{directory} holds no pool shard that can be read: {error}") from None
+    except lmdb.ReadersFullError:
+        raise ResourceExhausted(
+            f"too many processes read {directory} already", retry_after_s=1.0
+        ) from None
+    except lmdb.Error as error:
+        raise ConfigError(f"{directory} cannot be opened: {error}") from None
+    return environment
+
+
+def backup(source: Path, target: Path, progress: Progress) -> int:
+    """Copies the shard in `source`, live or not, into a new directory; the bytes of the copy.
+
+    Raises `FailedPrecondition` when `target` is there already, `ConfigError` when it cannot be
+    written, `ResourceExhausted` when it does not fit.
+    """
+    with _opened(source) as environment, _new_directory(target) as copy:
+        _copy(environment, copy, progress)
+        return (copy / DATA).stat().st_size
+
+
+def restore(backup_: Path, target: Path, progress: Progress) -> list[Damage]:
+    """Copies a backup into a new data directory, and checks the copy; the damage found, in which
+    case nothing is restored. Raises as `backup` does."""
+    if not (backup_ / DATA).exists():
+        raise ConfigError(f"{backup_} holds no backup: there is no {DATA}")
+    size_bytes = (backup_ / DATA).stat().st_size
+    damage: list[Damage] = []
+    with _new_directory(target, keep=lambda: not damage) as copy:
+        _copy_file(backup_ / DATA, copy / DATA, lambda done: progress(done, 2 * size_bytes))
+
+        def checked(done: int, of: int) -> None:
+            progress(size_bytes + size_bytes * done // max(of, 1), 2 * size_bytes)
+
+        damage.extend(check(copy, checked))
+        # What reading has left there belongs to this copy's old name.
+        (copy / LOCK).unlink(missing_ok=True)
+        set_hand_over_mark(copy)
+    return damage
+
+
+def adopt(directory: Path) -> str:
+    """Lets the store in `directory` take over the name of its shard when it next starts; the name.
+    Raises as `check` does."""
+    name = shard_name(directory)
+    set_hand_over_mark(directory)
+    return name
+
+
+def compact(directory: Path, progress: Progress) -> tuple[int, int]:
+    """Rewrites the shard in `directory` without its free pages; bytes before and after.
+
+    Raises `InUse` while it is served, which `compaction` is for, and `FailedPrecondition` while
+    somebody else reads it.
+    """
+    _require_shard(directory)
+    lock = lock_directory(directory)
+    copy = compacted(directory)
+    try:
+        drop_compacted(directory)
+        before = (directory / DATA).stat().st_size
+        with _opened(directory) as environment, _new_directory(copy) as unfinished_copy:
+            _copy(environment, unfinished_copy, progress)
+            _compare(environment, unfinished_copy)
+        after = (copy / DATA).stat().st_size
+        with data_locked(directory):
+            exchange_data(directory, copy)
+        return before, after
+    finally:
+        drop_compacted(directory)
+        os.close(lock)
+
+
+def shard_name(directory: Path) -> str:
+    """Of the shard in `directory`, served or not. Raises as `check` does."""
+    with snapshot(directory) as (transaction, databases):
+        name = Records(transaction, databases).get(Table.META, SHARD_KEY)
+        if name is None:
+            raise DataLoss(f"{directory} holds a shard without a name")
+        return bytes(name).decode()
+
+
+def _compare(environment: lmdb.Environment, copy: Path) -> None:
+    """Raises `DataLoss` unless the copy has as many records in every table."""
+    copied = _open(copy)
+    try:
+        for table in Table:
+            name = table.value.encode()
+            counts = []
+            for opened in (environment, copied):
+                database = opened.open_db(name, create=False)
+                with opened.begin() as transaction:
+                    counts.append(transaction.stat(database)["entries"])
+            if counts[0] != counts[1]:
+                raise DataLoss(
+                    f"the copy has {counts[1]} of {counts[0]} records in {table.value}; "
+                    "the shard is left as it was"
+                )
+    except lmdb.NotFoundError:
+        pass  # A table of a later schema: neither has it.
+    finally:
+        copied.close()
+
+
+@contextmanager
+def _new_directory(target: Path, *, keep: Callable[[], bool] = lambda: True) -> Iterator[Path]:
+    """A directory beside `target` that takes its name once it is filled, on disk and to be kept."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FailedPrecondition(f"{target} is there already and not empty: name another")
+    filled = unfinished(target)
+    with room():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(filled, ignore_errors=True)
+        filled.mkdir()
+        try:
+            yield filled
+            if keep():
+                sync_directory(filled)
+                filled.replace(target)
+                sync_directory(target.parent)
+        finally:
+            shutil.rmtree(filled, ignore_errors=True)
+
+
+@contextmanager
+def room() -> Iterator[None]:
+    """Tells a place that takes no files from defects."""
+    try:
+        yield
+    except OSError as error:
+        raise ResourceExhausted(f"{error.filename or 'the copy'}: {error.strerror}") from None
+    except lmdb.Error as error:
+        raise ResourceExhausted(f"the copy could not be written: {error}") from None
+
+
+def _copy(environment: lmdb.Environment, into: Path, progress: Progress) -> None:
+    """LMDB's compacting copy, on a thread, as it tells nothing of how far it is."""
+    failures: list[Exception] = []
+
+    def copy() -> None:
+        try:
+            environment.copy(str(into), compact=True)
+        except Exception as error:  # raised again by who waits
+            failures.append(error)
+
+    total = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+    worker = threading.Thread(target=copy, name="copy")
+    worker.start()
+    while worker.is_alive():
+        worker.join(PROGRESS_S)
+        path = into / DATA
+        progress(path.stat().st_size if path.exists() else 0, total)
+    if failures:
+        raise failures[0]
+    with (into / DATA).open("rb+") as copied:
+        os.fsync(copied.fileno())
+    progress(total, total)
+
+
+def _copy_file(source: Path, target: Path, progress: Callable[[int], None]) -> None:
+    with source.open("rb") as reader, target.open("xb") as writer:
+        while block := reader.read(COPY_BYTES):
+            writer.write(block)
+            progress(writer.tell())
+        writer.flush()
+        os.fsync(writer.fileno())

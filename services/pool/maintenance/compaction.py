@@ -1,0 +1,238 @@
+"""A shard's file rewritten without its free pages, while it is served.
+
+Owns the way from a copy to the exchange. The copy is LMDB's own and made by another process, as
+`backup` says why. Meanwhile it is noted which records change; their present values are brought
+into the copy, round by round, until so few are left that writers wait for the last of them and for
+the exchange no longer than for a commit. Until then the shard is as it was: whatever fails, or
+kills the process, costs the copy alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+
+from forge.core.errors import DataLoss, FailedPrecondition, ResourceExhausted, Unavailable
+from forge.runtime.processes import dying_with_parent
+from forge.runtime.telemetry import counter, log
+from forge.v1 import pool_pb2
+from services.pool.maintenance.backup import room
+from services.pool.storage.file_locks import (
+    DATA,
+    compacted,
+    data_locked,
+    drop_compacted,
+    file_bytes,
+    unfinished,
+)
+from services.pool.storage.lmdb_env import Environment
+from services.pool.storage.records import Key, Notes, Records, Table
+
+NOTED_BYTES = 64 << 20
+"""Of keys that may change while the copy is made."""
+CHUNK_BYTES = 8 << 20
+"""Of records that are brought into the copy in one transaction."""
+FEW_RECORDS = 256
+"""For no more than these, and what is written meanwhile, do writers wait."""
+ROUNDS = 20
+TOOLS_S = 30.0
+"""How long to wait for those who read the file, such as a backup."""
+PROGRESS_S = 0.5
+
+_COMPACTIONS = counter("forge_pool_compactions_total", "Files rewritten while they were served.")
+
+
+class Compactor:
+    """Compacts one open shard, once at a time."""
+
+    def __init__(self, environment: Environment, *, reserve_bytes: int) -> None:
+        """`reserve_bytes` of the disk are left to the shard."""
+        self._environment = environment
+        self._reserve_bytes = reserve_bytes
+        self._directory = environment.directory
+        self._copy_directory = compacted(environment.directory)
+        self._task: asyncio.Task[None] | None = None
+        self._stopped = threading.Event()
+
+    async def run(self, data_dir: str) -> AsyncGenerator[pool_pb2.CompactShardResponse]:
+        """Compacts the shard, and tells how far it is; gives up when it is not listened to.
+
+        Raises `FailedPrecondition` while another runs, or somebody reads the file for long, or when
+        it is not in `data_dir`; `ResourceExhausted` when there is no room for the copy, or more is
+        written than can be brought into it.
+        """
+        if self._task is not None:
+            raise FailedPrecondition("the shard is being compacted already")
+        if data_dir not in ("", str(self._directory.resolve())):
+            raise FailedPrecondition(
+                f"the instance that serves the shard has it in {self._directory.resolve()}, not in "
+                f"{data_dir}: a follower is compacted while it is stopped, or once it leads"
+            )
+        before_bytes, total_bytes = self._sizes()
+        self._stopped.clear()
+        task = self._task = asyncio.create_task(self._compact(), name="compaction")
+        try:
+            while not task.done():
+                yield pool_pb2.CompactShardResponse(
+                    copied_bytes=min(self._copied_bytes(), total_bytes), total_bytes=total_bytes
+                )
+                await asyncio.wait({task}, timeout=PROGRESS_S)
+            if task.cancelled():
+                raise Unavailable(
+                    "the pool instance drains: compact the shard when it serves again"
+                )
+            task.result()
+            after_bytes = file_bytes(self._directory / DATA)
+            _COMPACTIONS.inc()
+            log.info("shard_compacted", before_bytes=before_bytes, after_bytes=after_bytes)
+            yield pool_pb2.CompactShardResponse(
+                copied_bytes=total_bytes,
+                total_bytes=total_bytes,
+                before_bytes=before_bytes,
+                after_bytes=after_bytes,
+                data_dir=str(self._directory.resolve()),
+            )
+        finally:
+            await self.stop()
+
+    def give_up(self) -> None:
+        """Ends what is under way; the shard is as it was, unless the exchange was made."""
+        if self._task is not None and not self._task.cancelling():
+            self._task.cancel()
+
+    async def stop(self) -> None:
+        """Gives up, and returns once nothing is under way."""
+        if self._task is not None:
+            self.give_up()
+            await asyncio.wait({self._task})
+            self._task = None
+
+    def _sizes(self) -> tuple[int, int]:
+        """Of the file, and of the copy about. Raises `ResourceExhausted` when that has no room."""
+        copy_bytes, free_bytes = self._environment.live_bytes, self._environment.disk_free_bytes
+        if free_bytes < copy_bytes + self._reserve_bytes:
+            raise ResourceExhausted(
+                f"{self._directory} has {free_bytes} bytes free on its disk; a copy of "
+                f"what is in use takes {copy_bytes}, and {self._reserve_bytes} stay in reserve"
+            )
+        return file_bytes(self._directory / DATA), copy_bytes
+
+    def _copied_bytes(self) -> int:
+        copy = self._copy_directory
+        return file_bytes(unfinished(copy) / DATA) or file_bytes(copy / DATA)
+
+    async def _compact(self) -> None:
+        environment = self._environment
+        await asyncio.to_thread(environment.note_changes, NOTED_BYTES)
+        try:
+            # Tells at once of somebody who is reading.
+            with data_locked(self._directory):
+                pass
+            await self._copy()
+            await self._on_thread()
+        finally:
+            await asyncio.to_thread(self._clean)
+
+    async def _copy(self) -> None:
+        command = [sys.executable, "-m", "services.pool.maintenance", "backup"]
+        process = await asyncio.create_subprocess_exec(
+            *dying_with_parent([*command, str(self._directory), str(self._copy_directory)]),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            _, stderr = await process.communicate()
+        except asyncio.CancelledError:
+            process.kill()
+            await process.wait()
+            raise
+        if process.returncode:
+            said = stderr.decode(errors="replace").strip().splitlines()
+            why = said[-1].removeprefix("forge: ") if said else f"exit code {process.returncode}"
+            raise ResourceExhausted(f"the copy could not be made: {why}")
+
+    async def _on_thread(self) -> None:
+        """`_finish`, which is not left alone when this is cancelled."""
+        finishing = asyncio.ensure_future(asyncio.to_thread(self._finish))
+        try:
+            await asyncio.shield(finishing)
+        except asyncio.CancelledError:
+            self._stopped.set()
+            await asyncio.wait({finishing})
+            raise
+
+    def _finish(self) -> None:
+        environment = self._environment
+        with room():
+            copy = Environment(
+                self._copy_directory,
+                map_bytes=1 << 20,
+                map_max_bytes=environment.map_max_bytes,
+                max_readers=1,
+            )
+            try:
+                with data_locked(self._directory, wait_s=TOOLS_S, stopped=self._stopped):
+                    for _ in range(ROUNDS):
+                        if self._bring_in(copy, environment.take_notes()) <= FEW_RECORDS:
+                            break
+                    else:
+                        raise ResourceExhausted(
+                            "more is written than can be brought into the copy: try again when it "
+                            "is less"
+                        )
+                    environment.exchange(copy, partial(self._bring_in_last, copy))
+            finally:
+                copy.close()
+
+    def _bring_in(self, copy: Environment, notes: Notes) -> int:
+        """Makes the records of `notes` in the copy what they are now; how many there were."""
+        if notes.lost:
+            raise ResourceExhausted(
+                f"{notes.lost} while the copy was made: try again when less is written"
+            )
+        keys = list(notes.keys)
+        done = 0
+        while done < len(keys):
+            if self._stopped.is_set():
+                raise Unavailable("the compaction was given up")
+            values = self._environment.read(partial(_present, keys=keys, start=done))
+            copy.write(partial(_store, keys=keys[done : done + len(values)], values=values))
+            done += len(values)
+        return len(keys)
+
+    def _bring_in_last(self, copy: Environment, notes: Notes) -> None:
+        self._bring_in(copy, notes)
+        counts = [one.read(_counts) for one in (self._environment, copy)]
+        if counts[0] != counts[1]:
+            raise DataLoss(f"the copy has {counts[1]} records, not {counts[0]}; it is thrown away")
+
+    def _clean(self) -> None:
+        self._environment.forget_changes()
+        drop_compacted(self._directory)
+
+
+def _present(records: Records, *, keys: Sequence[Key], start: int) -> list[bytes | None]:
+    """The records of `keys` from `start` on, about a chunk of them; None for what is not there."""
+    values: list[bytes | None] = []
+    size_bytes = 0
+    for index in range(start, len(keys)):
+        table, key = keys[index]
+        value = records.get_sealed(table, key)
+        values.append(value)
+        size_bytes += len(key) + len(value or b"")
+        if size_bytes >= CHUNK_BYTES:
+            break
+    return values
+
+
+def _store(records: Records, *, keys: Sequence[Key], values: Sequence[bytes | None]) -> None:
+    for (table, key), value in zip(keys, values, strict=True):
+        records.put_sealed(table, key, value)
+
+
+def _counts(records: Records) -> dict[str, int]:
+    return {table.value: records.count(table) for table in Table}

@@ -1,0 +1,83 @@
+"""A shard that is not served, repaired from another copy of it: a directory or a replica.
+
+Owns the way through its damage, one unit in a transaction. What is taken is for `record_repair`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+
+from forge.core.errors import ConfigError
+from services.pool.data.record_repair import repair_unit
+from services.pool.maintenance.backup import Progress, check, snapshot
+from services.pool.maintenance.integrity import Damage
+from services.pool.storage.file_locks import DATA, file_bytes
+from services.pool.storage.group_index import rebuild
+from services.pool.storage.journal import state_of
+from services.pool.storage.keys import LINEAGE_KEY, SHARD_KEY
+from services.pool.storage.lmdb_env import Environment
+from services.pool.storage.record_copies import CopiedRecords, copied_records, units_of
+from services.pool.storage.records import Key, Records, Table
+
+_MAP_MAX_BYTES = 1 << 40
+
+Fetch = Callable[[Key], CopiedRecords]
+"""Reads one unit from a copy."""
+OpenCopy = Callable[[str, str], AbstractContextManager[Fetch]]
+"""Opens a copy of the shard of that name and lineage."""
+
+
+def repair(directory: Path, open_copy: OpenCopy, progress: Progress) -> list[Damage]:
+    """Repairs the shard in `directory`, which is not served; the damage that is left.
+
+    Raises `InUse` while the shard is served, `ConfigError` when the copy is of another one, and as
+    `check` does.
+    """
+    damage = list(check(directory, progress))
+    if not damage:
+        return []
+    environment = Environment(
+        directory,
+        map_bytes=file_bytes(directory / DATA),
+        map_max_bytes=_MAP_MAX_BYTES,
+        max_readers=1,
+    )
+    try:
+        shard, lineage, since = environment.read(_identity)
+        units = {unit: None for one in damage for unit in units_of(one.table, one.key)}
+        with open_copy(shard, lineage) as fetch:
+            for unit in units:
+                change = partial(repair_unit, unit=unit, copy=fetch(unit), since=since)
+                environment.write(change)
+            environment.write(rebuild)
+    finally:
+        environment.close()
+    return list(check(directory, progress))
+
+
+def _identity(records: Records) -> tuple[str, str, int]:
+    """Name and lineage of the shard, and the newest commit of this replica; 0 if it is none."""
+    shard, lineage = (
+        bytes(records.get(Table.META, key) or b"").decode() for key in (SHARD_KEY, LINEAGE_KEY)
+    )
+    state = state_of(records)
+    return shard, lineage, state.position if state.lineage else 0
+
+
+def copy_in(directory: Path) -> OpenCopy:
+    """A replica or a backup that no process writes. Raises as `backup.check` does."""
+
+    @contextmanager
+    def open_copy(shard: str, lineage: str) -> Iterator[Fetch]:
+        with snapshot(directory) as (transaction, databases):
+            records = Records(transaction, databases)
+            if not lineage or _identity(records)[1] != lineage:
+                raise ConfigError(
+                    f"{directory} is no copy of this shard: its lineage is another one"
+                )
+            yield lambda unit: copied_records(records, [unit])
+
+    return open_copy

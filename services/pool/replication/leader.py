@@ -1,0 +1,277 @@
+"""A leader's office: its gate, its follower, and the set of replicas in sync.
+
+Owns who is accepted as the follower and what happens when it comes and goes. In which order things
+happen is what nothing is lost by: a follower is required before it is recorded as in sync, and
+recorded as away before anything is acknowledged without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from forge.core.errors import (
+    FailedPrecondition,
+    ForgeError,
+    InvalidArgument,
+    ResourceExhausted,
+    StaleFence,
+    Unavailable,
+)
+from forge.runtime.coordination import Coordinator, Leadership
+from forge.runtime.telemetry import gauge, log
+from forge.v1 import replica_pb2 as pb
+from services.pool.config import PoolConfig
+from services.pool.readers import Readers
+from services.pool.replication.follower_link import RETRY_S, Gate, Link
+from services.pool.replication.replica_set import ReplicaSet, leadership_name
+from services.pool.storage.journal import Changes, ReplicaState
+from services.pool.storage.lmdb_env import DISK_RETRY_S
+from services.pool.store import PoolStore
+
+BOTH = 2
+
+_IN_SYNC = gauge("forge_pool_replicas_in_sync", "Replicas that have all that was acknowledged.")
+
+
+class Leader:
+    """The one that acknowledges."""
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        coordinator: Coordinator,
+        leadership: Leadership,
+        members: ReplicaSet,
+        store: PoolStore,
+        readers: Readers,
+        *,
+        state: ReplicaState,
+        on_members: Callable[[], None],
+    ) -> None:
+        """`on_members` is called when the set of replicas has changed."""
+        self.deposed = asyncio.Event()
+        """Another instance leads, or may."""
+        self.gate = Gate(
+            store.shard, position=state.position, leads=lambda: not self.deposed.is_set()
+        )
+        self.members = members
+        self.leadership = leadership
+        self._config = config
+        self._coordinator = coordinator
+        self._store = store
+        self._readers = readers
+        self._state = state
+        self._own_id = state.replica_id
+        self._on_members = on_members
+        self._recording = asyncio.Lock()
+        self._link: Link | None = None
+        self._attending: asyncio.Task[None] | None = None
+        self._no_room = ""
+        """Why the follower lacks what it was sent, when it has no room for it."""
+
+    async def begin(self) -> None:
+        """Takes the record over: an earlier leader can change it no more. Raises StaleFence."""
+        await self._record(self.members)
+        await self._be_without_follower("no follower has joined")
+
+    async def hold(self) -> None:
+        """Keeps the office; returns once deposed.
+
+        While etcd is away nobody can be elected, and what is acknowledged rests on the follower or
+        on the record, not on the lease: so a lost lease ends nothing. It is campaigned for again,
+        and whoever was elected meanwhile has changed the record.
+        """
+        while not self.deposed.is_set():
+            ends = {
+                asyncio.create_task(self.leadership.lost()),
+                asyncio.create_task(self.deposed.wait()),
+            }
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for end in ends:
+                    end.cancel()
+            if not self.deposed.is_set():
+                log.warning("lease_lost", pool_shard=self._store.shard)
+                await self._regain()
+        self._no_room = ""
+        self.gate.shut("another instance leads it")
+
+    async def _regain(self) -> None:
+        campaign = asyncio.create_task(
+            self._coordinator.campaign(
+                leadership_name(self._store.shard),
+                self._config.instance_id,
+                ttl_s=self._config.lease_ttl_s,
+            )
+        )
+        try:
+            while not self.deposed.is_set():
+                await asyncio.wait({campaign}, timeout=RETRY_S)
+                with contextlib.suppress(Unavailable, StaleFence):
+                    await self._look_at_record()
+                    if campaign.done():
+                        self.leadership = campaign.result()
+                        await self._record(replace(self.members, fence=self.leadership.fence))
+                        log.info("lease_regained", fence=self.leadership.fence)
+                        return
+                if campaign.done():
+                    # Elected, and etcd is away again: there is nothing else to wait for.
+                    await asyncio.sleep(RETRY_S)
+            if campaign.done():
+                await campaign.result().resign()
+        finally:
+            campaign.cancel()
+            await asyncio.wait({campaign})
+
+    def admit(self) -> None:
+        """Raises `ResourceExhausted` when the follower that is needed has no room, `Unavailable`
+        for any other change that could not be acknowledged."""
+        if self.gate.is_shut and self._no_room:
+            raise ResourceExhausted(
+                f"the follower of pool shard {self._store.shard} has no room: {self._no_room}",
+                retry_after_s=DISK_RETRY_S,
+            )
+        self.gate.admit()
+
+    def check_readable(self) -> None:
+        """Raises `Unavailable` when another instance may lead by now and know better."""
+        if self.gate.is_shut and not self.leadership.alive:
+            raise Unavailable(f"whether this instance still leads {self._store.shard} is in doubt")
+
+    def committed(self, position: int, changes: Changes) -> None:
+        self.gate.position = position
+        if self._link is not None:
+            self._link.add(position, changes)
+
+    async def follower_with(self, position: int) -> str:
+        """Address of the follower, once it has every commit up to `position`. Raises
+        `Unavailable` while none has caught up, or when it goes."""
+        link = self._link
+        if link is None or not link.confirmed or not link.address:
+            raise Unavailable(f"pool shard {self._store.shard} has no follower in sync")
+        await link.reached(position)
+        return link.address
+
+    def accept(self, follower: pb.FollowerState) -> Link:
+        """A follower joins. Raises as `Follow` in replica.proto tells."""
+        if follower.pool_shard != self._store.shard:
+            raise InvalidArgument(
+                f"pool_shard {follower.pool_shard!r} is not led here: this is {self._store.shard!r}"
+            )
+        if follower.lineage not in ("", self.members.lineage):
+            raise FailedPrecondition(
+                f"replica {follower.replica_id} holds data of lineage {follower.lineage!r}, and "
+                f"pool shard {self._store.shard} is of {self.members.lineage!r}: give the follower "
+                "an empty data_dir"
+            )
+        if follower.schema_version != self._state.schema_version:
+            raise FailedPrecondition(
+                f"replica {follower.replica_id} stores schema {follower.schema_version}, the "
+                f"leader {self._state.schema_version}: run the same version on both"
+            )
+        if follower.newest_term > self.leadership.fence:
+            # What it has may be acknowledged, and would be overwritten by what is older here.
+            raise FailedPrecondition(
+                f"replica {follower.replica_id} knows of leadership {follower.newest_term} of pool "
+                f"shard {self._store.shard}, later than {self.leadership.fence} of this instance"
+            )
+        if self._link is not None:
+            if self._link.replica_id == follower.replica_id:
+                self._link.end(Unavailable("the follower came again"))
+            raise ResourceExhausted(
+                f"pool shard {self._store.shard} has a follower", retry_after_s=RETRY_S
+            )
+        self._no_room = follower.no_room
+        self._link = link = Link(
+            self._store,
+            self._readers,
+            follower,
+            lineage=self.members.lineage,
+            term=self.leadership.fence,
+            position=self.gate.position,
+            timeout_s=self._config.follower_timeout_s,
+            on_confirmed=self._confirmed,
+        )
+        self._attending = asyncio.create_task(self._attend(link), name="follower")
+        return link
+
+    async def close(self) -> None:
+        """Lets the follower go, which stays in sync: it has all that was acknowledged."""
+        self._no_room = ""
+        self.gate.shut("its leader ends")
+        if self._link is not None:
+            self._link.end(Unavailable("the leader of the shard ends"))
+        if self._attending is not None:
+            self._attending.cancel()
+            await asyncio.wait({self._attending})
+
+    def _confirmed(self, position: int) -> None:
+        self._store.confirmed_position = position
+        self.gate.confirm(position)
+
+    async def _attend(self, link: Link) -> None:
+        """One follower, from its coming to its loss."""
+        try:
+            # Its first confirmation says that it has caught up.
+            await link.reached(0)
+            self.gate.require(link.confirmed)
+            await link.reached(self.gate.position)
+            await self._set_in_sync({self._own_id, link.replica_id})
+            self.gate.open()
+            self._no_room = ""
+            log.info("follower_in_sync", replica=link.replica_id, position=link.confirmed)
+            why = await link.ended
+        except ForgeError as error:
+            why = error
+        link.end(why)
+        log.warning("follower_lost", replica=link.replica_id, error=str(why))
+        try:
+            await self._be_without_follower(f"its follower is away ({why})")
+        except StaleFence as error:
+            self.gate.shut(str(error))
+        finally:
+            self._link = None
+
+    async def _be_without_follower(self, why: str) -> None:
+        if self._config.min_copies == BOTH:
+            self.gate.shut(f"{why}, and min_copies is {BOTH}")
+            return
+        # The record first: a follower that has not all must never lead.
+        await self._set_in_sync({self._own_id})
+        self.gate.go_alone()
+
+    async def _set_in_sync(self, replica_ids: Iterable[str]) -> None:
+        """Raises StaleFence when this replica does not lead any more."""
+        wanted = frozenset(replica_ids)
+        while self.members.in_sync != wanted:
+            try:
+                await self._record(self.members.of(wanted))
+            except Unavailable as error:
+                log.warning("replicas_not_recorded", error=str(error))
+                await asyncio.sleep(RETRY_S)
+        _IN_SYNC.set(len(wanted))
+        self._on_members()
+
+    async def _record(self, members: ReplicaSet) -> None:
+        """Raises `StaleFence` when another instance has written, `Unavailable` when the outcome is
+        unknown: then look at the record before anything else."""
+        async with self._recording:
+            try:
+                self.members = await members.write(self._coordinator)
+            except StaleFence:
+                # After a write of unknown outcome it may be our own that we met.
+                await self._look_at_record()
+                if self.members.in_sync != members.in_sync or self.members.fence != members.fence:
+                    raise Unavailable("the record is not what it was: try again") from None
+
+    async def _look_at_record(self) -> None:
+        """Raises `StaleFence`, and is deposed, when another instance has written since."""
+        found = await ReplicaSet.read(self._coordinator, self._store.shard)
+        if found is None or found.fence not in (self.members.fence, self.leadership.fence):
+            self.deposed.set()
+            raise StaleFence(f"pool shard {self._store.shard} is led by another instance")
+        self.members = found

@@ -1,0 +1,404 @@
+"""One of the two instances of a replicated shard: follower until elected, leader until deposed.
+
+    follow    take the leader's commits; serve nobody
+    elected   stop following, then look whether this replica has all that was acknowledged
+    lead      register; acknowledge what the follower has on disk as well
+    deposed   end the process: a fresh one follows
+
+Owns this life, and what stands before writer and readers during it. What a leader does is in
+`leader`, what the two say to each other in `follower_link` and `follower`, what they keep in
+`journal`, who may lead in `replica_set`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from forge.core.errors import ConfigError, ForgeError, Unavailable
+from forge.runtime.coordination import Coordinator, Leadership
+from forge.runtime.service import ServiceContext
+from forge.runtime.telemetry import gauge, log
+from forge.v1 import replica_pb2, replica_pb2_grpc
+from services.pool.actors.writer import WriterRef
+from services.pool.config import PoolConfig
+from services.pool.data.commands import FollowLeader
+from services.pool.readers import ReaderRef, Readers
+from services.pool.replication.follower import Following
+from services.pool.replication.follower_link import RETRY_S
+from services.pool.replication.leader import Leader
+from services.pool.replication.replica_set import ReplicaSet, leadership_name, may_lead
+from services.pool.replication.self_repair import SelfRepair
+from services.pool.replication.shard_identity import (
+    bind_leader,
+    check_follower,
+    may_serve,
+    read_binding,
+)
+from services.pool.storage.journal import Changes, adopt, is_empty, leave_replication, state_of
+from services.pool.storage.record_copies import CopiedRecords, answer, fetch_unit
+from services.pool.storage.records import DamagedRecord, Key
+from services.pool.store import PoolStore
+
+_COMMIT_S = 60.0
+_READ_S = 30.0
+
+_LEADS = gauge("forge_pool_leads", "1 while this instance leads its shard, 0 while it follows.")
+
+T = TypeVar("T")
+
+
+class Replica:
+    """One instance of a replicated shard."""
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        store: PoolStore,
+        writer: WriterRef,
+        readers: Readers,
+        *,
+        on_lead: Callable[[], None],
+    ) -> None:
+        """`on_lead` is called when it is elected, before anybody can find it."""
+        self._context = context
+        self._config: PoolConfig = context.config
+        self._store = store
+        self._writer = writer
+        self._readers = readers
+        self._on_lead = on_lead
+        self._elected: Leadership | None = None
+        """The office it was elected to, whether or not it leads yet."""
+        self._leader: Leader | None = None
+        self._self_repair: SelfRepair | None = None
+        """As a leader; a follower meets damage in its passes alone."""
+        self._task: asyncio.Task[None] | None = None
+        self._announcing: asyncio.Task[None] | None = None
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def start(self) -> None:
+        """Begins to follow, and to campaign."""
+        loop = asyncio.get_running_loop()
+
+        def told(position: int, changes: Changes) -> None:
+            loop.call_soon_threadsafe(self._committed, position, changes)
+
+        await check_follower(self._context.coordinator, self._store)
+        await asyncio.to_thread(self._store.count_commits, told)
+        self._context.ready = False
+        self._task = asyncio.create_task(self._live(), name="replica")
+
+    @property
+    def leader(self) -> Leader:
+        """Raises `Unavailable` while this instance does not lead."""
+        if self._leader is None:
+            raise Unavailable(
+                f"this instance of pool shard {self._store.shard} follows; its leader is in the "
+                "directory",
+                retry_after_s=RETRY_S,
+            )
+        return self._leader
+
+    async def with_repair(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
+        """The outcome of `attempt`, made again after each damaged record that it met and that the
+        follower could replace."""
+        met: set[Key] = set()
+        while True:
+            outcome = await attempt()
+            damage = _damage_in(outcome)
+            if damage is None or (damage.table, damage.key) in met or self._self_repair is None:
+                return outcome
+            met.add((damage.table, damage.key))
+            if not await self._self_repair.repaired(damage):
+                return outcome
+
+    async def records(self, request: replica_pb2.FetchRecordsRequest) -> bytes:
+        """Serialized RecordChanges for FetchRecords."""
+        readers = self._readers if self._leader is None else LeadersReaders(self, self._readers)
+        look = partial(answer, request=request)
+        return await readers.run(partial(self._store.read, look))
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """While the answer to a change is waited for."""
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    async def drain(self) -> None:
+        """Lets the follower confirm what is under way, then lets it go."""
+        await self._idle.wait()
+        if self._leader is not None:
+            await self._leader.close()
+
+    async def stop(self) -> None:
+        """Leaves the office to the other one at once."""
+        tasks = {task for task in (self._task, self._announcing) if task is not None}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        office = self._elected
+        if self._leader is not None:
+            await self._leader.close()
+            # It may have lost its lease meanwhile, and been elected again.
+            office = self._leader.leadership
+        if office is not None:
+            await office.resign()
+
+    def _committed(self, position: int, changes: Changes) -> None:
+        if self._leader is not None:
+            self._leader.committed(position, changes)
+
+    async def _live(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                follower = self._following()
+                following = tasks.create_task(follower.run(), name="following")
+                verifying = tasks.create_task(self._verify_as_follower(follower), name="verify")
+                self._elected, members = await self._until_elected()
+                verifying.cancel()
+                following.cancel()
+            await self._lead(self._elected, members)
+        except ForgeError as error:
+            log.error("replica_failed", pool_shard=self._store.shard, error=str(error))
+        except Exception:
+            log.exception("replica_crashed", pool_shard=self._store.shard)
+        # What a deposed leader has in memory and on its streams nobody can vouch for.
+        self._context.stop()
+
+    def _following(self) -> Following:
+        return Following(
+            self._store,
+            self._writer,
+            self._readers,
+            self._context.remote("pool", replica_pb2_grpc.PoolReplicaServiceStub),
+            instance_id=self._config.instance_id,
+            own_address=self._context.until_listening,
+        )
+
+    async def _verify_as_follower(self, follower: Following) -> None:
+        async def fetch(unit: Key, since: int) -> CopiedRecords:
+            _, stub = await follower.leader()
+            return await self._fetch(stub, unit)
+
+        repair = SelfRepair(self._store, self._writer, self._readers, fetch, leads=False)
+        await repair.verify(every_s=self._config.verify_every_s)
+
+    async def _fetch_from_follower(self, unit: Key, since: int) -> CopiedRecords:
+        address = await self.leader.follower_with(since)
+        stub = replica_pb2_grpc.PoolReplicaServiceStub(self._context.channels.get(address))
+        return await self._fetch(stub, unit)
+
+    async def _fetch(self, stub: Any, unit: Key) -> CopiedRecords:
+        lineage = await self._readers.run(self._store.lineage)
+        return await fetch_unit(stub, shard=self._store.shard, lineage=lineage, unit=unit)
+
+    async def _until_elected(self) -> tuple[Leadership, ReplicaSet]:
+        """Campaigns whenever this replica has all that was acknowledged."""
+        if await self._is_first_and_empty():
+            # One that has data may be about to come: it goes first.
+            await asyncio.sleep(self._config.lease_ttl_s)
+        told = False
+        while True:
+            # An outage of etcd only prolongs it.
+            with suppress(Unavailable):
+                eligible, members = await self._standing()
+                if members is None and not eligible and not told:
+                    told = True
+                    log.error(
+                        "replicas_unknown",
+                        pool_shard=self._store.shard,
+                        error="etcd has no record of who has all that was acknowledged: start the "
+                        'replica to go on with once with durability = "local"',
+                    )
+                if eligible:
+                    found = await self._campaign()
+                    if found is not None:
+                        return found
+            await asyncio.sleep(RETRY_S)
+
+    async def _campaign(self) -> tuple[Leadership, ReplicaSet] | None:
+        """None when it lost its standing before it was elected. Raises Unavailable."""
+        leadership = await self._context.coordinator.campaign(
+            leadership_name(self._store.shard),
+            self._config.instance_id,
+            ttl_s=self._config.lease_ttl_s,
+        )
+        try:
+            eligible, members = await self._standing()
+            if eligible:
+                members = members or await self._alone()
+                return leadership, replace(members, fence=leadership.fence)
+        except BaseException:
+            await leadership.resign()
+            raise
+        await leadership.resign()
+        return None
+
+    async def _alone(self) -> ReplicaSet:
+        """The first record of a shard."""
+        own = await self._read(state_of)
+        return ReplicaSet(
+            shard=self._store.shard,
+            lineage=self._store.lineage(),
+            in_sync=frozenset({own.replica_id}),
+            fence=0,
+        )
+
+    async def _standing(self) -> tuple[bool, ReplicaSet | None]:
+        """Whether this replica may lead, and by which record. Raises Unavailable."""
+        coordinator, shard = self._context.coordinator, self._store.shard
+        binding, _ = await read_binding(coordinator, shard)
+        named = await asyncio.to_thread(may_serve, binding, self._store, replicated=True)
+        members = await ReplicaSet.read(coordinator, shard)
+        return named and may_lead(members, await self._read(state_of)), members
+
+    async def _is_first_and_empty(self) -> bool:
+        with suppress(Unavailable):
+            _, members = await self._standing()
+            return members is None and await self._read(is_empty)
+        return True
+
+    async def _lead(self, leadership: Leadership, members: ReplicaSet) -> None:
+        # What was taken in as a follower is on disk before anything else is.
+        await self._writer.ask(FollowLeader(steps=()), timeout_s=_COMMIT_S)
+        if (await self._read(state_of)).copying:
+            raise Unavailable("its leader began to copy to it while it was elected")
+        await bind_leader(self._context.coordinator, self._store, self._config)
+        change = partial(adopt, lineage=members.lineage, term=leadership.fence)
+        state = await asyncio.to_thread(self._store.change, change)
+        leader = Leader(
+            self._config,
+            self._context.coordinator,
+            leadership,
+            members,
+            self._store,
+            self._readers,
+            state=state,
+            on_members=self._announce,
+        )
+        self._self_repair = SelfRepair(
+            self._store, self._writer, self._readers, self._fetch_from_follower, leads=True
+        )
+        self._leader = leader
+        await leader.begin()
+        _LEADS.set(1)
+        log.info("leads", pool_shard=self._store.shard, fence=leadership.fence)
+        self._on_lead()
+        self._context.set_ready()
+        verify = self._self_repair.verify(every_s=self._config.verify_every_s)
+        verifying = asyncio.create_task(verify, name="verify")
+        try:
+            await leader.hold()
+        finally:
+            verifying.cancel()
+            await asyncio.wait({verifying})
+        log.error("deposed", pool_shard=self._store.shard, fence=leadership.fence)
+
+    def _announce(self) -> None:
+        assert self._leader is not None, "only a leader changes the set"
+        self._context.metadata["copies"] = str(len(self._leader.members.in_sync))
+        self._announcing = asyncio.create_task(self._context.announce())
+
+    async def _read(self, look: Callable[[Any], T]) -> T:
+        return await self._readers.run(partial(self._store.read, look))
+
+
+class LeadersWriter:
+    """The writer, as callers of a replicated shard reach it: answers once both have it on disk."""
+
+    def __init__(self, replica: Replica, writer: WriterRef) -> None:
+        self._replica = replica
+        self._writer = writer
+
+    async def ask(self, message: Any, *, timeout_s: float) -> Any:
+        leader = self._replica.leader
+        leader.admit()
+        give_up_s = time.monotonic() + timeout_s
+        with self._replica.answering():
+
+            async def attempt() -> Any:
+                left_s = max(0.0, give_up_s - time.monotonic())
+                return await _outcome(self._writer.ask(message, timeout_s=left_s))
+
+            answer = await self._replica.with_repair(attempt)
+            # A refusal, too, may rest on what only this replica has yet.
+            await leader.gate.passed(timeout_s=max(0.0, give_up_s - time.monotonic()))
+        if isinstance(answer, ForgeError):
+            raise answer
+        return answer
+
+
+class LeadersReaders:
+    """The readers, as callers of a replicated shard reach them: a follower shows nothing, and a
+    leader nothing that its follower, were it elected now, would not have."""
+
+    def __init__(self, replica: Replica, readers: ReaderRef) -> None:
+        self._replica = replica
+        self._readers = readers
+
+    async def run(self, read: Callable[[], T]) -> T:
+        leader = self._replica.leader
+        found = await self._replica.with_repair(lambda: _outcome(self._readers.run(read)))
+        if isinstance(found, ForgeError):
+            raise found
+        if leader.gate.required:
+            await leader.gate.passed(timeout_s=_READ_S)
+        leader.check_readable()
+        return cast(T, found)
+
+
+async def _outcome(answer: Awaitable[T]) -> T | ForgeError:
+    try:
+        return await answer
+    except ForgeError as error:
+        return error
+
+
+def _damage_in(outcome: Any) -> DamagedRecord | None:
+    """The first damaged record that an outcome tells of; turns are answered one by one."""
+    outcomes = outcome if isinstance(outcome, tuple) else (outcome,)
+    return next((one for one in outcomes if isinstance(one, DamagedRecord)), None)
+
+
+async def serve_alone(coordinator: Coordinator, store: PoolStore) -> None:
+    """Takes a shard that was replicated out of its replica set, to be served by itself.
+
+    Raises `Unavailable` while another instance leads it, `ConfigError` when another replica has
+    what this one lacks.
+    """
+    if not (await asyncio.to_thread(store.read, state_of)).lineage:
+        return
+    state = await asyncio.to_thread(store.identify)
+    leader = await coordinator.get(f"leader/{leadership_name(store.shard)}")
+    if leader is not None:
+        raise Unavailable(
+            f'durability = "local": pool shard {store.shard} is led by {leader.value.decode()}; '
+            "stop that first"
+        )
+    members = await ReplicaSet.read(coordinator, store.shard)
+    if state.copying or not (members is None or may_lead(members, state)):
+        raise ConfigError(
+            f'durability = "local": this replica of pool shard {store.shard} may lack what '
+            "another has acknowledged; serve that one, or, if it is lost, delete the key "
+            f"pool/{store.shard}/replicas of the cluster in etcd to go on with this one"
+        )
+    known = members or ReplicaSet(
+        shard=store.shard, lineage=state.lineage, in_sync=frozenset(), fence=0
+    )
+    await known.of({state.replica_id}).write(coordinator)
+    await asyncio.to_thread(store.change, leave_replication)
+    log.warning("left_replica_set", pool_shard=store.shard)

@@ -1,0 +1,192 @@
+"""Which store a shard's name belongs to: one durable record in etcd, and one leased key.
+
+    pool/shards/<shard>     lineage of the shard, and the data directory that serves it alone (empty
+                            while it is replicated: then the record of its replicas decides)
+    pool/<shard>/server     leased, held by the process that serves an unreplicated shard
+
+Owns both. The record is written by compare-and-swap when a shard is first served. A store of
+another lineage, or a copy of the data in another directory, is refused with one line, unless its
+directory has the hand-over mark that `restore` and `adopt` leave: then it takes the name once no
+live process has it. Without a record, as in a new etcd, the first store to start gets the name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from forge.core.errors import ConfigError, Conflict, StaleFence, Unavailable
+from forge.runtime.coordination import Coordinator, Fields, Registration
+from forge.runtime.telemetry import log
+from services.pool.config import PoolConfig
+from services.pool.replication.replica_set import leadership_name
+from services.pool.storage.file_locks import has_hand_over_mark, remove_hand_over_mark
+from services.pool.storage.journal import is_empty, state_of
+from services.pool.store import PoolStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """The store that a shard's name belongs to."""
+
+    lineage: str
+    directory_id: str
+    """Of the one data directory that serves it; empty while it is replicated."""
+    data_dir: str
+    """Where that was when it last started, for people."""
+    host: str
+    instance_id: str
+
+    @classmethod
+    def of(cls, store: PoolStore, config: PoolConfig, *, replicated: bool) -> Binding:
+        return cls(
+            lineage=store.lineage(),
+            directory_id="" if replicated else store.directory_id,
+            data_dir=str(store.directory.resolve()),
+            host=socket.gethostname(),
+            instance_id=config.instance_id,
+        )
+
+    def __str__(self) -> str:
+        return f"the store in {self.data_dir} of host {self.host} (instance {self.instance_id})"
+
+
+async def read_binding(coordinator: Coordinator, shard: str) -> tuple[Binding | None, int]:
+    """The record and its revision; None and 0 before a shard is first served. Raises
+    Unavailable."""
+    stored = await coordinator.get(_binding_key(shard))
+    if stored is None:
+        return None, 0
+    return Binding(**json.loads(stored.value)), stored.mod_revision
+
+
+def may_serve(binding: Binding | None, store: PoolStore, *, replicated: bool) -> bool:
+    """Whether the name belongs to `store`, by the record or by its hand-over mark.
+
+    A shard that is replicated by the record may be served alone by any of its replicas: which of
+    them has everything, `serve_alone` has checked before.
+    """
+    if binding is None or has_hand_over_mark(store.directory):
+        return True
+    if binding.lineage != store.lineage():
+        return False
+    if binding.directory_id:
+        return binding.directory_id == store.directory_id
+    return replicated or bool(store.read(state_of).lineage)
+
+
+async def check_follower(coordinator: Coordinator, store: PoolStore) -> None:
+    """Raises `ConfigError` when the records of `store` are of another shard of the same name; an
+    empty store follows any."""
+    binding, _ = await read_binding(coordinator, store.shard)
+    if binding is None or await asyncio.to_thread(store.read, is_empty):
+        return
+    if binding.lineage != store.lineage() and not has_hand_over_mark(store.directory):
+        raise _refusal(store, binding)
+
+
+async def bind_leader(coordinator: Coordinator, store: PoolStore, config: PoolConfig) -> None:
+    """Enters `store` as one of the replicas that the name belongs to; for the shard's leader.
+
+    Raises `ConfigError` when the name belongs to another store, `Unavailable` when a process serves
+    that, or etcd does not answer.
+    """
+    binding, _ = await read_binding(coordinator, store.shard)
+    taken_over = binding is not None and binding.lineage != store.lineage()
+    server = await coordinator.get(_server_key(store.shard)) if taken_over else None
+    if server is not None:
+        raise Unavailable(_taken(store)(json.loads(server.value)))
+    await _bind(coordinator, store, config, replicated=True)
+
+
+async def hold_shard(
+    coordinator: Coordinator,
+    store: PoolStore,
+    config: PoolConfig,
+    *,
+    on_conflict: Callable[[Conflict], None],
+) -> Registration:
+    """Takes the shard's name for `store`, to be served without replicas, until closed.
+
+    Raises `ConfigError` when the name belongs to another store, `Conflict` when a live process
+    serves it, `Unavailable` when etcd does not answer. `on_conflict` is called when another
+    process took it while the lease was lost.
+    """
+    binding, _ = await read_binding(coordinator, store.shard)
+    if not may_serve(binding, store, replicated=False):
+        assert binding is not None
+        raise _refusal(store, binding)
+    leader = await coordinator.get(f"leader/{leadership_name(store.shard)}")
+    if leader is not None:
+        raise Unavailable(
+            f"pool shard {store.shard} is led by {leader.value.decode()}: stop that before the "
+            f"store in {store.directory} serves it alone"
+        )
+    held = await coordinator.hold(
+        _server_key(store.shard),
+        asdict(Binding.of(store, config, replicated=False)),
+        ttl_s=config.lease_ttl_s,
+        taken=_taken(store),
+        on_conflict=on_conflict,
+    )
+    try:
+        await _bind(coordinator, store, config, replicated=False)
+    except BaseException:
+        await held.close()
+        raise
+    return held
+
+
+async def _bind(
+    coordinator: Coordinator, store: PoolStore, config: PoolConfig, *, replicated: bool
+) -> None:
+    wanted = Binding.of(store, config, replicated=replicated)
+    while True:
+        found, revision = await read_binding(coordinator, store.shard)
+        if not may_serve(found, store, replicated=replicated):
+            assert found is not None
+            raise _refusal(store, found)
+        if found != wanted:
+            value = json.dumps(asdict(wanted)).encode()
+            try:
+                await coordinator.compare_and_swap(
+                    _binding_key(store.shard), value, expected_revision=revision
+                )
+            except StaleFence:
+                continue
+        if found is not None and found.lineage != wanted.lineage:
+            log.warning("shard_taken_over", pool_shard=store.shard, before=str(found))
+        remove_hand_over_mark(store.directory)
+        return
+
+
+def _refusal(store: PoolStore, binding: Binding) -> ConfigError:
+    directory: Path = store.directory.resolve()
+    return ConfigError(
+        f"pool shard {store.shard} belongs to {binding}, not to the one in {directory}: give "
+        "another shard name, or, if that store is gone for good, run "
+        f"`forge pool adopt {directory}` and start again"
+    )
+
+
+def _taken(store: PoolStore) -> Callable[[Fields], str]:
+    def message(other: Fields) -> str:
+        return (
+            f"pool shard {store.shard} is served by instance {other['instance_id']} on host "
+            f"{other['host']} from {other['data_dir']}: stop that before the store in "
+            f"{store.directory.resolve()} serves it"
+        )
+
+    return message
+
+
+def _binding_key(shard: str) -> str:
+    return f"pool/shards/{shard}"
+
+
+def _server_key(shard: str) -> str:
+    return f"pool/{shard}/server"

@@ -1,0 +1,1 @@
+"""Records in LMDB: tables, keys, indexes, the change log, migrations. Imports no other room."""

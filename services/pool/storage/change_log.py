@@ -1,0 +1,117 @@
+"""The change log of a shard: in which order trajectories were closed, and rewarded afterwards.
+
+Owns the numbers of the log, its encoding and where in it a moment lies. What closes or rewards a
+trajectory is in `data.apply`. A trajectory has at most two entries, named in its header: one from
+its closing, and one from the latest reward since, which replaces the one before. So the log is no
+longer than twice the trajectories, and whoever deletes a trajectory deletes its entries with it.
+
+The time of an entry is never before that of an earlier one, even where the clock of the host went
+back; then all that closed at or after a moment stands behind the first entry that is not before it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
+
+import msgspec
+
+from services.pool.storage.records import Payload, Records, Table, TrajectoryHeader
+
+_LOG_KEY = b"change_log"
+_LOG_END = struct.Struct(">Qd")
+"""Newest number given, and its time."""
+_NUMBER = struct.Struct(">Q")
+
+
+class ChangeKind(IntEnum):
+    """As stored, and as in pool.proto."""
+
+    CLOSED = 1
+    REWARDED = 2
+
+
+class Change(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """One entry of the log."""
+
+    kind: int
+    trajectory: bytes
+    """Key of the trajectory."""
+    logged_unix_s: float
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Change)
+
+
+def change_key(number: int) -> bytes:
+    return _NUMBER.pack(number)
+
+
+def number_of_change_key(key: bytes) -> int:
+    number: int = _NUMBER.unpack(key)[0]
+    return number
+
+
+def newest_change(records: Records) -> int:
+    """Number of the newest entry ever written; 0 before the first."""
+    return _log_end(records)[0]
+
+
+def decode_change(payload: Payload) -> Change:
+    return _decoder.decode(payload)
+
+
+def log_closed(records: Records, trajectory: bytes, header: TrajectoryHeader) -> TrajectoryHeader:
+    """Logs that `trajectory` was closed; `header` with the number of the entry."""
+    number = _append(records, ChangeKind.CLOSED, trajectory, header.sealed_unix_s)
+    return msgspec.structs.replace(header, closed_change=number)
+
+
+def log_rewarded(records: Records, trajectory: bytes, header: TrajectoryHeader) -> TrajectoryHeader:
+    """Logs that closed `trajectory` got another reward; `header` with the number of the entry."""
+    if header.rewarded_change:
+        records.delete(Table.CHANGES, change_key(header.rewarded_change))
+    number = _append(records, ChangeKind.REWARDED, trajectory, 0.0)
+    return msgspec.structs.replace(header, rewarded_change=number)
+
+
+def delete_changes(records: Records, header: TrajectoryHeader) -> None:
+    """Takes the entries of a trajectory out of the log."""
+    for number in (header.closed_change, header.rewarded_change):
+        if number:
+            records.delete(Table.CHANGES, change_key(number))
+
+
+def _append(records: Records, kind: ChangeKind, trajectory: bytes, unix_s: float) -> int:
+    number, newest_unix_s = _log_end(records)
+    change = Change(kind=kind, trajectory=trajectory, logged_unix_s=max(unix_s, newest_unix_s))
+    records.put(Table.CHANGES, change_key(number + 1), _encoder.encode(change))
+    records.put(Table.META, _LOG_KEY, _LOG_END.pack(number + 1, change.logged_unix_s))
+    return number + 1
+
+
+def _log_end(records: Records) -> tuple[int, float]:
+    stored = records.get(Table.META, _LOG_KEY)
+    return (0, 0.0) if stored is None else _LOG_END.unpack(stored)
+
+
+def changes_after(records: Records, number: int) -> Iterator[tuple[int, Change]]:
+    """Entries with higher numbers, in order."""
+    for key, payload in records.scan(Table.CHANGES, after=change_key(number)):
+        yield number_of_change_key(key), decode_change(payload)
+
+
+def number_before(records: Records, unix_s: float) -> int:
+    """A number after which every trajectory closed at or after `unix_s` is logged, and no other
+    entry that is older, as far as the clock went forward."""
+    low, high = 0, newest_change(records)
+    while low < high:
+        middle = (low + high) // 2
+        found = next(changes_after(records, middle), None)
+        if found is None or found[1].logged_unix_s >= unix_s:
+            high = middle
+        else:
+            low = found[0]
+    return low

@@ -1,0 +1,85 @@
+"""Which groups were changed lately, so that who has scanned a shard asks for these alone.
+
+Owns the marks of scans and a bounded record of what was changed since, in memory. It is this
+process's: after a restart, and on another replica, every mark is unknown, and so is one from
+before what the record holds. A mark that is known is never wrong, however the file changed under
+it: what is noted is each record that a transaction writes.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from forge.core.trajectory import TaskId
+from services.pool.storage.records import Table
+
+MOST_TASKS = 1 << 17
+"""In the record: some 20 MiB of memory."""
+
+_OF_GROUPS = frozenset({Table.GROUPS, Table.STATES, Table.TRAJECTORIES, Table.REWARDS})
+"""Tables that a scan reads; their keys begin with a task id, and it holds no colon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Since:
+    """What a scan is to tell."""
+
+    mark: str
+    """Of the next scan."""
+    task_ids: Sequence[TaskId] | None
+    """Tasks whose groups may have changed; None: all there are."""
+
+
+class RecentChanges:
+    """Noted by the thread that commits, asked by any."""
+
+    def __init__(self, *, most_tasks: int = MOST_TASKS) -> None:
+        self._most_tasks = most_tasks
+        self._lock = threading.Lock()
+        self._process = uuid.uuid4().hex
+        self._committed = 0
+        """Number of the newest commit that is on disk."""
+        self._forgotten = 0
+        """The record has every change by a commit after this one."""
+        self._changed: OrderedDict[bytes, int] = OrderedDict()
+        """By task, the number of the last commit that changed it, the newest last. One that failed
+        changed nothing; that it is noted does no harm."""
+
+    def note(self, table: Table, key: bytes) -> None:
+        """A record is written by the commit that is being made."""
+        if table not in _OF_GROUPS:
+            return
+        task, _, _ = key.partition(b":")
+        with self._lock:
+            self._changed[task] = self._committed + 1
+            self._changed.move_to_end(task)
+            if len(self._changed) > self._most_tasks:
+                _, self._forgotten = self._changed.popitem(last=False)
+
+    def lose(self, table: Table) -> None:
+        """The commit that is being made clears a table: no mark from before it is known."""
+        if table in _OF_GROUPS:
+            with self._lock:
+                self._forgotten = self._committed + 1
+                self._changed.clear()
+
+    def committed(self) -> None:
+        """What was noted is on disk."""
+        with self._lock:
+            self._committed += 1
+
+    def since(self, mark: str) -> Since:
+        """To be asked before what is told is read."""
+        with self._lock:
+            newest = f"{self._process}:{self._committed}"
+            process, _, digits = mark.partition(":")
+            number = int(digits) if process == self._process and digits.isdecimal() else -1
+            if not self._forgotten <= number <= self._committed:
+                return Since(mark=newest, task_ids=None)
+            later = takewhile(lambda each: each[1] > number, reversed(self._changed.items()))
+            return Since(mark=newest, task_ids=[TaskId(task.decode()) for task, _ in later])

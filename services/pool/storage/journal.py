@@ -1,0 +1,375 @@
+"""A replica's own account of its shard: which commit it stands at, and which records each changed.
+
+Owns two tables that are never sent: `replica`, the state below, and `journal`, the keys (not the
+values) that each of the last commits changed. With them a replica that was away is brought up to
+date by the present values of whatever either side changed since both were last equal: no log of
+values is kept, and what a deposed leader wrote and nobody acknowledged is overwritten on the way.
+
+A commit has a position, one above the one before, and is known by that and the leadership that
+made it, as two leaders may each have made one at the same position. `follow` is how a follower
+takes what a leader sends; until it has caught up its records are of no single moment, which
+`copying` says. A catch-up by journal that is cut short goes on from the same commit, a whole copy
+behind its last page.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from forge.core.errors import DataLoss, FailedPrecondition
+from forge.v1 import replica_pb2 as pb
+from services.pool.storage.migrations import SCHEMA_VERSION
+from services.pool.storage.records import Key, Records, Table, open_value
+
+JOURNAL_BYTES = 256 << 20
+"""Of keys; what lies further back is forgotten, and who was away longer gets a whole copy."""
+TOUCHED_BYTES = 1 << 20
+"""Of keys that one message names; with more, a whole copy is asked for."""
+PAGE_BYTES = 1 << 20
+
+LOCAL = frozenset({Table.REPLICA, Table.JOURNAL})
+"""Tables of one replica alone."""
+SENT = tuple(table for table in Table if table not in LOCAL)
+
+_STATE_KEY = b"state"
+_POSITION = struct.Struct(">Q")
+_TABLES = {table.value: table for table in SENT}
+
+Changes = Mapping[Key, bytes | None]
+"""Records as they lie on disk after a commit; None for those it deleted."""
+
+
+class ReplicaState(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """Where a replica stands."""
+
+    replica_id: str = ""
+    """Of the data directory; empty for a shard that was never replicated."""
+    lineage: str = ""
+    """Of the shard; empty until it follows or leads."""
+    position: int = 0
+    """Of the newest commit."""
+    agreed_position: int = 0
+    """Newest one that another replica is known to have had as well."""
+    journal_from: int = 0
+    """The journal has every commit after this one."""
+    journal_bytes: int = 0
+    copying: bool = False
+    schema_version: int = 0
+    resumable: bool = False
+    """While copying: what is taken goes into the journal as well, so that a catch-up by journal
+    that is cut short is made again from where it began, and not from nothing."""
+    copied: bytes = b""
+    """While a whole copy is made: the CopyProgress of its last page."""
+    terms: tuple[tuple[int, int], ...] = ()
+    """Leaderships that made its commits, oldest first, as far back as the journal: the term, and
+    the position behind which it began. Term 0 is nobody's."""
+
+    def term_at(self, position: int) -> int:
+        """The leadership that made the commit at `position`."""
+        return next((term for term, after in reversed(self.terms) if after < position), 0)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_state_decoder = msgspec.msgpack.Decoder(ReplicaState)
+_keys_decoder = msgspec.msgpack.Decoder(list[tuple[str, bytes]])
+
+
+def state_of(records: Records) -> ReplicaState:
+    stored = records.get(Table.REPLICA, _STATE_KEY)
+    return ReplicaState() if stored is None else _state_decoder.decode(stored)
+
+
+def _keep(records: Records, state: ReplicaState) -> ReplicaState:
+    records.put(Table.REPLICA, _STATE_KEY, _encoder.encode(state))
+    return state
+
+
+def begin_replication(records: Records, *, replica_id: str) -> ReplicaState:
+    """The state, as that of `replica_id`; called when a replicated shard is opened."""
+    state = state_of(records)
+    if state.replica_id == replica_id and state.schema_version == SCHEMA_VERSION:
+        return state
+    # A migration is in no journal, and a copy of the files is another replica, and maybe an old
+    # one: whoever follows must copy all.
+    own = msgspec.structs.replace(state, replica_id=replica_id, schema_version=SCHEMA_VERSION)
+    return _keep(records, _cut_off(records, own))
+
+
+def leave_replication(records: Records) -> None:
+    """From now on commits are not counted: nobody can catch up by the journal."""
+    _keep(records, _cut_off(records, state_of(records)))
+
+
+def _cut_off(records: Records, state: ReplicaState) -> ReplicaState:
+    records.clear(Table.JOURNAL)
+    position = state.position + 1
+    return msgspec.structs.replace(
+        state,
+        position=position,
+        agreed_position=0,
+        journal_from=position,
+        journal_bytes=0,
+        terms=((0, state.position),),
+    )
+
+
+def adopt(records: Records, lineage: str, *, term: int) -> ReplicaState:
+    """Lead a lineage from here on, or be its first leader."""
+    state = state_of(records)
+    made = [each for each in state.terms if each[1] < state.position]
+    begun = (*made, (term, state.position))
+    # Nobody is asked for commits from before the journal.
+    told = [index for index, (_, after) in enumerate(begun) if after < state.journal_from]
+    terms = begun[told[-1] if told else 0 :]
+    return _keep(records, msgspec.structs.replace(state, lineage=lineage, terms=terms))
+
+
+def is_empty(records: Records) -> bool:
+    """Whether nobody's data would be lost with the records."""
+    return not records.count(Table.GROUPS) and not records.count(Table.TRAJECTORIES)
+
+
+# The leader's side
+
+
+def log_commit(records: Records, changes: Changes, *, confirmed_position: int) -> int:
+    """Enters what this transaction changed as the next commit; its position."""
+    state = state_of(records)
+    agreed = max(state.agreed_position, min(confirmed_position, state.position))
+    state = msgspec.structs.replace(state, agreed_position=agreed)
+    return _enter(records, state, changes.keys()).position
+
+
+def _enter(records: Records, state: ReplicaState, keys: Iterable[Key]) -> ReplicaState:
+    position = state.position + 1
+    entry = _encoder.encode([(table.value, key) for table, key in keys])
+    records.put(Table.JOURNAL, _POSITION.pack(position), entry)
+    size_bytes, oldest = state.journal_bytes + len(entry), state.journal_from
+    while size_bytes > JOURNAL_BYTES and oldest < position:
+        oldest += 1
+        dropped = records.get(Table.JOURNAL, _POSITION.pack(oldest))
+        size_bytes -= len(dropped) if dropped is not None else 0
+        records.delete(Table.JOURNAL, _POSITION.pack(oldest))
+    return _keep(
+        records,
+        msgspec.structs.replace(
+            state, position=position, journal_from=oldest, journal_bytes=size_bytes
+        ),
+    )
+
+
+def can_catch_up(state: ReplicaState, follower: pb.FollowerState) -> bool:
+    """Whether the journal reaches back to where the follower was equal to this replica."""
+    return (
+        follower.lineage == state.lineage
+        and state.journal_from <= follower.agreed_position <= state.position
+        and follower.agreed_position > 0
+        and follower.agreed_term == state.term_at(follower.agreed_position)
+    )
+
+
+def can_continue_copy(state: ReplicaState, follower: pb.FollowerState, *, term: int) -> bool:
+    """Whether the journal tells what has changed in that part of a copy which the follower has.
+
+    Under another leadership it may not: what was sent and never acknowledged is in no journal.
+    """
+    copied = follower.copied
+    return (
+        follower.HasField("copied")
+        and copied.term == term
+        and follower.lineage == state.lineage
+        and state.journal_from <= copied.complete_position <= state.position
+    )
+
+
+def keys_changed(records: Records, *, after: int, up_to: int) -> tuple[list[pb.RecordKey], int]:
+    """What the commits after `after` changed, a page of it, and the last of them looked at.
+
+    Raises `FailedPrecondition` when the journal has forgotten one of them.
+    """
+    found: dict[tuple[str, bytes], None] = {}
+    size_bytes = 0
+    while after < up_to and size_bytes < PAGE_BYTES:
+        payload = records.get(Table.JOURNAL, _POSITION.pack(after + 1))
+        if payload is None:
+            raise FailedPrecondition(f"the journal has forgotten commit {after + 1}: copy all")
+        size_bytes += len(payload)
+        found.update(dict.fromkeys(_keys_decoder.decode(payload)))
+        after += 1
+    return [pb.RecordKey(table=table, key=key) for table, key in found], after
+
+
+def present_values(records: Records, keys: Sequence[pb.RecordKey]) -> tuple[pb.RecordChanges, int]:
+    """The records of `keys` as they are now, up to a page, and how many keys that took."""
+    page = pb.RecordChanges(position=state_of(records).position)
+    size_bytes = 0
+    for taken, key in enumerate(keys):
+        if size_bytes >= PAGE_BYTES:
+            return page, taken
+        value = records.get_sealed(_table(key), key.key)
+        page.changes.add(record=key, value=value or b"")
+        size_bytes += len(key.key) + len(value or b"")
+    return page, len(keys)
+
+
+def all_records(records: Records, *, after: pb.RecordKey | None) -> tuple[pb.RecordChanges, bool]:
+    """A page of everything there is behind that record, as it is now, and whether there is more."""
+    page = pb.RecordChanges(position=state_of(records).position)
+    size_bytes = 0
+    number, last = (0, b"") if after is None else (SENT.index(_table(after)), after.key)
+    for table in SENT[number:]:
+        for key, value in records.scan_sealed(table, after=last):
+            page.changes.add(record=record_key(table, key), value=value)
+            size_bytes += len(key) + len(value)
+            if size_bytes >= PAGE_BYTES:
+                return page, True
+        last = b""
+    return page, False
+
+
+def commit_message(position: int, changes: Changes) -> bytes:
+    """A serialized FollowStep of one commit."""
+    step = pb.FollowStep(commit=pb.RecordChanges(position=position))
+    for (table, key), value in changes.items():
+        step.commit.changes.add(record=record_key(table, key), value=value or b"")
+    return step.SerializeToString()
+
+
+def caught_up_message(position: int, terms: Iterable[tuple[int, int]]) -> bytes:
+    """A serialized FollowStep that ends a catch-up."""
+    made = [pb.Term(term=term, after_position=after) for term, after in terms]
+    return pb.FollowStep(caught_up_position=position, terms=made).SerializeToString()
+
+
+def record_key(table: Table, key: bytes) -> pb.RecordKey:
+    """As it is sent."""
+    return pb.RecordKey(table=table.value, key=key)
+
+
+# The follower's side
+
+
+def follower_state(records: Records, *, shard: str) -> pb.FollowerState:
+    """What a leader must know to bring this replica up to date."""
+    state = state_of(records)
+    lineage = state.lineage or ("" if is_empty(records) else "unreplicated")
+    found = pb.FollowerState(
+        pool_shard=shard,
+        replica_id=state.replica_id,
+        lineage=lineage,
+        schema_version=SCHEMA_VERSION,
+    )
+    if state.copying and not state.resumable:
+        if state.copied:
+            found.copied.ParseFromString(state.copied)
+        return found
+    after = state.agreed_position
+    if state.journal_from <= after:
+        while after < state.position:
+            keys, after = keys_changed(records, after=after, up_to=state.position)
+            found.touched.extend(keys)
+            if found.ByteSize() > TOUCHED_BYTES:
+                del found.touched[:]
+                return found
+        found.agreed_position = state.agreed_position
+        found.agreed_term = state.term_at(state.agreed_position)
+    return found
+
+
+def follow(records: Records, steps: Sequence[pb.FollowStep]) -> int:
+    """Takes what the leader sent, in order; the position reached, 0 while still copying.
+
+    Raises `DataLoss` when a record or a commit was lost on the way; then nothing is taken.
+    """
+    state = state_of(records)
+    _check(state, steps)
+    for step in steps:
+        state = _follow_step(records, state, step)
+    _keep(records, state)
+    return 0 if state.copying else state.position
+
+
+def _check(state: ReplicaState, steps: Sequence[pb.FollowStep]) -> None:
+    copying, position = state.copying, state.position
+    for step in steps:
+        for change in (*step.copy.changes, *step.commit.changes):
+            table = _table(change.record)
+            if change.value:
+                open_value(table, change.record.key, change.value)
+        kind = step.WhichOneof("step")
+        if kind == "commit" and not copying:
+            if step.commit.position != position + 1:
+                raise DataLoss(f"commit {step.commit.position} came after commit {position}")
+            position += 1
+        elif kind == "caught_up_position":
+            copying, position = False, step.caught_up_position
+        elif kind == "begin":
+            copying = True
+
+
+def _follow_step(records: Records, state: ReplicaState, step: pb.FollowStep) -> ReplicaState:
+    match step.WhichOneof("step"):
+        case "begin":
+            if step.begin.from_scratch:
+                for table in SENT:
+                    records.clear(table)
+            return msgspec.structs.replace(
+                state,
+                lineage=step.begin.lineage,
+                copying=True,
+                resumable=not (step.begin.from_scratch or step.begin.continues_copy),
+                copied=b"" if step.begin.from_scratch else state.copied,
+            )
+        case "caught_up_position":
+            position = step.caught_up_position
+            records.clear(Table.JOURNAL)
+            return msgspec.structs.replace(
+                state,
+                position=position,
+                agreed_position=position,
+                journal_from=position,
+                journal_bytes=0,
+                copying=False,
+                resumable=False,
+                copied=b"",
+                terms=tuple((each.term, each.after_position) for each in step.terms),
+            )
+        case "copy":
+            return _copy(records, state, step.copy)
+        case _:
+            return _follow_commit(records, state, step.commit)
+
+
+def _follow_commit(records: Records, state: ReplicaState, commit: pb.RecordChanges) -> ReplicaState:
+    if state.copying:
+        return _copy(records, state, commit)
+    _take(records, commit)
+    entered = _enter(records, state, _keys_of(commit))
+    return msgspec.structs.replace(entered, agreed_position=commit.position)
+
+
+def _copy(records: Records, state: ReplicaState, changes: pb.RecordChanges) -> ReplicaState:
+    _take(records, changes)
+    if changes.HasField("copied"):
+        state = msgspec.structs.replace(state, copied=changes.copied.SerializeToString())
+    # Another leader may lack what this one sent: it must be asked for all of that, too.
+    return _enter(records, state, _keys_of(changes)) if state.resumable else state
+
+
+def _keys_of(changes: pb.RecordChanges) -> list[Key]:
+    return [(_table(change.record), change.record.key) for change in changes.changes]
+
+
+def _take(records: Records, changes: pb.RecordChanges) -> None:
+    for change in changes.changes:
+        records.put_sealed(_table(change.record), change.record.key, change.value or None)
+
+
+def _table(key: pb.RecordKey) -> Table:
+    try:
+        return _TABLES[key.table]
+    except KeyError:
+        raise DataLoss(f"a replica sent a record of table {key.table!r}, unknown here") from None

@@ -1,0 +1,327 @@
+"""The LMDB environment of one shard: opening, transactions, growth and what the disk answers.
+
+Owns the files in the data directory while they are open, and the size of the map.
+Knows nothing of groups and trajectories. Every exception that leaves it is a `ForgeError` or a
+defect.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lmdb
+
+from forge.core.errors import ConfigError, DataLoss, ResourceExhausted, Unavailable
+from forge.runtime.telemetry import log
+from services.pool.storage.file_locks import (
+    DATA,
+    drop_compacted,
+    exchange_data,
+    file_bytes,
+    lock_directory,
+    sync_directory,
+)
+from services.pool.storage.migrations import SCHEMA_VERSION, migrate
+from services.pool.storage.records import Notes, Records, Table
+
+TOOL_READERS = 126
+"""Snapshots that other processes may hold, such as one that makes a backup: more than anybody does,
+for with them they would take the places of our own readers."""
+DISK_RETRY_S = 2.0
+"""When to try again after the disk was full."""
+
+# A write cut short, which is how a full disk or a quota shows itself in a large page run, comes
+# out of LMDB as EIO.
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
+_PANICS = (lmdb.PanicError, lmdb.ProblemError)
+"""LMDB serves this environment no more; only a fresh process can open its files again."""
+
+T = TypeVar("T")
+OnPanic = Callable[[Unavailable], None]
+"""Called once, from the thread that met the first panic of LMDB."""
+
+
+class Environment:
+    """One open shard. `write` from one thread only; `read` from any number."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        map_bytes: int,
+        map_max_bytes: int,
+        max_readers: int,
+        on_panic: OnPanic = lambda _: None,
+    ) -> None:
+        """Opens or creates the shard in `directory`.
+
+        Raises `ConfigError` when the directory cannot be used or another process has it, or when
+        its schema is not this one's; `DataLoss` when what lies there is no intact shard.
+        """
+        self._on_panic = on_panic
+        self._first_panic = threading.Lock()
+        """Taken by the first panic, for good."""
+        self.directory = directory
+        self.map_max_bytes = map_max_bytes
+        self._map_bytes = map_bytes
+        self._max_readers = max_readers
+        self._gate = _Gate()
+        self._writing = threading.Lock()
+        self._notes: Notes | None = None
+        self._lock: int | None = lock_directory(directory)
+        try:
+            # Of a process that was killed while it compacted.
+            drop_compacted(directory)
+            self._lmdb = self._open()
+        except BaseException:
+            os.close(self._lock)
+            raise
+        try:
+            self._databases = self._open_tables()
+            # The files' names must survive a power loss as their content does.
+            os.fsync(self._lock)
+            self._settle_schema()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> lmdb.Environment:
+        try:
+            return lmdb.open(
+                str(self.directory),
+                # A shard that has grown beyond the setting opens at the size it has.
+                map_size=max(self._map_bytes, file_bytes(self.directory / DATA)),
+                max_dbs=len(Table),
+                max_readers=self._max_readers + TOOL_READERS,
+                max_spare_txns=self._max_readers,
+            )
+        except (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError) as error:
+            raise DataLoss(
+                f"{self.directory} holds no pool shard that can be read: {error}"
+            ) from None
+        except lmdb.Error as error:
+            raise ConfigError(f"data_dir {self.directory} cannot be opened: {error}") from None
+
+    def _open_tables(self) -> dict[Table, Any]:
+        with self._errors():
+            return {table: self._lmdb.open_db(table.value.encode()) for table in Table}
+
+    def _settle_schema(self) -> None:
+        found = self.write(migrate)
+        if found != SCHEMA_VERSION:
+            log.info(
+                "shard_migrated", data_dir=str(self.directory), found=found, now=SCHEMA_VERSION
+            )
+
+    def identity(self) -> str:
+        """Of this directory, drawn when first asked for; a copy of the data alone has another."""
+        path = self.directory / "replica"
+        if not path.exists():
+            unfinished = path.with_suffix(".unfinished")
+            with unfinished.open("w") as file:
+                file.write(uuid.uuid4().hex)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+            sync_directory(self.directory)
+        return path.read_text()
+
+    def read(self, look: Callable[[Records], T]) -> T:
+        """What `look` finds in one consistent snapshot.
+
+        It sees memoryviews into the map, which end with the snapshot: it must copy what it
+        returns. Readers wait for nobody, but for the moment in which the map grows.
+        """
+        with self._gate.shared(), self._errors(), self._lmdb.begin(buffers=True) as transaction:
+            return look(Records(transaction, self._databases))
+
+    def write(self, change: Callable[[Records], T]) -> T:
+        """Applies `change` in one transaction and returns once it is on disk.
+
+        When the map is full it grows and `change` runs again from the start, as it does when room
+        was kept for a reader that has died. Raises `ResourceExhausted` when the disk or the map's
+        ceiling is reached; nothing of `change` is then stored, and everything stored before is
+        intact.
+        """
+        with self._writing:
+            while True:
+                try:
+                    with self._errors(), self._lmdb.begin(write=True) as transaction:
+                        return change(Records(transaction, self._databases, self._notes))
+                except lmdb.MapFullError:
+                    if not self._dead_readers_gone():
+                        self._grow()
+                except ResourceExhausted:
+                    if not self._dead_readers_gone():
+                        raise
+
+    def note_changes(self, limit_bytes: int) -> None:
+        """From now on it is noted which records are changed, in up to so many bytes of keys."""
+        with self._writing:
+            self._notes = Notes(limit_bytes)
+
+    def take_notes(self) -> Notes:
+        """What was changed since `note_changes` or the last call; noting goes on."""
+        with self._writing:
+            taken = self._notes
+            assert taken is not None
+            self._notes = Notes(taken.limit_bytes)
+            return taken
+
+    def forget_changes(self) -> None:
+        """Nothing is noted any more."""
+        with self._writing:
+            self._notes = None
+
+    def exchange(self, copy: Environment, bring_in: Callable[[Notes], None]) -> None:
+        """The data file of `copy` takes the place of this one's, under the eyes of no reader.
+
+        Nothing is written from before `bring_in` is called, with what was noted last, until the
+        exchange is made; when it raises, there is none. Closes `copy`. The caller is within
+        `data_locked`.
+        """
+        with self._writing:
+            assert self._notes is not None
+            bring_in(self._notes)
+            copy.close()
+            with self._gate.exclusive():
+                self._lmdb.close()
+                try:
+                    exchange_data(self.directory, copy.directory)
+                finally:
+                    self._lmdb = self._open()
+                    self._databases = self._open_tables()
+
+    def _dead_readers_gone(self) -> bool:
+        """Whether there were any: the pages that they seemed to read are free again."""
+        return bool(self._lmdb.reader_check())
+
+    def _grow(self) -> None:
+        size = self.map_bytes
+        if size >= self.map_max_bytes:
+            raise ResourceExhausted(
+                f"the pool shard is full: its map has reached map_max_bytes {self.map_max_bytes}",
+                retry_after_s=DISK_RETRY_S,
+            )
+        # The map moves, so nobody may look into it meanwhile.
+        with self._gate.exclusive():
+            self._lmdb.set_mapsize(min(2 * size, self.map_max_bytes))
+
+    @property
+    def map_bytes(self) -> int:
+        with self._gate.shared(), self._errors():
+            return int(self._lmdb.info()["map_size"])
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the file, pages free for reuse included."""
+        with self._gate.shared(), self._errors():
+            return int((self._lmdb.info()["last_pgno"] + 1) * self._lmdb.stat()["psize"])
+
+    @property
+    def live_bytes(self) -> int:
+        """Of the file, pages that records lie in."""
+        with self._gate.shared(), self._errors(), self._lmdb.begin() as transaction:
+            trees = [transaction.stat(database) for database in self._databases.values()]
+            trees.append(self._lmdb.stat())
+        pages = sum(
+            tree["branch_pages"] + tree["leaf_pages"] + tree["overflow_pages"] for tree in trees
+        )
+        return int(pages * trees[-1]["psize"])
+
+    @property
+    def disk_free_bytes(self) -> int:
+        disk = os.statvfs(self.directory)
+        return disk.f_bavail * disk.f_frsize
+
+    @property
+    def room_bytes(self) -> int:
+        """What can still be written: pages free for reuse, and what the file may grow by."""
+        growth_bytes = min(self.disk_free_bytes, self.map_max_bytes - self.used_bytes)
+        return growth_bytes + self.used_bytes - self.live_bytes
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Tells a disk without room, a damaged file and a panic of LMDB from defects."""
+        try:
+            yield
+        except lmdb.DiskError as error:
+            raise _no_room(error) from None
+        except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
+            raise DataLoss(f"the pool shard is damaged: {error}") from None
+        except _PANICS as error:
+            raise self._panic(error) from None
+        except lmdb.MapFullError:
+            raise
+        except lmdb.Error as error:
+            if error.code not in _NO_ROOM:
+                raise
+            raise _no_room(error) from None
+
+    def _panic(self, error: lmdb.Error) -> Unavailable:
+        """The process must end: nothing can be read or written through this environment."""
+        panic = Unavailable(
+            f"LMDB gave up the shard in {self.directory}, which a fresh process opens again: "
+            f"{error}",
+            retry_after_s=DISK_RETRY_S,
+        )
+        if self._first_panic.acquire(blocking=False):
+            self._on_panic(panic)
+        return panic
+
+    def close(self) -> None:
+        """Waits for readers; closing twice is harmless."""
+        with self._gate.exclusive():
+            self._lmdb.close()
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+
+
+class _Gate:
+    """Lets readers in freely, and out before the map moves."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._readers = 0
+        self._moving = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._moving)
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        with self._changed:
+            self._moving = True
+            self._changed.wait_for(lambda: self._readers == 0)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._moving = False
+                self._changed.notify_all()
+
+
+def _no_room(error: lmdb.Error) -> ResourceExhausted:
+    return ResourceExhausted(
+        "the disk did not take the commit (full, over a quota, or failing), so nothing of it is "
+        f"stored: {error}",
+        retry_after_s=DISK_RETRY_S,
+    )

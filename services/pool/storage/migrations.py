@@ -1,0 +1,92 @@
+"""From one schema of the store to the next.
+
+Owns the schema version, and one migration for each step of its history. They are applied when a
+shard is opened, all in one transaction: a crash in between leaves the shard as it was. Raise
+`SCHEMA_VERSION` with every change that old code cannot read, or must not write beside, and
+register the step that takes a shard there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from forge.core.errors import ConfigError, DataLoss
+from services.pool.data.freeing import index_all_settled
+from services.pool.storage.change_log import log_closed
+from services.pool.storage.group_index import rebuild
+from services.pool.storage.records import Records, Table, decode_header, encode_header
+
+SCHEMA_VERSION = 4
+
+Migration = Callable[[Records], None]
+
+_SCHEMA_KEY = b"schema_version"
+
+
+def _log_what_is_closed(records: Records) -> None:
+    """1 to 2: the change log. What was closed before it is logged in the order of closing."""
+    closed = [
+        (header.sealed_unix_s, key)
+        for key, payload in records.scan(Table.TRAJECTORIES)
+        if not (header := decode_header(payload)).is_open
+    ]
+    for _, key in sorted(closed):
+        payload = records.get(Table.TRAJECTORIES, key)
+        assert payload is not None
+        header = log_closed(records, key, decode_header(payload))
+        records.put(Table.TRAJECTORIES, key, encode_header(header))
+
+
+def _index_what_is_settled(records: Records) -> None:
+    """2 to 3: what can be freed. The age of what was settled before counts from now."""
+    index_all_settled(records, now_unix_s=time.time())
+
+
+MIGRATIONS: Mapping[int, Migration] = {
+    1: _log_what_is_closed,
+    2: _index_what_is_settled,
+    # 3 to 4: what is pending, what is settled in order, tags, and the counters.
+    3: rebuild,
+}
+"""What takes a shard from the version named to the next."""
+
+
+def migrate(
+    records: Records,
+    *,
+    to: int = SCHEMA_VERSION,
+    migrations: Mapping[int, Migration] = MIGRATIONS,
+) -> int:
+    """Brings a shard, within the transaction of `records`, to version `to`; the version it had.
+
+    A shard without one is new. Raises `ConfigError` when it is of a later version, or of one that
+    no migration starts from.
+    """
+    found = stored_version(records)
+    for version in range(found or to, to):
+        if version not in migrations:
+            raise ConfigError(
+                f"the shard has pool schema version {found}, and no migration leads from {version} "
+                f"to {version + 1}: open it once with a program of a version between"
+            )
+        migrations[version](records)
+    if found > to:
+        raise ConfigError(
+            f"the shard has pool schema version {found}, but this program knows only up to "
+            f"version {to}: start the version that wrote it, or another data_dir"
+        )
+    if found != to:
+        records.put(Table.META, _SCHEMA_KEY, str(to).encode())
+    return found or to
+
+
+def stored_version(records: Records) -> int:
+    """The version of a shard; 0 for one that is new. Raises `DataLoss` when it is no number."""
+    stored = records.get(Table.META, _SCHEMA_KEY)
+    if stored is None:
+        return 0
+    text = bytes(stored).decode(errors="replace")
+    if not text.isdecimal() or int(text) == 0:
+        raise DataLoss(f"the shard's schema_version is {text!r}, which is no version")
+    return int(text)

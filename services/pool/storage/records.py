@@ -1,0 +1,369 @@
+"""Values of the store: what is written under each key, and the checksum that guards it.
+
+Owns the encoding of records and the view of one transaction as checked records. Owns no rule
+about which records may be written. Every value is
+
+    crc32(key, payload) as u32, payload
+
+and is verified whenever it is read, so that a flipped bit, a torn page or a value under the wrong
+key is `DamagedRecord` and never a wrong token.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from isal.isal_zlib import crc32
+
+from forge.core.errors import DataLoss
+from forge.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from services.pool.storage.change_trackers import RecentChanges
+
+Payload = bytes | memoryview
+"""A memoryview points into the map: copy what must outlive the transaction."""
+
+_CHECKSUM = struct.Struct("<I")
+_TURN_HEAD = struct.Struct("<iIIIii")
+
+
+class Table(Enum):
+    """The named databases of a shard; the value is the name on disk."""
+
+    META = "meta"
+    GROUPS = "groups"
+    """What never changes about a group: a GroupRecord without its state."""
+    STATES = "group_states"
+    """What does: a GroupRecord with only state, batch, step, reason and times."""
+    QUEUE = "queue"
+    """Queue order of the groups; the key says it all."""
+    TRAJECTORIES = "trajectories"
+    TURNS = "turns"
+    """A TurnHead, then the serialized Turn as it arrived."""
+    REWARDS = "rewards"
+    CHANGES = "changes"
+    """The order in which trajectories were closed and rewarded; see `change_log`."""
+    SETTLED = "settled"
+    """Which groups can be freed, by when they were settled; see `freeing`."""
+    PENDING = "pending"
+    """Queue order of the groups that are not settled; see `group_index`, as for the next three."""
+    SETTLED_ORDER = "settled_order"
+    """Every settled group: what was trained by step, the others by when they were settled."""
+    TAGS = "tags"
+    """Queue order of the groups of each tag."""
+    SETTLED_COUNTS = "settled_counts"
+    """Counters of the settled groups, and the commits that settled them."""
+    REPLICA = "replica"
+    """Where this replica stands; see `journal`."""
+    JOURNAL = "journal"
+    """The keys that each of the last commits changed; see `journal`."""
+
+
+Key = tuple[Table, bytes]
+"""Of a record."""
+
+
+class DamagedRecord(DataLoss):
+    """A record whose checksum does not match, or a closed trajectory that lacks records."""
+
+    def __init__(self, message: str, *, table: Table, key: bytes) -> None:
+        super().__init__(message)
+        self.table = table
+        self.key = key
+
+
+class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """What a shard knows of a trajectory beside its turns and rewards.
+
+    Stored as an array: a field added at the end, with a default, reads old records.
+    """
+
+    state: int = common_pb2.TRAJECTORY_STATE_OPEN
+    domain: str = ""
+    """Known once sealed."""
+    turns: int = 0
+    """This and the three below are counted at the seal; until then the turns tell."""
+    sampled_tokens: int = 0
+    min_weight_version: int = -1
+    max_weight_version: int = -1
+    sealed_unix_s: float = 0.0
+    reason: str = ""
+    closed_change: int = 0
+    """Number of its closing in the change log; 0 while open."""
+    rewarded_change: int = 0
+    """Number of its latest reward after that; 0 before the first."""
+    turn_bytes: int = 0
+    """Of its turns as stored, counted at the seal."""
+    freed: bool = False
+    """Turns and rewards are gone, or going; nothing may be added."""
+    outcome: float | None = None
+    """Sum of its outcome rewards, once freed; None when it had none."""
+    closing_agent_s: float | None = None
+    """From the end of its last turn to the end of the agent, by its seal; None when not known."""
+    reward_events: int = 0
+    """This and the two below are kept from the closing on; see
+    `data.closed_digests`."""
+    turns_digest: bytes = b""
+    """Empty for one that was closed by a version without digests."""
+    rewards_digest: bytes = b""
+
+    @property
+    def is_open(self) -> bool:
+        return self.state == common_pb2.TRAJECTORY_STATE_OPEN
+
+
+_header_encoder = msgspec.msgpack.Encoder()
+_header_decoder = msgspec.msgpack.Decoder(TrajectoryHeader)
+
+
+def encode_header(header: TrajectoryHeader) -> bytes:
+    return _header_encoder.encode(header)
+
+
+def decode_header(payload: Payload) -> TrajectoryHeader:
+    return _header_decoder.decode(payload)
+
+
+class TurnHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What a seal and a summary need of a turn, readable without parsing the turn."""
+
+    turn_index: int
+    parent_turn: int
+    prefix_tokens: int
+    prompt_tokens: int
+    sampled_tokens: int
+    min_weight_version: int
+    """Over the sampled tokens; -1 when there are none."""
+    max_weight_version: int
+
+    @property
+    def new_tokens(self) -> int:
+        return self.prompt_tokens + self.sampled_tokens
+
+
+def encode_turn_head(head: TurnHead) -> bytes:
+    """What lies before the serialized Turn."""
+    return _TURN_HEAD.pack(
+        head.parent_turn,
+        head.prefix_tokens,
+        head.prompt_tokens,
+        head.sampled_tokens,
+        head.min_weight_version,
+        head.max_weight_version,
+    )
+
+
+def decode_turn_head(turn_index: int, payload: Payload) -> TurnHead:
+    parent, prefix, prompt, sampled, low, high = _TURN_HEAD.unpack_from(payload)
+    return TurnHead(
+        turn_index=turn_index,
+        parent_turn=parent,
+        prefix_tokens=prefix,
+        prompt_tokens=prompt,
+        sampled_tokens=sampled,
+        min_weight_version=low,
+        max_weight_version=high,
+    )
+
+
+def turn_of_payload(payload: Payload) -> Payload:
+    """The serialized Turn as it arrived."""
+    return payload[_TURN_HEAD.size :]
+
+
+def seal_value(key: bytes, *payload: bytes) -> bytes:
+    """The pieces of a payload, behind their checksum, as they lie on disk."""
+    checksum = crc32(key)
+    for piece in payload:
+        checksum = crc32(piece, checksum)
+    return b"".join((_CHECKSUM.pack(checksum), *payload))
+
+
+def checksum_of(key: bytes, payload: Payload) -> bytes:
+    """As it lies on disk before `payload`."""
+    return _CHECKSUM.pack(crc32(payload, crc32(key)))
+
+
+def open_value(table: Table, key: bytes, value: Payload) -> Payload:
+    """The payload of `value`; raises `DamagedRecord` when it is not intact."""
+    payload = value[_CHECKSUM.size :]
+    if len(value) < _CHECKSUM.size or crc32(payload, crc32(key)) != _CHECKSUM.unpack_from(value)[0]:
+        message = f"the checksum of record {key!r} in {table.value} does not match"
+        raise DamagedRecord(message, table=table, key=key)
+    return payload
+
+
+def is_intact_entry(key: bytes, value: bytes) -> bool:
+    """Whether an index entry, which has no payload, lies under the key it was stored under."""
+    return value == checksum_of(key, b"")
+
+
+class Notes:
+    """Which records were changed, for who brings a copy of them up to date."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        """Of keys; beyond it the notes are lost."""
+        self.keys: dict[Key, None] = {}
+        """In the order in which they were changed first, those of a failed transaction included."""
+        self.lost = ""
+        """Why `keys` does not tell all; "" when it does."""
+        self._size_bytes = 0
+
+    def add(self, table: Table, key: bytes) -> None:
+        if self.lost or (table, key) in self.keys:
+            return
+        self.keys[table, key] = None
+        self._size_bytes += len(key)
+        if self._size_bytes > self.limit_bytes:
+            self.lose(f"records with more than {self.limit_bytes} bytes of keys were changed")
+
+    def lose(self, why: str) -> None:
+        self.lost, self.keys = why, {}
+
+
+class Records:
+    """One LMDB transaction seen as checked records."""
+
+    def __init__(
+        self, transaction: Any, databases: dict[Table, Any], notes: Notes | None = None
+    ) -> None:
+        """`notes` is told of every change."""
+        self._transaction = transaction
+        self._databases = databases
+        self._notes = notes
+        self.changed: dict[Key, bytes | None] | None = None
+        """Filled by `put` and `delete`, with what lies on disk now, None for what was deleted; None
+        where nobody asks, so that a large commit is not held in memory twice."""
+        self.recent: RecentChanges | None = None
+        """Told of every change."""
+
+    def get(self, table: Table, key: bytes) -> Payload | None:
+        value = self._transaction.get(key, db=self._databases[table])
+        return None if value is None else open_value(table, key, value)
+
+    def has(self, table: Table, key: bytes) -> bool:
+        """Whether there is a record, be it damaged."""
+        return self._transaction.get(key, db=self._databases[table]) is not None
+
+    def put(self, table: Table, key: bytes, *payload: bytes) -> None:
+        """Stores the pieces of `payload` as one record."""
+        value = seal_value(key, *payload)
+        self._transaction.put(key, value, db=self._databases[table])
+        self._note(table, key, value)
+
+    def delete(self, table: Table, key: bytes) -> None:
+        if self._transaction.delete(key, db=self._databases[table]):
+            self._note(table, key, None)
+
+    def _note(self, table: Table, key: bytes, value: bytes | None) -> None:
+        if self.changed is not None:
+            self.changed[table, key] = value
+        self._tell(table, key)
+
+    def _tell(self, table: Table, key: bytes) -> None:
+        if self._notes is not None:
+            self._notes.add(table, key)
+        if self.recent is not None:
+            self.recent.note(table, key)
+
+    def get_sealed(self, table: Table, key: bytes) -> bytes | None:
+        """The record as it lies on disk, checksum and all."""
+        value = self._transaction.get(key, db=self._databases[table])
+        return None if value is None else bytes(value)
+
+    def put_sealed(
+        self, table: Table, key: bytes, value: bytes | None, *, noted: bool = False
+    ) -> None:
+        """Store what lay so on another disk, None to delete it; `noted` in `changed` or not."""
+        if value is None:
+            self._transaction.delete(key, db=self._databases[table])
+        else:
+            self._transaction.put(key, value, db=self._databases[table])
+        if noted:
+            self._note(table, key, value)
+        else:
+            self._tell(table, key)
+
+    def clear(self, table: Table) -> None:
+        """Deletes all records of a table; not noted in `changed`."""
+        self._transaction.drop(self._databases[table], delete=False)
+        if self._notes is not None:
+            self._notes.lose(f"the table {table.value} was cleared")
+        if self.recent is not None:
+            self.recent.lose(table)
+
+    def delete_prefix(
+        self, table: Table, prefix: bytes, *, limit: int, limit_bytes: int
+    ) -> tuple[int, int]:
+        """Deletes records whose key starts with `prefix` until one of the limits is reached; how
+        many, and the bytes of their values."""
+        deleted = size_bytes = 0
+        with self._transaction.cursor(db=self._databases[table]) as cursor:
+            found = cursor.set_range(prefix)
+            while (
+                found
+                and deleted < limit
+                and size_bytes < limit_bytes
+                and bytes(cursor.key()).startswith(prefix)
+            ):
+                size_bytes += len(cursor.value())
+                self._note(table, bytes(cursor.key()), None)
+                found = cursor.delete() and bool(cursor.key())
+                deleted += 1
+        return deleted, size_bytes
+
+    def scan(
+        self, table: Table, *, prefix: bytes = b"", after: bytes = b""
+    ) -> Iterator[tuple[bytes, Payload]]:
+        """Records whose key starts with `prefix` and is greater than `after`, in key order."""
+        for key, value in self._scan(table, prefix, after):
+            yield key, open_value(table, key, value)
+
+    def scan_stored(self, table: Table, *, prefix: bytes) -> Iterator[tuple[bytes, bytes, Payload]]:
+        """As `scan`, with the checksum that each record was stored with."""
+        for key, value in self._scan(table, prefix, b""):
+            payload = value[_CHECKSUM.size :]
+            checksum = checksum_of(key, payload)
+            if value[: _CHECKSUM.size] != checksum:
+                open_value(table, key, value)  # Raises.
+            yield key, checksum, payload
+
+    def scan_sealed(
+        self, table: Table, *, prefix: bytes = b"", after: bytes = b""
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """As `scan`, as they lie on disk."""
+        for key, value in self._scan(table, prefix, after):
+            yield key, bytes(value)
+
+    def keys_backwards(self, table: Table, *, prefix: bytes) -> Iterator[bytes]:
+        """Keys that start with `prefix`, the greatest first."""
+        behind = prefix[:-1] + bytes([prefix[-1] + 1])
+        with self._transaction.cursor(db=self._databases[table]) as cursor:
+            found = cursor.prev() if cursor.set_range(behind) else cursor.last()
+            while found:
+                key = bytes(cursor.key())
+                if not key.startswith(prefix):
+                    return
+                yield key
+                found = cursor.prev()
+
+    def _scan(self, table: Table, prefix: bytes, after: bytes) -> Iterator[tuple[bytes, Payload]]:
+        with self._transaction.cursor(db=self._databases[table]) as cursor:
+            found = cursor.set_range(max(prefix, after))
+            while found:
+                key = bytes(cursor.key())
+                if not key.startswith(prefix):
+                    return
+                if key != after:
+                    yield key, cursor.value()
+                found = cursor.next()
+
+    def count(self, table: Table) -> int:
+        entries: int = self._transaction.stat(self._databases[table])["entries"]
+        return entries

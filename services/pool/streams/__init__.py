@@ -1,0 +1,1 @@
+"""Streams of the pool's RPCs that stay open: appends in, the change log out."""

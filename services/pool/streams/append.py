@@ -1,0 +1,222 @@
+"""One AppendTurns call: turns in on one side, durable answers out on the other.
+
+Owns the joining of chunks, the bound on what a sender may have in flight, and the order of
+answers. While one batch is being committed the next one gathers, so a stream costs one message to
+the writer per commit, not per turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import grpc
+
+from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted, Unavailable
+from forge.runtime.rpc.chunks import Joiner
+from forge.v1 import pool_pb2
+from services.pool import validation
+from services.pool.actors.writer import REFUSALS, WriterRef
+from services.pool.data.commands import AppendTurns, NewTurn
+
+COMMIT_TIMEOUT_S = 30.0
+BATCH_TURNS = 256
+"""Most turns of one stream in one commit."""
+WINDOW_BYTES = 8 << 20
+"""What may wait for the commit in hand; then the stream is not read, and its sender waits."""
+
+
+class _Arrival(NamedTuple):
+    sequence: int
+    turn: NewTurn | ForgeError
+    """The error by which a turn is refused before it gets to the store."""
+    size_bytes: int
+
+
+class AppendStream:
+    """The state of one call."""
+
+    def __init__(self, writer: WriterRef, *, max_turn_bytes: int) -> None:
+        self._writer = writer
+        self._assembly = _Assembly(max_turn_bytes)
+        self._arrived = asyncio.Event()
+        """Set when something waits, or nothing more will come."""
+        self._room = asyncio.Event()
+        self._room.set()
+        self._waiting: deque[_Arrival] = deque()
+        self._waiting_bytes = 0
+        self._ended = False
+        self._draining = False
+        self._together = False
+        """Whether the sender puts several turns in a message, and takes answers likewise."""
+        self._intake: asyncio.Task[None] | None = None
+
+    async def responses(
+        self, requests: AsyncIterator[pool_pb2.AppendTurnsRequest]
+    ) -> AsyncIterator[pool_pb2.AppendTurnsResponse]:
+        """One answer per turn, in the order of arrival, until the sender is done."""
+        self._intake = asyncio.create_task(self._take_in(requests))
+        if self._draining:
+            self._intake.cancel()
+        try:
+            while batch := await self._next_batch():
+                answers = await self._store(batch)
+                if self._together:
+                    answers[0].more.extend(answers[1:])
+                    del answers[1:]
+                for answer in answers:
+                    yield answer
+            if self._draining:
+                raise Unavailable("this pool instance is draining: resend what has no answer yet")
+            await self._intake
+        finally:
+            self._intake.cancel()
+            await asyncio.wait({self._intake})
+
+    def drain(self) -> None:
+        """Read no further; answer what has arrived, then end the call; also before it begins."""
+        self._draining = True
+        self._end()
+        if self._intake is not None:
+            self._intake.cancel()
+
+    async def _take_in(self, requests: AsyncIterator[pool_pb2.AppendTurnsRequest]) -> None:
+        try:
+            async for request in requests:
+                arrivals = self._assembly.add(request)
+                if not arrivals:
+                    continue
+                self._together = self._together or bool(request.turns)
+                self._waiting.extend(arrivals)
+                self._waiting_bytes += sum(arrival.size_bytes for arrival in arrivals)
+                self._arrived.set()
+                if self._waiting_bytes >= WINDOW_BYTES:
+                    self._room.clear()
+                    await self._room.wait()
+            self._waiting.extend(self._assembly.end())
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Nothing more will arrive."""
+        self._ended = True
+        self._arrived.set()
+
+    async def _next_batch(self) -> list[_Arrival]:
+        """What has arrived since the last one; empty when nothing more will."""
+        await self._arrived.wait()
+        batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), BATCH_TURNS))]
+        self._waiting_bytes -= sum(arrival.size_bytes for arrival in batch)
+        if self._waiting_bytes < WINDOW_BYTES:
+            self._room.set()
+        if not self._waiting and not self._ended:
+            self._arrived.clear()
+        return batch
+
+    async def _store(self, batch: list[_Arrival]) -> list[pool_pb2.AppendTurnsResponse]:
+        turns = tuple(a.turn for a in batch if isinstance(a.turn, NewTurn))
+        for arrival in batch:
+            if isinstance(arrival.turn, ForgeError):
+                REFUSALS.labels(AppendTurns.__name__, arrival.turn.code).inc()
+        try:
+            outcomes = iter(await self._commit(turns))
+        except ForgeError as error:
+            outcomes = iter([error] * len(turns))
+        return [
+            _response(a.sequence, next(outcomes) if isinstance(a.turn, NewTurn) else a.turn)
+            for a in batch
+        ]
+
+    async def _commit(self, turns: tuple[NewTurn, ...]) -> tuple[ForgeError | None, ...]:
+        if not turns:
+            return ()
+        outcomes: tuple[ForgeError | None, ...] = await self._writer.ask(
+            AppendTurns(turns=turns), timeout_s=COMMIT_TIMEOUT_S
+        )
+        return outcomes
+
+
+def _response(sequence: int, error: ForgeError | None) -> pool_pb2.AppendTurnsResponse:
+    if error is None:
+        return pool_pb2.AppendTurnsResponse(sequence=sequence)
+    code: int = grpc.StatusCode[error.code].value[0]
+    return pool_pb2.AppendTurnsResponse(sequence=sequence, status_code=code, error=str(error))
+
+
+class _Assembly:
+    """Takes turns out of messages: several whole ones, or a chunk of one."""
+
+    def __init__(self, max_turn_bytes: int) -> None:
+        self._max_turn_bytes = max_turn_bytes
+        self._joiner = Joiner(max_bytes=max_turn_bytes)
+        self._begun: int | None = None
+        """Sequence number of the turn whose chunks are coming in."""
+        self._refusal: InvalidArgument | None = None
+
+    def add(self, request: pool_pb2.AppendTurnsRequest) -> list[_Arrival]:
+        """The turns that are whole with this message.
+
+        A turn that is too big or no turn at all is refused by itself. Raises `InvalidArgument`
+        when chunks of two turns are mixed: then nothing on the stream can be told apart.
+        """
+        if request.turns:
+            if self._begun is not None:
+                raise InvalidArgument(
+                    f"whole turns came before the last chunk of sequence {self._begun}"
+                )
+            return [self._whole(each) for each in request.turns]
+        arrival = self._chunk(request)
+        return [] if arrival is None else [arrival]
+
+    def end(self) -> list[_Arrival]:
+        """What is left of a turn whose last chunk never came, refused."""
+        if self._begun is None:
+            return []
+        refusal = self._refusal or InvalidArgument(
+            f"the stream ended before the last chunk of sequence {self._begun}: "
+            f"{self._joiner.pending_bytes} bytes of it came"
+        )
+        return [_Arrival(sequence=self._begun, turn=refusal, size_bytes=0)]
+
+    def _whole(self, each: pool_pb2.WholeTurn) -> _Arrival:
+        size = len(each.turn)
+        turn = _checked(each.turn) if size <= self._max_turn_bytes else self._too_big()
+        return _Arrival(sequence=each.sequence, turn=turn, size_bytes=size)
+
+    def _too_big(self) -> InvalidArgument:
+        # Not "retry later", which the status of a full queue would mean.
+        return InvalidArgument(f"the turn exceeds max_turn_bytes {self._max_turn_bytes}")
+
+    def _chunk(self, request: pool_pb2.AppendTurnsRequest) -> _Arrival | None:
+        if self._begun not in (None, request.sequence):
+            raise InvalidArgument(
+                f"a chunk of sequence {request.sequence} came before the last one of {self._begun}"
+            )
+        self._begun = request.sequence
+        serialized = self._join(request)
+        if not request.turn.last:
+            return None
+        turn = self._refusal or _checked(serialized)
+        self._begun, self._refusal = None, None
+        return _Arrival(sequence=request.sequence, turn=turn, size_bytes=len(serialized))
+
+    def _join(self, request: pool_pb2.AppendTurnsRequest) -> bytes:
+        """The turn's bytes once it is whole; the chunks after a refusal are dropped."""
+        if self._refusal is None:
+            try:
+                return self._joiner.add(request.turn) or b""
+            except ResourceExhausted:
+                self._refusal = self._too_big()
+            except InvalidArgument as error:
+                self._refusal = error
+            self._joiner = Joiner(max_bytes=self._max_turn_bytes)
+        return b""
+
+
+def _checked(serialized: bytes) -> NewTurn | ForgeError:
+    try:
+        return validation.new_turn(serialized)
+    except InvalidArgument as error:
+        return error
