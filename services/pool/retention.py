@@ -30,8 +30,9 @@ from forge.runtime.telemetry import counter, gauge, log
 from forge.v1 import trainer_pb2
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import FreeGroups, MarkOrphans
-from services.pool.data.freeing import Freed, SettledGroup
+from services.pool.data.freeing import Freed
 from services.pool.readers import Readers
+from services.pool.storage.settled_index import SettledGroup
 from services.pool.store import PoolStore
 
 if TYPE_CHECKING:

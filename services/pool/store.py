@@ -20,7 +20,6 @@ from forge.core.trajectory import TaskId, TrajectoryName
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data import apply, reads
 from services.pool.data.commands import AppendTurns, Command
-from services.pool.data.freeing import SettledGroup, settled_after
 from services.pool.data.group_scan import (
     PAGE_BYTES,
     BoundedScan,
@@ -44,6 +43,7 @@ from services.pool.storage.journal import (
 from services.pool.storage.keys import LINEAGE_KEY, SHARD_KEY
 from services.pool.storage.lmdb_env import DISK_RETRY_S, Environment, OnPanic
 from services.pool.storage.records import Records, Table
+from services.pool.storage.settled_index import SettledGroup, settled_after
 
 T = TypeVar("T")
 OnCommit = Callable[[int, Changes], None]

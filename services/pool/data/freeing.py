@@ -14,14 +14,12 @@ checkpoint covers them, is checked here, in the transaction that frees.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
 
 from forge.core.errors import DataLoss, FailedPrecondition
-from forge.core.trajectory import TaskId, TrajectoryName
+from forge.core.trajectory import TrajectoryName
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.pool.data.commands import FreeGroups
@@ -35,29 +33,8 @@ from services.pool.storage.records import (
     TrajectoryHeader,
     decode_header,
     encode_header,
-    open_value,
 )
-
-_SETTLED_KEY = struct.Struct(">Q")
-_STEP = struct.Struct(">Q")
-_MS = 1000
-_ORPHAN = 2**64 - 1
-"""In place of a step: nobody ever stored the group."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettledGroup:
-    """One entry of the index."""
-
-    key: bytes
-    task_id: TaskId
-    settled_unix_s: float
-    step: int
-    """That trained it; 0 for one that was tombstoned or evaluated."""
-    orphan: bool = False
-    """There are trajectories and no group: only age frees them."""
-    damaged: bool = False
-    """The entry cannot be read: of its group nothing is known, and nothing is freed."""
+from services.pool.storage.settled_index import index_settled, settled_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +73,7 @@ def put_state(
     after = common_pb2.GroupRecord()
     after.CopyFrom(state)
     if before.settled_unix_s:
-        records.delete(Table.SETTLED, _settled_key(before.settled_unix_s, task_id))
+        records.delete(Table.SETTLED, settled_key(before.settled_unix_s, task_id))
     if after.state in SETTLED_STATES:
         after.settled_unix_s = before.settled_unix_s or now_unix_s
         index_settled(records, task_id, after)
@@ -104,59 +81,11 @@ def put_state(
     moves.moved(task_id, before, after)
 
 
-def index_settled(records: Records, task_id: str, state: common_pb2.GroupRecord) -> None:
-    """Enters a settled group in the index."""
-    key = _settled_key(state.settled_unix_s, task_id)
-    records.put(Table.SETTLED, key, _STEP.pack(state.step))
-
-
-def index_orphan(records: Records, task_id: str, state: common_pb2.GroupRecord) -> None:
-    """Enters trajectories whose group never came, under the state they were given."""
-    key = _settled_key(state.settled_unix_s, task_id)
-    records.put(Table.SETTLED, key, _STEP.pack(_ORPHAN))
-
-
 def forget_orphan(records: Records, task_id: str) -> None:
     """Its group has come after all. What was freed of it meanwhile stays freed."""
     state = state_of(records, task_id)
     if state is not None:
-        records.delete(Table.SETTLED, _settled_key(state.settled_unix_s, task_id))
-
-
-def index_all_settled(records: Records, *, now_unix_s: float) -> None:
-    """Enters what was settled before there was an index, as if it had been just now."""
-    for key, payload in list(records.scan(Table.STATES)):
-        state = common_pb2.GroupRecord.FromString(bytes(payload))
-        if state.state in SETTLED_STATES and not state.settled_unix_s:
-            state.settled_unix_s = now_unix_s
-            index_settled(records, key.decode(), state)
-            records.put(Table.STATES, key, state.SerializeToString())
-
-
-def settled_after(records: Records, after: bytes) -> Iterator[SettledGroup]:
-    """Settled groups that have something to free, the longest settled first."""
-    for key, value in records.scan_sealed(Table.SETTLED, after=after):
-        try:
-            settled_unix_s, task_id = parse_settled_key(key)
-            step = _STEP.unpack(open_value(Table.SETTLED, key, value))[0]
-        except (DataLoss, ValueError, struct.error):
-            yield SettledGroup(
-                key=key, task_id=TaskId(""), settled_unix_s=0.0, step=0, damaged=True
-            )
-            continue
-        yield SettledGroup(
-            key=key,
-            task_id=task_id,
-            settled_unix_s=settled_unix_s,
-            step=0 if step == _ORPHAN else step,
-            orphan=step == _ORPHAN,
-        )
-
-
-def parse_settled_key(key: bytes) -> tuple[float, TaskId]:
-    """When the group of an entry was settled, and its task. Raises ValueError or struct.error."""
-    settled_ms: int = _SETTLED_KEY.unpack_from(key)[0]
-    return settled_ms / _MS, TaskId(key[_SETTLED_KEY.size :].decode())
+        records.delete(Table.SETTLED, settled_key(state.settled_unix_s, task_id))
 
 
 def check_not_freed(
@@ -221,7 +150,7 @@ def _begin(records: Records, task_id: str, command: FreeGroups) -> bool:
     state = state_of(records, task_id)
     if state is None or not _may_be_freed(state, command.covered_step):
         return False
-    if records.get(Table.SETTLED, _settled_key(state.settled_unix_s, task_id)) is None:
+    if records.get(Table.SETTLED, settled_key(state.settled_unix_s, task_id)) is None:
         return False
     if not state.freed_unix_s:
         for key, header in _marked_trajectories(records, task_id):
@@ -288,7 +217,7 @@ def _finish(records: Records, task_id: str) -> int:
     state = state_of(records, task_id)
     assert state is not None
     freed_bytes = _drop_payload(records, task_id)
-    records.delete(Table.SETTLED, _settled_key(state.settled_unix_s, task_id))
+    records.delete(Table.SETTLED, settled_key(state.settled_unix_s, task_id))
     return freed_bytes
 
 
@@ -315,7 +244,3 @@ def _fate(records: Records, task_id: str) -> str:
     if records.get(Table.GROUPS, group_key(task_id)) is None:
         return "its group never came"
     return "its group was settled long ago"
-
-
-def _settled_key(settled_unix_s: float, task_id: str) -> bytes:
-    return _SETTLED_KEY.pack(round(settled_unix_s * _MS)) + group_key(task_id)

@@ -29,7 +29,6 @@ from forge.core.trajectory import sequence_lengths
 from forge.v1 import common_pb2
 from services.pool import validation
 from services.pool.data.closed_digests import Mark, marks_of, rewards_damage, turns_damage
-from services.pool.data.freeing import parse_settled_key
 from services.pool.data.orphans import ORPHAN_REASON
 from services.pool.data.summaries import count_turns
 from services.pool.maintenance.index_integrity import index_damage
@@ -60,6 +59,7 @@ from services.pool.storage.records import (
     open_value,
     turn_of_payload,
 )
+from services.pool.storage.settled_index import parse_settled_key
 
 _SEALED = common_pb2.TRAJECTORY_STATE_SEALED
 

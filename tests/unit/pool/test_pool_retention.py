@@ -22,10 +22,11 @@ from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, trainer_pb2
 from services.pool import retention
 from services.pool.data.commands import FreeGroups
-from services.pool.data.freeing import Freed, SettledGroup
+from services.pool.data.freeing import Freed
 from services.pool.retention import RetentionPolicy, TrainersCoverage
 from services.pool.storage.keys import group_key, trajectory_key
 from services.pool.storage.records import Table
+from services.pool.storage.settled_index import SettledGroup
 from services.pool.store import PoolStore
 from services.scheduler.state import TermState
 from services.scheduler.stored import stored_group
