@@ -19,7 +19,6 @@ import msgspec
 from forge.core.errors import InvalidArgument
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.summaries import count_turns, summary_of, turns_of
-from services.pool.maintenance.integrity import describe
 from services.pool.storage.change_log import (
     ChangeKind,
     change_key,
@@ -28,6 +27,7 @@ from services.pool.storage.change_log import (
     number_of_change_key,
 )
 from services.pool.storage.keys import name_of_trajectory_key
+from services.pool.storage.record_names import describe
 from services.pool.storage.records import (
     DamagedRecord,
     Records,

@@ -47,6 +47,7 @@ from services.pool.storage.keys import (
     trajectory_key,
     trajectory_of_turn_key,
 )
+from services.pool.storage.record_names import describe
 from services.pool.storage.records import (
     Payload,
     Records,
@@ -59,7 +60,6 @@ from services.pool.storage.records import (
     open_value,
     turn_of_payload,
 )
-from services.pool.storage.settled_index import parse_settled_key
 
 _SEALED = common_pb2.TRAJECTORY_STATE_SEALED
 
@@ -372,29 +372,3 @@ def _counts(header: TrajectoryHeader) -> str:
         f"{header.turns} turns, {header.sampled_tokens} sampled tokens, versions "
         f"{header.min_weight_version} to {header.max_weight_version}{size}"
     )
-
-
-def describe(table: Table, key: bytes) -> str:
-    """A key as people write it; in hex what is none of that table."""
-    try:
-        match table:
-            case Table.TRAJECTORIES:
-                return str(name_of_trajectory_key(key))
-            case Table.TURNS:
-                name = name_of_trajectory_key(trajectory_of_turn_key(key))
-                return f"{name} turn {index_of_turn_key(key)}"
-            case Table.REWARDS:
-                end = key.index(b":") + 9
-                return f"{name_of_trajectory_key(key[:end])} event {key[end:].decode()}"
-            case Table.QUEUE:
-                index = int.from_bytes(key[1:9], "big")
-                return f"{task_of_queue_key(key)} (purpose {key[0]}, index {index})"
-            case Table.CHANGES:
-                return str(number_of_change_key(key))
-            case Table.SETTLED:
-                settled_unix_s, task_id = parse_settled_key(key)
-                return f"{task_id} (settled at {settled_unix_s:.3f})"
-            case _:
-                return key.decode()
-    except (ValueError, IndexError, struct.error):
-        return f"key {key.hex() or 'none'}"

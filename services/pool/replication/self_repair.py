@@ -19,10 +19,10 @@ from forge.runtime.telemetry import counter, log
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import RepairUnit
 from services.pool.data.record_repair import is_whole
-from services.pool.maintenance.integrity import describe
 from services.pool.readers import Readers
 from services.pool.storage.journal import SENT, state_of
 from services.pool.storage.record_copies import CopiedRecords, units_of
+from services.pool.storage.record_names import describe
 from services.pool.storage.records import DamagedRecord, Key, Records, Table
 from services.pool.store import PoolStore
 
