@@ -42,8 +42,9 @@ from services.pool.storage.journal import (
 )
 from services.pool.storage.keys import LINEAGE_KEY, SHARD_KEY
 from services.pool.storage.lmdb_env import DISK_RETRY_S, Environment, OnPanic
-from services.pool.storage.records import Records, Table
+from services.pool.storage.records import Records
 from services.pool.storage.settled_index import SettledGroup, settled_after
+from services.pool.storage.tables import Table
 
 T = TypeVar("T")
 OnCommit = Callable[[int, Changes], None]

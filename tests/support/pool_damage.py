@@ -10,7 +10,7 @@ from typing import Any
 
 import lmdb
 
-from services.pool.storage.records import Table
+from services.pool.storage.tables import Table
 
 
 def delete_record(data_dir: Path, table: Table, key: bytes) -> None:

@@ -26,7 +26,7 @@ from services.pool.storage.journal import (
     follower_state,
     state_of,
 )
-from services.pool.storage.records import Table
+from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool_records import make_group, make_reward, make_turn
 from tests.support.pool_store import change, commit, put_groups, reward, seal, set_states

@@ -9,7 +9,7 @@ from services.pool.data.commands import FreeGroups, MarkOrphans
 from services.pool.data.freeing import Freed
 from services.pool.readers import Readers
 from services.pool.retention import Retention, RetentionPolicy
-from services.pool.storage.records import Table
+from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool_store import commit
 

@@ -64,7 +64,6 @@ from services.pool.storage.keys import (
 )
 from services.pool.storage.records import (
     Records,
-    Table,
     TrajectoryHeader,
     TurnHead,
     decode_turn_head,
@@ -72,6 +71,7 @@ from services.pool.storage.records import (
     encode_turn_head,
     turn_of_payload,
 )
+from services.pool.storage.tables import Table
 
 _FENCE_KEY = b"fence"
 _FENCE = struct.Struct(">Q")

@@ -18,7 +18,8 @@ import msgspec
 from forge.runtime.telemetry import counter
 from forge.v1 import common_pb2
 from services.pool.storage.keys import index_of_turn_key, name_of_trajectory_key
-from services.pool.storage.records import DamagedRecord, Payload, Records, Table, TrajectoryHeader
+from services.pool.storage.records import DamagedRecord, Payload, Records, TrajectoryHeader
+from services.pool.storage.tables import Table
 
 _DIGEST_BYTES = 8
 _NAMED = 8

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from forge.core.trajectory import TrajectoryName
 from forge.v1 import common_pb2, replica_pb2
-from services.pool.storage.records import Key, TurnHead
+from services.pool.storage.records import TurnHead
+from services.pool.storage.tables import Key
 
 if TYPE_CHECKING:
     from services.pool.storage.record_copies import CopiedRecords

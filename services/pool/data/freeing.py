@@ -1,15 +1,15 @@
-"""What is freed of a group, what stays of it, and the order in which groups come to be freed.
+"""What is freed of a group, and what stays of it.
 
     turns, rewards    go
     trajectories      stay: state, counts, versions, and the sum of their outcomes
     groups            stay, without the task's payload where a digest stands for it
     states, queue     stay: the books are counted from them
 
-Owns the index of settled groups and the freeing itself, a bounded number of records at a time. The
-first of them marks the group and its trajectories: from then on nothing of them is read or
-appended to, although it takes more transactions until all records are gone. Which groups are due
-is for `retention` to say; that only settled ones can be freed, and trained ones only when a
-checkpoint covers them, is checked here, in the transaction that frees.
+Owns the freeing, a bounded number of records at a time; the order is that of
+`storage.settled_index`. The first transaction marks the group and its trajectories: from then on
+nothing of them is read or appended to, although it takes more transactions until all records are
+gone. Which groups are due is for `retention` to say; that only settled ones can be freed, and
+trained ones only when a checkpoint covers them, is checked here, in the transaction that frees.
 """
 
 from __future__ import annotations
@@ -27,14 +27,9 @@ from services.pool.data.summaries import count_turns, rewards_of, turns_of
 from services.pool.storage.change_log import delete_changes
 from services.pool.storage.group_index import SETTLED_STATES, GroupMoves
 from services.pool.storage.keys import group_key, task_prefix
-from services.pool.storage.records import (
-    Records,
-    Table,
-    TrajectoryHeader,
-    decode_header,
-    encode_header,
-)
+from services.pool.storage.records import Records, TrajectoryHeader, decode_header, encode_header
 from services.pool.storage.settled_index import index_settled, settled_key
+from services.pool.storage.tables import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

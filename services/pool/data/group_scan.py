@@ -23,7 +23,8 @@ from forge.v1 import common_pb2, pool_pb2
 from services.pool.data import reads
 from services.pool.storage import group_index, settled_counts
 from services.pool.storage.keys import task_of_queue_key
-from services.pool.storage.records import Records, Table, is_intact_entry
+from services.pool.storage.records import Records, is_intact_entry
+from services.pool.storage.tables import Table
 
 PAGE_GROUPS, PAGE_BYTES = 512, 1 << 20
 """Of the groups in one message."""

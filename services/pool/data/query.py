@@ -31,11 +31,11 @@ from services.pool.storage.record_names import describe
 from services.pool.storage.records import (
     DamagedRecord,
     Records,
-    Table,
     TrajectoryHeader,
     decode_header,
     open_value,
 )
+from services.pool.storage.tables import Table
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
 PAGE_COST = 4096

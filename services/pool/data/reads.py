@@ -25,14 +25,9 @@ from services.pool.storage.keys import (
     task_prefix,
     trajectory_key,
 )
-from services.pool.storage.records import (
-    Payload,
-    Records,
-    Table,
-    is_intact_entry,
-    turn_of_payload,
-)
+from services.pool.storage.records import Payload, Records, is_intact_entry, turn_of_payload
 from services.pool.storage.settled_counts import commit_of
+from services.pool.storage.tables import Table
 
 _LENGTH_DELIMITED = 2
 

@@ -34,15 +34,14 @@ from services.pool.storage.record_copies import (
     stored_values,
 )
 from services.pool.storage.records import (
-    Key,
     Records,
-    Table,
     TrajectoryHeader,
     checksum_of,
     decode_header,
     open_value,
     seal_value,
 )
+from services.pool.storage.tables import Key, Table
 
 _Put = Callable[[Table, bytes, bytes | None], None]
 _Values = Mapping[bytes, bytes]

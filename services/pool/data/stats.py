@@ -11,7 +11,8 @@ from collections import Counter
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.reads import queued_group
 from services.pool.storage.keys import group_key, name_of_trajectory_key
-from services.pool.storage.records import Payload, Records, Table, decode_header
+from services.pool.storage.records import Payload, Records, decode_header
+from services.pool.storage.tables import Table
 
 SLICE = 10_000
 """Records looked at in one snapshot."""

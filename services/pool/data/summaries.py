@@ -16,12 +16,12 @@ from services.pool.storage.keys import index_of_turn_key, trajectory_key
 from services.pool.storage.records import (
     Payload,
     Records,
-    Table,
     TrajectoryHeader,
     TurnHead,
     decode_header,
     decode_turn_head,
 )
+from services.pool.storage.tables import Table
 
 FREED_OUTCOME = "outcome"
 """Name and id of the one event that is left of the rewards of a freed trajectory."""

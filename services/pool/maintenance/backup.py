@@ -41,7 +41,8 @@ from services.pool.storage.file_locks import (
 )
 from services.pool.storage.keys import SHARD_KEY
 from services.pool.storage.migrations import SCHEMA_VERSION, stored_version
-from services.pool.storage.records import Records, Table
+from services.pool.storage.records import Records
+from services.pool.storage.tables import Table
 
 PROGRESS_S = 0.2
 COPY_BYTES = 1 << 22

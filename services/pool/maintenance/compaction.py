@@ -20,6 +20,7 @@ from forge.runtime.processes import dying_with_parent
 from forge.runtime.telemetry import counter, log
 from forge.v1 import pool_pb2
 from services.pool.maintenance.backup import room
+from services.pool.storage.change_trackers import Notes
 from services.pool.storage.file_locks import (
     DATA,
     compacted,
@@ -29,7 +30,8 @@ from services.pool.storage.file_locks import (
     unfinished,
 )
 from services.pool.storage.lmdb_env import Environment
-from services.pool.storage.records import Key, Notes, Records, Table
+from services.pool.storage.records import Records
+from services.pool.storage.tables import Key, Table
 
 NOTED_BYTES = 64 << 20
 """Of keys that may change while the copy is made."""

@@ -26,7 +26,8 @@ from services.pool.storage.group_index import (
     task_of_entry,
 )
 from services.pool.storage.keys import group_key
-from services.pool.storage.records import Key, Records, Table
+from services.pool.storage.records import Records
+from services.pool.storage.tables import Key, Table
 
 Found = tuple[Table, bytes, str]
 """Table, key and what is wrong with it."""

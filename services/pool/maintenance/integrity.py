@@ -51,7 +51,6 @@ from services.pool.storage.record_names import describe
 from services.pool.storage.records import (
     Payload,
     Records,
-    Table,
     TrajectoryHeader,
     TurnHead,
     checksum_of,
@@ -60,6 +59,7 @@ from services.pool.storage.records import (
     open_value,
     turn_of_payload,
 )
+from services.pool.storage.tables import Table
 
 _SEALED = common_pb2.TRAJECTORY_STATE_SEALED
 

@@ -20,7 +20,8 @@ from services.pool.storage.journal import state_of
 from services.pool.storage.keys import LINEAGE_KEY, SHARD_KEY
 from services.pool.storage.lmdb_env import Environment
 from services.pool.storage.record_copies import CopiedRecords, copied_records, units_of
-from services.pool.storage.records import Key, Records, Table
+from services.pool.storage.records import Records
+from services.pool.storage.tables import Key, Table
 
 _MAP_MAX_BYTES = 1 << 40
 

@@ -42,7 +42,8 @@ from services.pool.replication.shard_identity import (
 )
 from services.pool.storage.journal import Changes, adopt, is_empty, leave_replication, state_of
 from services.pool.storage.record_copies import CopiedRecords, answer, fetch_unit
-from services.pool.storage.records import DamagedRecord, Key
+from services.pool.storage.records import DamagedRecord
+from services.pool.storage.tables import Key
 from services.pool.store import PoolStore
 
 _COMMIT_S = 60.0

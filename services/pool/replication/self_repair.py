@@ -23,7 +23,8 @@ from services.pool.readers import Readers
 from services.pool.storage.journal import SENT, state_of
 from services.pool.storage.record_copies import CopiedRecords, units_of
 from services.pool.storage.record_names import describe
-from services.pool.storage.records import DamagedRecord, Key, Records, Table
+from services.pool.storage.records import DamagedRecord, Records
+from services.pool.storage.tables import Key, Table
 from services.pool.store import PoolStore
 
 PAGE = 64

@@ -17,7 +17,8 @@ from enum import IntEnum
 
 import msgspec
 
-from services.pool.storage.records import Payload, Records, Table, TrajectoryHeader
+from services.pool.storage.records import Payload, Records, TrajectoryHeader
+from services.pool.storage.tables import Table
 
 _LOG_KEY = b"change_log"
 _LOG_END = struct.Struct(">Qd")

@@ -1,9 +1,10 @@
-"""Which groups were changed lately, so that who has scanned a shard asks for these alone.
+"""Trackers of what commits change, in memory: for incremental scans, and for a copy in the making.
 
-Owns the marks of scans and a bounded record of what was changed since, in memory. It is this
-process's: after a restart, and on another replica, every mark is unknown, and so is one from
-before what the record holds. A mark that is known is never wrong, however the file changed under
-it: what is noted is each record that a transaction writes.
+Owns the marks of scans with a bounded record of the groups that changed since (`RecentChanges`),
+and the records that changed while a copy is made (`Notes`). Marks are this process's: after a
+restart, and on another replica, every mark is unknown, and so is one from before what the record
+holds. A mark that is known is never wrong, however the file changed under it: what is noted is each
+record that a transaction writes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from forge.core.trajectory import TaskId
-from services.pool.storage.records import Table
+from services.pool.storage.tables import Key, Table
 
 MOST_TASKS = 1 << 17
 """In the record: some 20 MiB of memory."""
@@ -83,3 +84,27 @@ class RecentChanges:
                 return Since(mark=newest, task_ids=None)
             later = takewhile(lambda each: each[1] > number, reversed(self._changed.items()))
             return Since(mark=newest, task_ids=[TaskId(task.decode()) for task, _ in later])
+
+
+class Notes:
+    """Which records were changed, for who brings a copy of them up to date."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        """Of keys; beyond it the notes are lost."""
+        self.keys: dict[Key, None] = {}
+        """In the order in which they were changed first, those of a failed transaction included."""
+        self.lost = ""
+        """Why `keys` does not tell all; "" when it does."""
+        self._size_bytes = 0
+
+    def add(self, table: Table, key: bytes) -> None:
+        if self.lost or (table, key) in self.keys:
+            return
+        self.keys[table, key] = None
+        self._size_bytes += len(key)
+        if self._size_bytes > self.limit_bytes:
+            self.lose(f"records with more than {self.limit_bytes} bytes of keys were changed")
+
+    def lose(self, why: str) -> None:
+        self.lost, self.keys = why, {}

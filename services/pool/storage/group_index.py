@@ -31,15 +31,9 @@ from services.pool.storage.keys import (
     task_of_queue_key,
     task_prefix,
 )
-from services.pool.storage.records import (
-    Key,
-    Records,
-    Table,
-    decode_header,
-    is_intact_entry,
-    open_value,
-)
+from services.pool.storage.records import Records, decode_header, is_intact_entry, open_value
 from services.pool.storage.settled_counts import Rollout, SettledCounts
+from services.pool.storage.tables import Key, Table
 
 SETTLED_STATES = frozenset(
     {

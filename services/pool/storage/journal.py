@@ -22,7 +22,8 @@ import msgspec
 from forge.core.errors import DataLoss, FailedPrecondition
 from forge.v1 import replica_pb2 as pb
 from services.pool.storage.migrations import SCHEMA_VERSION
-from services.pool.storage.records import Key, Records, Table, open_value
+from services.pool.storage.records import Records, open_value
+from services.pool.storage.tables import Key, Table
 
 JOURNAL_BYTES = 256 << 20
 """Of keys; what lies further back is forgotten, and who was away longer gets a whole copy."""

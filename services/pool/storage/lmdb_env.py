@@ -20,6 +20,7 @@ import lmdb
 
 from forge.core.errors import ConfigError, DataLoss, ResourceExhausted, Unavailable
 from forge.runtime.telemetry import log
+from services.pool.storage.change_trackers import Notes
 from services.pool.storage.file_locks import (
     DATA,
     drop_compacted,
@@ -29,7 +30,8 @@ from services.pool.storage.file_locks import (
     sync_directory,
 )
 from services.pool.storage.migrations import SCHEMA_VERSION, migrate
-from services.pool.storage.records import Notes, Records, Table
+from services.pool.storage.records import Records
+from services.pool.storage.tables import Table
 
 TOOL_READERS = 126
 """Snapshots that other processes may hold, such as one that makes a backup: more than anybody does,

@@ -23,7 +23,8 @@ from services.pool.storage.keys import (
     task_key_of_queue_key,
     trajectory_of_turn_key,
 )
-from services.pool.storage.records import DamagedRecord, Key, Records, Table, open_value
+from services.pool.storage.records import DamagedRecord, Records, open_value
+from services.pool.storage.tables import Key, Table
 
 SILENCE_S = 30.0
 _TABLES = {table.value: table for table in SENT}

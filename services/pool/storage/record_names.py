@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import struct
 
+from services.pool.storage.change_log import number_of_change_key
 from services.pool.storage.keys import (
     index_of_turn_key,
     name_of_trajectory_key,
-    number_of_change_key,
     task_of_queue_key,
     trajectory_of_turn_key,
 )
-from services.pool.storage.records import Table
 from services.pool.storage.settled_index import parse_settled_key
+from services.pool.storage.tables import Table
 
 
 def describe(table: Table, key: bytes) -> str:

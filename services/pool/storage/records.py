@@ -13,59 +13,21 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from isal.isal_zlib import crc32
 
 from forge.core.errors import DataLoss
 from forge.v1 import common_pb2
-
-if TYPE_CHECKING:
-    from services.pool.storage.change_trackers import RecentChanges
+from services.pool.storage.change_trackers import Notes, RecentChanges
+from services.pool.storage.tables import Key, Table
 
 Payload = bytes | memoryview
 """A memoryview points into the map: copy what must outlive the transaction."""
 
 _CHECKSUM = struct.Struct("<I")
 _TURN_HEAD = struct.Struct("<iIIIii")
-
-
-class Table(Enum):
-    """The named databases of a shard; the value is the name on disk."""
-
-    META = "meta"
-    GROUPS = "groups"
-    """What never changes about a group: a GroupRecord without its state."""
-    STATES = "group_states"
-    """What does: a GroupRecord with only state, batch, step, reason and times."""
-    QUEUE = "queue"
-    """Queue order of the groups; the key says it all."""
-    TRAJECTORIES = "trajectories"
-    TURNS = "turns"
-    """A TurnHead, then the serialized Turn as it arrived."""
-    REWARDS = "rewards"
-    CHANGES = "changes"
-    """The order in which trajectories were closed and rewarded; see `change_log`."""
-    SETTLED = "settled"
-    """Which groups can be freed, by when they were settled; see `freeing`."""
-    PENDING = "pending"
-    """Queue order of the groups that are not settled; see `group_index`, as for the next three."""
-    SETTLED_ORDER = "settled_order"
-    """Every settled group: what was trained by step, the others by when they were settled."""
-    TAGS = "tags"
-    """Queue order of the groups of each tag."""
-    SETTLED_COUNTS = "settled_counts"
-    """Counters of the settled groups, and the commits that settled them."""
-    REPLICA = "replica"
-    """Where this replica stands; see `journal`."""
-    JOURNAL = "journal"
-    """The keys that each of the last commits changed; see `journal`."""
-
-
-Key = tuple[Table, bytes]
-"""Of a record."""
 
 
 class DamagedRecord(DataLoss):
@@ -201,30 +163,6 @@ def open_value(table: Table, key: bytes, value: Payload) -> Payload:
 def is_intact_entry(key: bytes, value: bytes) -> bool:
     """Whether an index entry, which has no payload, lies under the key it was stored under."""
     return value == checksum_of(key, b"")
-
-
-class Notes:
-    """Which records were changed, for who brings a copy of them up to date."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        """Of keys; beyond it the notes are lost."""
-        self.keys: dict[Key, None] = {}
-        """In the order in which they were changed first, those of a failed transaction included."""
-        self.lost = ""
-        """Why `keys` does not tell all; "" when it does."""
-        self._size_bytes = 0
-
-    def add(self, table: Table, key: bytes) -> None:
-        if self.lost or (table, key) in self.keys:
-            return
-        self.keys[table, key] = None
-        self._size_bytes += len(key)
-        if self._size_bytes > self.limit_bytes:
-            self.lose(f"records with more than {self.limit_bytes} bytes of keys were changed")
-
-    def lose(self, why: str) -> None:
-        self.lost, self.keys = why, {}
 
 
 class Records:

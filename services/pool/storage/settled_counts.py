@@ -20,7 +20,8 @@ import msgspec
 
 from forge.core.queue.groups import COUNTED_REASONS
 from forge.v1 import common_pb2
-from services.pool.storage.records import Payload, Records, Table
+from services.pool.storage.records import Payload, Records
+from services.pool.storage.tables import Table
 
 RECENT_ROLLOUTS = 64
 """At least as many as a scheduler's progress is the mean of."""

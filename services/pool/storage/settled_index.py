@@ -14,7 +14,8 @@ from forge.core.trajectory import TaskId
 from forge.v1 import common_pb2
 from services.pool.storage.group_index import SETTLED_STATES
 from services.pool.storage.keys import group_key
-from services.pool.storage.records import Records, Table, open_value
+from services.pool.storage.records import Records, open_value
+from services.pool.storage.tables import Table
 
 _SETTLED_KEY = struct.Struct(">Q")
 _STEP = struct.Struct(">Q")

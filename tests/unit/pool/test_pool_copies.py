@@ -17,7 +17,8 @@ from services.pool.maintenance import backup
 from services.pool.storage.change_log import Change, change_key
 from services.pool.storage.keys import group_key, queue_key, reward_key, trajectory_key, turn_key
 from services.pool.storage.lmdb_env import Environment
-from services.pool.storage.records import Table, decode_header, encode_header
+from services.pool.storage.records import decode_header, encode_header
+from services.pool.storage.tables import Table
 from services.pool.streams.tail import read_log
 from tests.support.pool_records import damage, make_group, make_reward, make_turn
 from tests.support.pool_store import (

@@ -23,7 +23,7 @@ from services.pool.data.commands import AppendTurns, FreeGroups, PutGroups
 from services.pool.data.freeing import Freed
 from services.pool.storage.lmdb_env import Environment
 from services.pool.storage.migrations import SCHEMA_VERSION
-from services.pool.storage.records import Table
+from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool_records import damage, make_group, make_turn
 from tests.support.pool_store import change, commit, groups_page, put_groups, set_states

@@ -20,7 +20,8 @@ from services.pool.service import begin_scan
 from services.pool.storage.group_index import INDEXES, counted_rollouts, unindexed
 from services.pool.storage.lmdb_env import Environment
 from services.pool.storage.migrations import SCHEMA_VERSION, stored_version
-from services.pool.storage.records import Records, Table
+from services.pool.storage.records import Records
+from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool_damage import delete_record, flip_key, put_raw
 from tests.support.pool_records import make_group, make_reward, make_turn

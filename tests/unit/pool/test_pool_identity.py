@@ -10,7 +10,7 @@ from services.pool.config import PoolConfig
 from services.pool.replication.shard_identity import Binding, may_serve
 from services.pool.storage.file_locks import set_hand_over_mark
 from services.pool.storage.keys import LINEAGE_KEY
-from services.pool.storage.records import Table
+from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool_replicas import LINEAGE, linked, settle
 

@@ -14,13 +14,8 @@ from forge.v1 import common_pb2
 from services.pool.data.commands import FreeGroups
 from services.pool.maintenance import backup
 from services.pool.storage.keys import queue_key, reward_key, trajectory_key, turn_key
-from services.pool.storage.records import (
-    Records,
-    Table,
-    TrajectoryHeader,
-    decode_header,
-    encode_header,
-)
+from services.pool.storage.records import Records, TrajectoryHeader, decode_header, encode_header
+from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool_damage import delete_record, flip_key, put_raw, raw_value
 from tests.support.pool_records import make_group, make_reward, make_turn

@@ -11,7 +11,7 @@ from services.pool.storage.change_log import ChangeKind, changes_after
 from services.pool.storage.keys import trajectory_key
 from services.pool.storage.lmdb_env import Environment
 from services.pool.storage.migrations import SCHEMA_VERSION, migrate, stored_version
-from services.pool.storage.records import Table
+from services.pool.storage.tables import Table
 from tests.support.pool_records import make_reward, make_turn
 from tests.support.pool_store import append, fetch, reward, seal, summary
 

@@ -15,7 +15,7 @@ from services.pool.actors.writer import Writer
 from services.pool.data.commands import AppendTurns, MarkOrphans, SetGroupStates
 from services.pool.maintenance.backup import check
 from services.pool.storage.keys import trajectory_key
-from services.pool.storage.records import Table
+from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from services.pool.validation import new_turn
 from tests.support.pool_records import make_group, make_reward, make_turn

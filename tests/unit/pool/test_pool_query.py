@@ -17,7 +17,7 @@ from services.pool.data import query
 from services.pool.data import stats as stats_module
 from services.pool.data.stats import Tally
 from services.pool.storage.keys import trajectory_key
-from services.pool.storage.records import Table
+from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool_records import make_group, make_reward, make_turn
 from tests.support.pool_store import (

@@ -9,7 +9,8 @@ from services.pool.data.commands import FreeGroups
 from services.pool.readers import Readers
 from services.pool.service import PoolServicer
 from services.pool.storage.change_trackers import RecentChanges
-from services.pool.storage.records import Table, seal_value
+from services.pool.storage.records import seal_value
+from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool_records import make_group, make_reward, make_turn
 from tests.support.pool_store import append, change, commit, put_groups, reward, seal, set_states

@@ -17,7 +17,8 @@ from services.pool.replication.self_repair import damaged_units
 from services.pool.storage.journal import caught_up_message, commit_message
 from services.pool.storage.keys import group_key, queue_key, reward_key, trajectory_key, turn_key
 from services.pool.storage.record_copies import answer, copied_records, units_of
-from services.pool.storage.records import Key, Records, Table
+from services.pool.storage.records import Records
+from services.pool.storage.tables import Key, Table
 from tests.support.pool_records import make_group, make_reward, make_turn
 from tests.support.pool_replicas import LINEAGE, SHARD, Node
 from tests.support.pool_store import append, change, commit, put_groups, reward, seal, set_states

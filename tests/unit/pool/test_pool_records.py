@@ -10,7 +10,6 @@ from forge.core.errors import DataLoss
 from forge.core.trajectory import MAX_NUMBER, TaskId, TrajectoryName
 from services.pool.storage import keys
 from services.pool.storage.records import (
-    Table,
     TrajectoryHeader,
     TurnHead,
     decode_header,
@@ -21,6 +20,7 @@ from services.pool.storage.records import (
     seal_value,
     turn_of_payload,
 )
+from services.pool.storage.tables import Table
 
 ALPHABET = "abcXYZ019._-"
 task_ids = st.text(ALPHABET, min_size=1, max_size=12)

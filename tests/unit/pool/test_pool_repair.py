@@ -21,7 +21,7 @@ from services.pool.storage.keys import (
     trajectory_key,
     turn_key,
 )
-from services.pool.storage.records import Table
+from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool_damage import delete_record, flip_key
 from tests.support.pool_records import make_group, make_reward, make_turn

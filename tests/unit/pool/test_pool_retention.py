@@ -25,8 +25,8 @@ from services.pool.data.commands import FreeGroups
 from services.pool.data.freeing import Freed
 from services.pool.retention import RetentionPolicy, TrainersCoverage
 from services.pool.storage.keys import group_key, trajectory_key
-from services.pool.storage.records import Table
 from services.pool.storage.settled_index import SettledGroup
+from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from services.scheduler.state import TermState
 from services.scheduler.stored import stored_group

@@ -16,7 +16,8 @@ from services.pool.replication import self_repair
 from services.pool.replication.self_repair import SelfRepair
 from services.pool.storage.keys import trajectory_key, turn_key
 from services.pool.storage.record_copies import CopiedRecords, copied_records
-from services.pool.storage.records import DamagedRecord, Key, Table
+from services.pool.storage.records import DamagedRecord
+from services.pool.storage.tables import Key, Table
 from services.pool.store import PoolStore
 from tests.support.pool_records import make_group, make_turn
 from tests.support.pool_replicas import Node

@@ -13,7 +13,7 @@ from forge.v1 import common_pb2
 from services.pool import retention
 from services.pool.data.freeing import Freed
 from services.pool.maintenance.backup import check
-from services.pool.storage.records import Table
+from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool_records import make_group, make_turn
 from tests.support.pool_store import append, change, put_groups, set_states
