@@ -26,11 +26,19 @@ from typing import TYPE_CHECKING, Any
 from forge.core.errors import ForgeError
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import translated
-from forge.runtime.telemetry import counter, gauge, log
+from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import FreeGroups, MarkOrphans
 from services.pool.data.freeing import Freed
+from services.pool.metrics import (
+    COVERED_STEP,
+    DAMAGED_ENTRIES,
+    FREED_BYTES,
+    FREED_GROUPS,
+    FREED_RECORDS,
+    ORPHANS,
+)
 from services.pool.readers import Readers
 from services.pool.storage.settled_index import SettledGroup
 from services.pool.store import PoolStore
@@ -52,16 +60,6 @@ MAX_RECORDS = 128
 _FREE_S = 60.0
 _ASK_TRAINER_S = 5.0
 
-_GROUPS = counter("forge_pool_freed_groups_total", "Groups of which only the books are left.")
-_RECORDS = counter("forge_pool_freed_records_total", "Turns and rewards freed.")
-_ORPHANS = counter(
-    "forge_pool_orphans_total", "Tasks given up that have trajectories and no group."
-)
-_BYTES = counter("forge_pool_freed_bytes_total", "Payload freed.")
-_DAMAGED = counter(
-    "forge_pool_damaged_entries_total", "Settled groups that are kept: their entry is damaged."
-)
-_COVERED_STEP = gauge("forge_pool_covered_step", "What up to it was trained may be freed.")
 
 Coverage = Callable[[], Awaitable[int]]
 """The step up to which everything trained is in every checkpoint kept; 0 when nobody knows."""
@@ -151,7 +149,7 @@ class Retention:
         """Frees all that is due now; what that came to."""
         await self._mark_orphans()
         covered_step = await self._coverage()
-        _COVERED_STEP.set(covered_step)
+        COVERED_STEP.set(covered_step)
         passed = self._still_passed(covered_step)
         total, after = Freed(), passed.after
         while page := await self._read(after):
@@ -191,7 +189,7 @@ class Retention:
         if page.task_ids:
             command = MarkOrphans(task_ids=page.task_ids, now_unix_s=self._now_unix_s())
             marked: int = await self._writer.ask(command, timeout_s=_FREE_S)
-            _ORPHANS.inc(marked)
+            ORPHANS.inc(marked)
             log.warning("groups_missing", tasks=marked, first=page.task_ids[0])
 
     def _still_passed(self, covered_step: int) -> _Passed:
@@ -208,7 +206,7 @@ class Retention:
         for group in page:
             if group.damaged and group.key not in self._damaged:
                 self._damaged.add(group.key)
-                _DAMAGED.inc()
+                DAMAGED_ENTRIES.inc()
                 log.error("settled_entry_damaged", key=group.key.hex())
         return page
 
@@ -228,9 +226,9 @@ class Retention:
         while unfinished:
             began_s = time.monotonic()
             freed: Freed = await self._writer.ask(command, timeout_s=_FREE_S)
-            _GROUPS.inc(freed.groups)
-            _RECORDS.inc(freed.records)
-            _BYTES.inc(freed.payload_bytes)
+            FREED_GROUPS.inc(freed.groups)
+            FREED_RECORDS.inc(freed.records)
+            FREED_BYTES.inc(freed.payload_bytes)
             total, unfinished = _sum(total, freed), freed.unfinished
             # At most half of the writer's time is ours.
             await asyncio.sleep(time.monotonic() - began_s)

@@ -11,6 +11,7 @@ from forge.runtime.telemetry import counter, gauge, histogram
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.data.samples import BatchSamples
 
+WEIGHT_VERSION = gauge("forge_trainer_weight_version", "Newest version of the weights published.")
 _STEPS = counter("forge_trainer_steps_total", "Optimizer steps taken.")
 _SKIPPED = counter("forge_trainer_batches_skipped_total", "Batches that gave no usable gradient.")
 _TOKENS = counter("forge_trainer_trained_tokens_total", "Sampled tokens trained on.")

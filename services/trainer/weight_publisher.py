@@ -15,15 +15,14 @@ from typing import Any, Protocol
 
 from forge.core.errors import FailedPrecondition, NotFound, StaleFence
 from forge.runtime.rpc.tensors import weight_responses
-from forge.runtime.telemetry import gauge, log
+from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
+from services.trainer.metrics import WEIGHT_VERSION
 
 KEPT = 2
 """Versions held: the latest, and the one that workers may still be fetching."""
 KEY = "weights/default/latest"
-
-_VERSION = gauge("forge_trainer_weight_version", "Newest version of the weights published.")
 
 
 class Superseded(FailedPrecondition):
@@ -115,7 +114,7 @@ class Publisher:
         self.version = version
         for old in sorted(self._held)[:-KEPT]:
             del self._held[old]
-        _VERSION.set(version)
+        WEIGHT_VERSION.set(version)
         log.info("weights_published", weight_version=version, step=snapshot.step)
         return version
 

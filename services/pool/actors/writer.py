@@ -11,23 +11,22 @@ from typing import Any, ClassVar, Protocol
 
 from forge.core.errors import ForgeError
 from forge.runtime.actor import ThreadActor
-from forge.runtime.telemetry import counter, gauge, histogram, log
+from forge.runtime.telemetry import log
 from services.pool.data.commands import AppendTurns, Command
+from services.pool.metrics import (
+    COMMANDS,
+    COMMIT_FAILURES,
+    COMMIT_SECONDS,
+    COMMITTED_BYTES,
+    DISK_FREE_BYTES,
+    LIVE_BYTES,
+    REFUSALS,
+    USED_BYTES,
+)
 from services.pool.store import PoolStore
 
 COMMIT_BYTES = 8 << 20
 """About how much goes into one commit; a single command may exceed it."""
-
-_COMMIT_SECONDS = histogram("forge_pool_commit_seconds", "One group commit, fsync included.")
-_COMMANDS = counter("forge_pool_commands_total", "Changes handled, by kind.", ["kind"])
-_COMMIT_BYTES = counter("forge_pool_commit_bytes_total", "Payload of all commits.")
-REFUSALS = counter(
-    "forge_pool_refusals_total", "Turns and other changes refused one by one.", ["kind", "code"]
-)
-_FAILURES = counter("forge_pool_commit_failures_total", "Commits refused whole.", ["code"])
-_USED_BYTES = gauge("forge_pool_used_bytes", "Of the shard's file.")
-_LIVE_BYTES = gauge("forge_pool_live_bytes", "Of the file, what records lie in.")
-_DISK_FREE_BYTES = gauge("forge_pool_disk_free_bytes", "On the disk of the shard.")
 
 
 class WriterRef(Protocol):
@@ -63,16 +62,16 @@ class Writer(ThreadActor):
         except ForgeError as error:
             # The whole commit was refused, for want of room: each of its senders may retry.
             log.warning("commit_refused", commands=len(commands), error=str(error))
-            _FAILURES.labels(error.code).inc()
+            COMMIT_FAILURES.labels(error.code).inc()
             return [error] * len(commands)
-        _COMMIT_SECONDS.observe(time.perf_counter() - started_s)
+        COMMIT_SECONDS.observe(time.perf_counter() - started_s)
         for command, outcome in zip(commands, outcomes, strict=True):
             _count_refusals(command, outcome)
-            _COMMANDS.labels(type(command).__name__).inc()
-            _COMMIT_BYTES.inc(command.cost_bytes)
-        _USED_BYTES.set(self._store.used_bytes)
-        _LIVE_BYTES.set(self._store.live_bytes)
-        _DISK_FREE_BYTES.set(self._store.disk_free_bytes)
+            COMMANDS.labels(type(command).__name__).inc()
+            COMMITTED_BYTES.inc(command.cost_bytes)
+        USED_BYTES.set(self._store.used_bytes)
+        LIVE_BYTES.set(self._store.live_bytes)
+        DISK_FREE_BYTES.set(self._store.disk_free_bytes)
         return outcomes
 
 

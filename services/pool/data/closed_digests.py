@@ -15,8 +15,8 @@ from itertools import chain
 
 import msgspec
 
-from forge.runtime.telemetry import counter
 from forge.v1 import common_pb2
+from services.pool.metrics import CLOSED_READS
 from services.pool.storage.keys import index_of_turn_key, name_of_trajectory_key
 from services.pool.storage.records import DamagedRecord, Payload, Records, TrajectoryHeader
 from services.pool.storage.tables import Table
@@ -24,15 +24,9 @@ from services.pool.storage.tables import Table
 _DIGEST_BYTES = 8
 _NAMED = 8
 """How many records an error lists."""
-_COMPARED = counter(
-    "forge_pool_closed_reads_total",
-    "Reads of whole closed trajectories, by their comparison with the seal: verified, unverified "
-    "(closed by a version without digests) or damaged.",
-    ["outcome"],
-)
-_VERIFIED = _COMPARED.labels("verified")
-_UNVERIFIED = _COMPARED.labels("unverified")
-_DAMAGED = _COMPARED.labels("damaged")
+_VERIFIED = CLOSED_READS.labels("verified")
+_UNVERIFIED = CLOSED_READS.labels("unverified")
+_DAMAGED = CLOSED_READS.labels("damaged")
 
 Mark = tuple[bytes, bytes]
 """Key and checksum of a record."""

@@ -18,9 +18,10 @@ from typing import Any, Protocol
 
 from forge.core.errors import DataLoss
 from forge.core.trajectory import TaskId
-from forge.runtime.telemetry import counter, log
+from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data import reads
+from services.pool.metrics import UNQUEUED_GROUPS
 from services.pool.storage import group_index, settled_counts
 from services.pool.storage.keys import task_of_queue_key
 from services.pool.storage.records import Records, is_intact_entry
@@ -29,9 +30,6 @@ from services.pool.storage.tables import Table
 PAGE_GROUPS, PAGE_BYTES = 512, 1 << 20
 """Of the groups in one message."""
 
-_UNQUEUED = counter(
-    "forge_pool_unqueued_groups_total", "Groups told by a scan although their queue entry is lost."
-)
 
 Read = Callable[[Callable[[Records], Any]], Any]
 Page = Sequence[pool_pb2.ScanGroupsResponse]
@@ -109,7 +107,7 @@ def told_by_record(records: Records, *, task_ids: Sequence[TaskId], brief: bool)
     told = []
     for task_id in task_ids:
         log.error("queue_entry_lost", task_id=task_id)
-        _UNQUEUED.inc()
+        UNQUEUED_GROUPS.inc()
         try:
             told.append(reads.scanned_group(records, task_id, brief=brief))
         except DataLoss as error:

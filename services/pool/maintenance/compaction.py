@@ -17,9 +17,10 @@ from functools import partial
 
 from forge.core.errors import DataLoss, FailedPrecondition, ResourceExhausted, Unavailable
 from forge.runtime.processes import dying_with_parent
-from forge.runtime.telemetry import counter, log
+from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2
 from services.pool.maintenance.backup import room
+from services.pool.metrics import COMPACTIONS
 from services.pool.storage.change_trackers import Notes
 from services.pool.storage.file_locks import (
     DATA,
@@ -43,8 +44,6 @@ ROUNDS = 20
 TOOLS_S = 30.0
 """How long to wait for those who read the file, such as a backup."""
 PROGRESS_S = 0.5
-
-_COMPACTIONS = counter("forge_pool_compactions_total", "Files rewritten while they were served.")
 
 
 class Compactor:
@@ -88,7 +87,7 @@ class Compactor:
                 )
             task.result()
             after_bytes = file_bytes(self._directory / DATA)
-            _COMPACTIONS.inc()
+            COMPACTIONS.inc()
             log.info("shard_compacted", before_bytes=before_bytes, after_bytes=after_bytes)
             yield pool_pb2.CompactShardResponse(
                 copied_bytes=total_bytes,

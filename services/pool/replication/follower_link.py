@@ -17,8 +17,9 @@ from typing import TypeVar
 
 from forge.core.errors import DeadlineExceeded, ForgeError, InvalidArgument, Unavailable
 from forge.runtime.rpc.chunks import split
-from forge.runtime.telemetry import counter, gauge, log
+from forge.runtime.telemetry import log
 from forge.v1 import replica_pb2 as pb
+from services.pool.metrics import CATCH_UPS, REPLICA_LAG
 from services.pool.readers import Readers
 from services.pool.storage.journal import (
     Changes,
@@ -40,9 +41,6 @@ MAX_UNSENT_BYTES = 256 << 20
 RETRY_S = 0.5
 
 T = TypeVar("T")
-
-_LAG = gauge("forge_pool_replica_lag_commits", "Commits that the follower has not confirmed.")
-_CATCH_UPS = counter("forge_pool_catch_ups_total", "Followers brought up to date.", ["way"])
 
 
 class Gate:
@@ -98,7 +96,7 @@ class Gate:
     def confirm(self, position: int) -> None:
         """The follower has everything up to `position` on disk."""
         self._confirmed = max(self._confirmed, position)
-        _LAG.set(self.position - self._confirmed)
+        REPLICA_LAG.set(self.position - self._confirmed)
         # In order of position: each was the newest when it came.
         while self._waiting and self._waiting[0][0] <= self._confirmed:
             _settle(self._waiting.popleft()[1], None)
@@ -297,7 +295,7 @@ class Link:
     async def _steps(self) -> AsyncIterator[bytes]:
         state = await self._read(state_of)
         catch_up = CatchUp(state, self._follower, term=self._term)
-        _CATCH_UPS.labels(catch_up.way).inc()
+        CATCH_UPS.labels(catch_up.way).inc()
         log.info("follower_catches_up", replica=self.replica_id, way=catch_up.way)
         yield catch_up.begin(self._lineage).SerializeToString()
         # What was sent before a page was read is older than the page.

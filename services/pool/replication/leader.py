@@ -21,9 +21,10 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.runtime.coordination import Coordinator, Leadership
-from forge.runtime.telemetry import gauge, log
+from forge.runtime.telemetry import log
 from forge.v1 import replica_pb2 as pb
 from services.pool.config import PoolConfig
+from services.pool.metrics import REPLICAS_IN_SYNC
 from services.pool.readers import Readers
 from services.pool.replication.follower_link import RETRY_S, Gate, Link
 from services.pool.replication.replica_set import ReplicaSet, leadership_name
@@ -32,8 +33,6 @@ from services.pool.storage.lmdb_env import DISK_RETRY_S
 from services.pool.store import PoolStore
 
 BOTH = 2
-
-_IN_SYNC = gauge("forge_pool_replicas_in_sync", "Replicas that have all that was acknowledged.")
 
 
 class Leader:
@@ -253,7 +252,7 @@ class Leader:
             except Unavailable as error:
                 log.warning("replicas_not_recorded", error=str(error))
                 await asyncio.sleep(RETRY_S)
-        _IN_SYNC.set(len(wanted))
+        REPLICAS_IN_SYNC.set(len(wanted))
         self._on_members()
 
     async def _record(self, members: ReplicaSet) -> None:

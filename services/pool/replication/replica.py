@@ -23,11 +23,12 @@ from typing import Any, TypeVar, cast
 from forge.core.errors import ConfigError, ForgeError, Unavailable
 from forge.runtime.coordination import Coordinator, Leadership
 from forge.runtime.service import ServiceContext
-from forge.runtime.telemetry import gauge, log
+from forge.runtime.telemetry import log
 from forge.v1 import replica_pb2, replica_pb2_grpc
 from services.pool.actors.writer import WriterRef
 from services.pool.config import PoolConfig
 from services.pool.data.commands import FollowLeader
+from services.pool.metrics import LEADS
 from services.pool.readers import ReaderRef, Readers
 from services.pool.replication.follower import Following
 from services.pool.replication.follower_link import RETRY_S
@@ -49,7 +50,6 @@ from services.pool.store import PoolStore
 _COMMIT_S = 60.0
 _READ_S = 30.0
 
-_LEADS = gauge("forge_pool_leads", "1 while this instance leads its shard, 0 while it follows.")
 
 T = TypeVar("T")
 
@@ -296,7 +296,7 @@ class Replica:
         )
         self._leader = leader
         await leader.begin()
-        _LEADS.set(1)
+        LEADS.set(1)
         log.info("leads", pool_shard=self._store.shard, fence=leadership.fence)
         self._on_lead()
         self._context.set_ready()

@@ -15,10 +15,11 @@ from itertools import islice
 from typing import TypeVar
 
 from forge.core.errors import ForgeError
-from forge.runtime.telemetry import counter, log
+from forge.runtime.telemetry import log
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import RepairUnit
 from services.pool.data.record_repair import is_whole
+from services.pool.metrics import REPAIRS
 from services.pool.readers import Readers
 from services.pool.storage.journal import SENT, state_of
 from services.pool.storage.record_copies import CopiedRecords, units_of
@@ -39,12 +40,6 @@ _OF_TRAJECTORIES = (Table.TURNS, Table.REWARDS)
 T = TypeVar("T")
 FetchSince = Callable[[Key, int], Awaitable[CopiedRecords]]
 """Reads a unit from the other replica, once that has every commit up to a position."""
-
-_REPAIRS = counter(
-    "forge_pool_repairs_total",
-    "Damaged trajectories, groups and other records: repaired, or left for want of a copy.",
-    ["outcome"],
-)
 
 
 class SelfRepair:
@@ -115,7 +110,7 @@ class SelfRepair:
         except ForgeError as error:
             log.warning("record_not_repaired", record=record, error=str(error))
             return False
-        _REPAIRS.labels("repaired" if whole else "left").inc()
+        REPAIRS.labels("repaired" if whole else "left").inc()
         if whole:
             self._left.pop(unit, None)
             log.warning("record_repaired", pool_shard=self._store.shard, record=record)

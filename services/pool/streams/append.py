@@ -18,8 +18,9 @@ from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted, Un
 from forge.runtime.rpc.chunks import Joiner
 from forge.v1 import pool_pb2
 from services.pool import validation
-from services.pool.actors.writer import REFUSALS, WriterRef
+from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import AppendTurns, NewTurn
+from services.pool.metrics import REFUSALS
 
 COMMIT_TIMEOUT_S = 30.0
 BATCH_TURNS = 256
