@@ -17,7 +17,8 @@ from forge.v1 import replica_pb2 as pb
 from services.pool import validation
 from services.pool.data.commands import AppendTurns, FollowLeader, FreeGroups
 from services.pool.readers import Readers
-from services.pool.replication.follower_link import CatchUp, Link
+from services.pool.replication.catch_up import CatchUp
+from services.pool.replication.follower_link import Link
 from services.pool.storage.journal import (
     SENT,
     Changes,

@@ -26,7 +26,8 @@ from forge.v1 import replica_pb2 as pb
 from services.pool.config import PoolConfig
 from services.pool.metrics import REPLICAS_IN_SYNC
 from services.pool.readers import Readers
-from services.pool.replication.follower_link import RETRY_S, Gate, Link
+from services.pool.replication.ack_gate import RETRY_S, Gate
+from services.pool.replication.follower_link import Link
 from services.pool.replication.replica_set import ReplicaSet, leadership_name
 from services.pool.storage.journal import Changes, ReplicaState
 from services.pool.storage.lmdb_env import DISK_RETRY_S

@@ -30,8 +30,8 @@ from services.pool.config import PoolConfig
 from services.pool.data.commands import FollowLeader
 from services.pool.metrics import LEADS
 from services.pool.readers import ReaderRef, Readers
+from services.pool.replication.ack_gate import RETRY_S
 from services.pool.replication.follower import Following
-from services.pool.replication.follower_link import RETRY_S
 from services.pool.replication.leader import Leader
 from services.pool.replication.replica_set import ReplicaSet, leadership_name, may_lead
 from services.pool.replication.self_repair import SelfRepair

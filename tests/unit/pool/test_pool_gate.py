@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forge.core.errors import Conflict, DeadlineExceeded, Unavailable
-from services.pool.replication.follower_link import Gate
+from services.pool.replication.ack_gate import Gate
 from services.pool.replication.replica import LeadersReaders, LeadersWriter
 from tests.support.pool_replicas import SHARD, settle
 
