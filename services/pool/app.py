@@ -13,6 +13,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2_grpc, replica_pb2_grpc, trainer_pb2_grpc
 from services.pool.actors.writer import Writer, WriterRef
 from services.pool.config import PoolConfig
+from services.pool.maintenance.compaction import Compactor
 from services.pool.readers import ReaderRef, Readers
 from services.pool.replication.replica import (
     LeadersReaders,
@@ -96,7 +97,7 @@ class PoolApp:
 
     def _serve(self, store: PoolStore, writer: WriterRef, readers: ReaderRef) -> None:
         config: PoolConfig = self._context.config
-        compactor = store.compactor()
+        compactor = Compactor(store.environment, reserve_bytes=store.disk_reserve_bytes)
         self._opened.push_async_callback(compactor.stop)
         self._servicer = PoolServicer(
             store, writer, readers, compactor, max_turn_bytes=config.max_turn_bytes

@@ -29,7 +29,6 @@ from services.pool.data.group_scan import (
     find_newest_settled,
 )
 from services.pool.data.orphans import OrphanPage, orphans_after
-from services.pool.maintenance.compaction import Compactor
 from services.pool.storage.change_trackers import RecentChanges, Since
 from services.pool.storage.group_index import NewestSettled, is_whole, tag_prefix, trained_after
 from services.pool.storage.journal import (
@@ -72,14 +71,14 @@ class PoolStore:
         `on_panic` is called once when LMDB serves the shard no more. Raises `ConfigError` or
         `DataLoss` when the shard cannot be opened.
         """
-        self._environment = Environment(
+        self.environment = Environment(
             directory,
             map_bytes=map_bytes,
             map_max_bytes=map_max_bytes,
             max_readers=max_readers,
             on_panic=on_panic,
         )
-        self._disk_reserve_bytes = disk_reserve_bytes
+        self.disk_reserve_bytes = disk_reserve_bytes
         self._refused = False
         """The last commit found no room."""
         self._on_commit: OnCommit | None = None
@@ -87,9 +86,9 @@ class PoolStore:
         self.confirmed_position = 0
         """Newest commit that a follower is known to have; kept with the next one."""
         try:
-            self.shard = self._environment.write(lambda records: _settle_names(records, shard))
+            self.shard = self.environment.write(lambda records: _settle_names(records, shard))
             """Name of this shard, drawn once and kept with the data."""
-            self.directory_id = self._environment.identity()
+            self.directory_id = self.environment.identity()
             """Drawn once for the data directory; a copy of the data alone has another."""
         except BaseException:
             self.close()
@@ -97,12 +96,12 @@ class PoolStore:
 
     @property
     def directory(self) -> Path:
-        return self._environment.directory
+        return self.environment.directory
 
     def lineage(self) -> str:
         """The same in all replicas and copies of this shard, other in any other store; a follower
         gets its leader's. Empty while a copy of all records has just begun."""
-        return self._environment.read(_lineage)
+        return self.environment.read(_lineage)
 
     def commit(self, commands: Sequence[Command]) -> list[Any]:
         """Carries out `commands` in order and returns once they are on disk, in one fsync.
@@ -154,19 +153,19 @@ class PoolStore:
             records.recent = self._recent
             return change(records)
 
-        answer = self._environment.write(noted)
+        answer = self.environment.write(noted)
         self._recent.committed()
         return answer
 
     def _room_is_scarce(self) -> ResourceExhausted | None:
-        if not self._disk_reserve_bytes:
+        if not self.disk_reserve_bytes:
             return None
-        room_bytes = self._environment.room_bytes
-        if room_bytes >= self._disk_reserve_bytes:
+        room_bytes = self.environment.room_bytes
+        if room_bytes >= self.disk_reserve_bytes:
             return None
         return ResourceExhausted(
             f"pool shard {self.shard} takes no turns: its disk and map have room for {room_bytes} "
-            f"bytes, less than disk_reserve_bytes {self._disk_reserve_bytes}",
+            f"bytes, less than disk_reserve_bytes {self.disk_reserve_bytes}",
             retry_after_s=DISK_RETRY_S,
         )
 
@@ -185,7 +184,7 @@ class PoolStore:
 
     def summaries(self, names: Sequence[TrajectoryName]) -> list[common_pb2.TrajectorySummary]:
         """In the order asked; unknown ones are left out."""
-        return self._environment.read(lambda records: reads.summaries(records, names))
+        return self.environment.read(lambda records: reads.summaries(records, names))
 
     def trajectories(
         self, names: Sequence[TrajectoryName], *, limit_bytes: int = 1 << 22
@@ -194,7 +193,7 @@ class PoolStore:
 
         Raises `NotFound` naming the first unknown one, `DataLoss` for one that is not intact.
         """
-        return self._environment.read(
+        return self.environment.read(
             lambda records: reads.trajectories(records, names, limit_bytes=limit_bytes)
         )
 
@@ -248,7 +247,7 @@ class PoolStore:
 
     def read(self, look: Callable[[Records], T]) -> T:
         """What `look` finds in one snapshot; it must copy what it returns."""
-        return self._environment.read(look)
+        return self.environment.read(look)
 
     def stats(self) -> pool_pb2.GetPoolStatsResponse:
         """Counts and sizes."""
@@ -256,39 +255,35 @@ class PoolStore:
         def count(records: Records) -> dict[Table, int]:
             return {table: records.count(table) for table in Table}
 
-        counts = self._environment.read(count)
+        counts = self.environment.read(count)
         return pool_pb2.GetPoolStatsResponse(
             pool_shard=self.shard,
             groups=counts[Table.GROUPS],
             trajectories=counts[Table.TRAJECTORIES],
             turns=counts[Table.TURNS],
-            used_bytes=self._environment.used_bytes,
-            map_bytes=self._environment.map_bytes,
-            disk_free_bytes=self._environment.disk_free_bytes,
-            live_bytes=self._environment.live_bytes,
+            used_bytes=self.environment.used_bytes,
+            map_bytes=self.environment.map_bytes,
+            disk_free_bytes=self.environment.disk_free_bytes,
+            live_bytes=self.environment.live_bytes,
         )
 
     @property
     def used_bytes(self) -> int:
         """Of the file, pages free for reuse included."""
-        return self._environment.used_bytes
+        return self.environment.used_bytes
 
     @property
     def live_bytes(self) -> int:
         """Of the file, pages that records lie in."""
-        return self._environment.live_bytes
+        return self.environment.live_bytes
 
     @property
     def disk_free_bytes(self) -> int:
-        return self._environment.disk_free_bytes
-
-    def compactor(self) -> Compactor:
-        """What gives free pages of the file back to the disk."""
-        return Compactor(self._environment, reserve_bytes=self._disk_reserve_bytes)
+        return self.environment.disk_free_bytes
 
     def close(self) -> None:
         """Waits for readers; what was acknowledged needs nothing from this."""
-        self._environment.close()
+        self.environment.close()
 
 
 def _settle_names(records: Records, wanted: str) -> str:

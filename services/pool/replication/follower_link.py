@@ -1,4 +1,4 @@
-"""The way of commits from a leader to its follower: first what the follower lacks, then each commit.
+"""The way of commits from a leader to its follower: what the follower lacks, then each commit.
 
 Owns the commits that wait to be sent and what the follower has confirmed. The leader commits first
 and sends then, so a follower never has what its leader lacks. Pages of what it lacks are

@@ -26,7 +26,9 @@ MIB = 1 << 20
 
 async def compact(store: PoolStore, compactor: Compactor | None = None) -> tuple[int, int]:
     """Bytes before and after."""
-    async with aclosing((compactor or store.compactor()).run("")) as responses:
+    async with aclosing(
+        (compactor or Compactor(store.environment, reserve_bytes=store.disk_reserve_bytes)).run("")
+    ) as responses:
         async for last in responses:
             assert last.copied_bytes <= last.total_bytes
     return last.before_bytes, last.after_bytes
@@ -237,7 +239,7 @@ async def test_while_the_file_is_read(store, directory):
 async def test_one_at_a_time_where_it_lies(store, tmp_path):
     """A second call is refused, as is one that takes the shard to lie elsewhere."""
     fill(store)
-    compactor = store.compactor()
+    compactor = Compactor(store.environment, reserve_bytes=store.disk_reserve_bytes)
     async with aclosing(compactor.run("")) as responses:
         await anext(responses)
         with pytest.raises(FailedPrecondition, match="is being compacted already"):
@@ -251,7 +253,9 @@ async def test_who_hangs_up_gives_it_up(store, directory):
     """Nothing is left of the copy, and nothing was exchanged."""
     fill(store)
     inode = (directory / "data.mdb").stat().st_ino
-    async with aclosing(store.compactor().run("")) as responses:
+    async with aclosing(
+        Compactor(store.environment, reserve_bytes=store.disk_reserve_bytes).run("")
+    ) as responses:
         await anext(responses)
     assert (directory / "data.mdb").stat().st_ino == inode
     assert left_over(directory) == []

@@ -244,9 +244,11 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def begin_compacting(self) -> None:
         """The file is copied; what is changed from now on is noted."""
-        environment = self.store._environment
+        environment = self.store.environment
         environment.note_changes(NOTED_BYTES)
-        self.compactor = self.store.compactor()
+        self.compactor = Compactor(
+            self.store.environment, reserve_bytes=self.store.disk_reserve_bytes
+        )
         self.compactor._copy_directory.mkdir()
         environment._lmdb.copy(str(self.compactor._copy_directory), compact=True)
 

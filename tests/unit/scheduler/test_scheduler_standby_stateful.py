@@ -25,7 +25,7 @@ from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import SAME_OUTCOME
 from forge.v1 import common_pb2
 from services.pool.data.commands import FreeGroups, MarkOrphans
-from services.pool.maintenance.compaction import NOTED_BYTES
+from services.pool.maintenance.compaction import NOTED_BYTES, Compactor
 from services.pool.storage.change_trackers import RecentChanges
 from services.pool.store import PoolStore
 from services.scheduler.standby import ShardCopies
@@ -180,10 +180,10 @@ class StandbyMachine(RuleBasedStateMachine):
     @rule(shard=shards)
     def exchange_file(self, shard: str) -> None:
         store = self.scans.stores[shard]
-        store._environment.note_changes(NOTED_BYTES)
-        compactor = store.compactor()
+        store.environment.note_changes(NOTED_BYTES)
+        compactor = Compactor(store.environment, reserve_bytes=store.disk_reserve_bytes)
         compactor._copy_directory.mkdir()
-        store._environment._lmdb.copy(str(compactor._copy_directory), compact=True)
+        store.environment._lmdb.copy(str(compactor._copy_directory), compact=True)
         self._try(put_groups, store, fence=1)
         compactor._finish()
         compactor._clean()
