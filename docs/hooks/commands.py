@@ -47,7 +47,7 @@ def _arguments(command: Any) -> list[str]:
 def _name(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return f"`{parameter.metavar or parameter.name.upper()}`"
-    return ", ".join(f"`{name}`" for name in parameter.opts)
+    return ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
 
 
 def _default(parameter: Any) -> str:
