@@ -1,5 +1,5 @@
-"""The agent's side: chat protocols in, exact tokens out.
+"""Gateway: chat protocols for agents, exact tokens for the record.
 
-Floors, each of which imports only what is below: `http` and `service`, `turns`, `sessions` and
-`actors`, `structured_output`, `conversation`, `model`; `router` stands beside the last three.
+Layers, each of which imports only lower ones: `http` and `service`, `turns`, `sessions` and
+`actors`, `structured_output`, `conversation`, `model`; `router` is beside the last three.
 """

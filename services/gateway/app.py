@@ -25,9 +25,9 @@ from services.gateway.sessions import SessionLimits, Sessions
 from services.gateway.turns.run import Turns
 
 KEPT_BYTES = 32 << 20
-"""Freed memory that the allocator keeps instead of giving it back."""
+"""Freed memory that the allocator keeps instead of returning it to the system."""
 MAPPED_BYTES = 4 << 20
-"""Blocks of this size and more are mapped one by one: more than a prompt of a million ids takes."""
+"""Blocks from this size on are mapped individually; a prompt of a million ids is smaller."""
 
 
 class GatewayApp:
@@ -95,14 +95,14 @@ class GatewayApp:
         await self._actors.stop()
 
     def _make_sessions(self, config: GatewayConfig, model: ChatModel, pool: Pool) -> Sessions:
-        def settings(writer: ActorRef, grown: Callable[[str, int], None]) -> SessionSettings:
+        def settings(writer: ActorRef, set_size: Callable[[str, int], None]) -> SessionSettings:
             return SessionSettings(
                 model=model,
                 max_calls=config.max_calls_per_session,
                 fetch=pool.fetch,
                 stored=pool.stored,
                 writer=writer,
-                grown=grown,
+                set_size=set_size,
                 clock=time.monotonic,
             )
 
@@ -137,11 +137,11 @@ class GatewayApp:
     async def _sweep(self, idle_s: float) -> None:
         while True:
             await asyncio.sleep(max(1.0, idle_s / 10))
-            await self._sessions.sweep()
+            await self._sessions.evict_idle()
 
 
 def _tls(config: GatewayConfig) -> ssl.SSLContext | None:
-    """HTTPS with the certificate that gRPC uses; agents bring tokens, not certificates."""
+    """Returns the TLS context with gRPC's certificate; agents send tokens, no certificates."""
     if not config.tls_cert:
         return None
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

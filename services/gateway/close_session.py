@@ -1,7 +1,6 @@
-"""The end of a session: every turn durable, then sealed with its rewards.
+"""Closes a session: makes every turn durable, then seals the trajectory with its rewards.
 
-Owns the order in which that happens. Each step is idempotent, so a close that failed half-way is
-simply called again.
+Owns the order of these steps. Each step is idempotent, so a failed close can be repeated.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from services.gateway.sessions import Session, Sessions
 
 ASK_TIMEOUT_S = 60.0
 CATCH_UP_S = 3.0
-"""How long a close waits for turns that are answered and not on record."""
+"""Time for which a close waits for answered turns that are not on record."""
 CATCH_UP_PAUSE_S = 0.2
 MALFORMED_REWARD = -1.0
 
@@ -43,7 +42,7 @@ async def close_session(
     min_turns: int,
     after_agent_s: float,
 ) -> common_pb2.TrajectorySummary:
-    """Seals or abandons the trajectory of a session; what is sealed already stays as it is.
+    """Seals or abandons the trajectory of a session; a sealed trajectory stays unchanged.
 
     The agent ended `after_agent_s` seconds ago. Calls in flight are aborted. Raises
     `FailedPrecondition` when fewer than `min_turns` turns are on record, or when the pool refused
@@ -75,12 +74,11 @@ async def close_session(
 async def _make_durable(
     sessions: Sessions, session: Session, *, abandon_reason: str
 ) -> SessionFacts:
-    """What is known of a session once nothing of it waits."""
+    """Waits until all turns are durable; returns the state of the session."""
     try:
-        await sessions.flush(session)
+        await sessions.flush_turns(session)
     except FailedPrecondition:
-        # What the pool refuses keeps nobody from giving the trajectory up, nor from closing again
-        # what is closed.
+        # A refused turn must not prevent an abandon, nor the repeated close of a closed session.
         if not abandon_reason and not (await facts_of(session)).closed:
             raise
     return await facts_of(session)
@@ -88,7 +86,7 @@ async def _make_durable(
 
 async def _catch_up(session: Session, facts: SessionFacts, min_turns: int) -> SessionFacts:
     """Waits for turns that another gateway may have answered and not yet made durable. Raises
-    `FailedPrecondition` when they do not come."""
+    `FailedPrecondition` if they stay missing."""
     give_up_s = time.monotonic() + CATCH_UP_S
     while facts.turns < min_turns:
         if time.monotonic() >= give_up_s:
@@ -119,7 +117,7 @@ async def _seal(
 
 
 def check_rewards(rewards: Sequence[common_pb2.RewardEvent]) -> None:
-    """Raises `InvalidArgument` for what the pool would refuse with the whole seal."""
+    """Raises `InvalidArgument` for rewards that would make the pool refuse the seal."""
     seen: set[str] = set()
     for reward in rewards:
         if not reward.event_id or not reward.name:

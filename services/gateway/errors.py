@@ -1,4 +1,4 @@
-"""What only a gateway complains about, beyond the one error tree."""
+"""Errors of the gateway, as leaves of the error tree."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class UnknownModel(NotFound):
 
 
 class RouterLost(Unavailable):
-    """The stream to a router ended, and with it every call on it."""
+    """The stream to a router ended, and with it every request on it."""
 
 
 class SessionClosed(FailedPrecondition):
-    """The trajectory is sealed or abandoned: nothing can be added to it."""
+    """The trajectory is sealed or abandoned and accepts no turns."""
 
 
 class UnknownResponse(NotFound):
@@ -26,4 +26,4 @@ class UnknownResponse(NotFound):
 
 
 class UnknownPreviousResponse(InvalidArgument):
-    """The same, of the response that a request goes on from."""
+    """No turn of this session has the `previous_response_id` of a request."""

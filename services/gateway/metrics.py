@@ -1,4 +1,4 @@
-"""What the gateway counts."""
+"""Metrics of the gateway."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REQUESTS = counter(
 TURNS = counter("forge_gateway_turns_total", "Turns recorded, by finish reason.", ["finish"])
 CONTEXTS = counter(
     "forge_gateway_contexts_total",
-    "Prompts by how they were made: continued, repeated, branched, first, given.",
+    "Prompts by source: continued, repeated, branched, first, given.",
     ["how"],
 )
 PROMPT_TOKENS = counter(
@@ -27,29 +27,27 @@ MALFORMED = counter(
 )
 REFUSED_TURNS = counter(
     "forge_gateway_refused_turns_total",
-    "Turns the pool refused for good; their sessions cannot seal.",
+    "Turns that the pool refused permanently; their sessions cannot be sealed.",
 )
 CONTESTED_TURNS = counter(
     "forge_gateway_contested_turns_total",
-    "Turns numbered anew, as another gateway had been first with their number.",
+    "Turns that got a new number, because another gateway had used theirs.",
 )
 UNENFORCED = counter(
     "forge_gateway_unenforced_strict_total",
-    "Calls with strict tools whose arguments the model's notation does not let be enforced.",
+    "Calls with strict tools whose arguments cannot be enforced in the model's call syntax.",
 )
 UPSTREAM_RETRIES = counter(
-    "forge_gateway_upstream_retries_total", "Answers begun anew on another router."
+    "forge_gateway_upstream_retries_total", "Answers sampled again on another router."
 )
 SESSIONS = gauge("forge_gateway_sessions", "Sessions in memory.")
-SESSION_BYTES = gauge(
-    "forge_gateway_session_bytes", "About what the sessions in memory take of it."
-)
+SESSION_BYTES = gauge("forge_gateway_session_bytes", "Approximate memory of all sessions.")
 REBUILT = counter("forge_gateway_sessions_rebuilt_total", "Sessions read back from the pool.")
-CALLS = gauge("forge_gateway_calls_in_flight", "Calls being answered.")
+CALLS = gauge("forge_gateway_calls_in_flight", "Model calls in flight.")
 BACKLOG = gauge(
     "forge_gateway_backlog_bytes", "Turns not yet durable, by pool shard.", ["pool_shard"]
 )
 PREPARE_SECONDS = histogram(
     "forge_gateway_prepare_seconds",
-    "From a decoded request to its prompt ids: tree, template, tokenizer.",
+    "Time from a decoded request to its prompt ids: context tree, template, tokenizer.",
 )

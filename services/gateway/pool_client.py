@@ -1,7 +1,6 @@
-"""What the gateway asks of pool shards, besides appending turns.
+"""Client of the pool shards: reads trajectories, adds rewards, seals.
 
-Owns the calls and how long they are repeated: sessions are read back, rewards added, trajectories
-sealed. All of them are idempotent.
+Owns the RPCs and their retries; all of them are idempotent. `actors.shard_writer` appends turns.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from forge.v1.pool_pb2_grpc import PoolServiceAsyncStub
 
 GLANCE_TIMEOUT_S = 5.0
-"""For what a call can do without, while its agent waits."""
+"""Deadline of an optional read while an agent waits."""
 
 
 class Pool:
@@ -33,13 +32,13 @@ class Pool:
         self._timeout_s = timeout_s
 
     async def stored(self, claims: Claims) -> int:
-        """How many turns of the session's trajectory are stored. Asked in passing, and once."""
+        """Returns the number of stored turns of the session's trajectory, without retries."""
         timeout_s = min(self._timeout_s, GLANCE_TIMEOUT_S)
         summaries = await self._summaries(claims, timeout_s=timeout_s, retry_for_s=0.0)
         return sum(summary.turns for summary in summaries)
 
     async def fetch(self, claims: Claims) -> common_pb2.Trajectory | None:
-        """All that is stored of the session's trajectory; None if nothing is."""
+        """Returns the stored trajectory of the session; None if no turn is stored."""
         ids = [claims.trajectory_id]
         if not await self._summaries(
             claims, timeout_s=self._timeout_s, retry_for_s=self._timeout_s
@@ -52,23 +51,23 @@ class Pool:
             )
             request = pool_pb2.FetchTrajectoriesRequest(trajectory_ids=ids)
             async for response in stub.FetchTrajectories(request, timeout=self._timeout_s):
-                whole = joiner.add(response.trajectory)
-                if whole is not None:
-                    return common_pb2.Trajectory.FromString(whole)
-        raise NotFound(f"pool shard {claims.pool_shard} sent nothing of {claims.trajectory_id}")
+                trajectory = joiner.add(response.trajectory)
+                if trajectory is not None:
+                    return common_pb2.Trajectory.FromString(trajectory)
+        raise NotFound(f"pool shard {claims.pool_shard} sent no turns of {claims.trajectory_id}")
 
     async def _summaries(
         self, claims: Claims, *, timeout_s: float, retry_for_s: float
     ) -> Sequence[common_pb2.TrajectorySummary]:
-        """One, or none if nothing is stored."""
-        found: pool_pb2.GetSummariesResponse = await self._remote.call(
+        """Returns one summary, or none if no turn is stored."""
+        response: pool_pb2.GetSummariesResponse = await self._remote.call(
             "GetSummaries",
             pool_pb2.GetSummariesRequest(trajectory_ids=[claims.trajectory_id]),
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
             where=_shard(claims.pool_shard),
         )
-        return found.summaries
+        return response.summaries
 
     async def annotate(self, claims: Claims, rewards: Iterable[common_pb2.RewardEvent]) -> None:
         await self._remote.call(
@@ -112,7 +111,7 @@ class Pool:
         return response.summary
 
     async def open_append_stream(self, pool_shard: str) -> AppendStream:
-        """A stream for turns, without a deadline: it lives as long as both sides."""
+        """Opens a stream for turns. It has no deadline and lives as long as both sides."""
         _, stub = await self._remote.pick(where=_shard(pool_shard), timeout_s=self._timeout_s)
         return cast(AppendStream, stub.AppendTurns())
 

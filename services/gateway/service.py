@@ -45,7 +45,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.OpenSessionRequest, context: Any
     ) -> gateway_pb2.OpenSessionResponse:
         claims = current_claims()
-        async with self._sessions.use(claims) as session:
+        async with self._sessions.use_session(claims) as session:
             facts = await facts_of(session)
             model_s = self._sessions.model_s(session)
         return gateway_pb2.OpenSessionResponse(
@@ -77,8 +77,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             arrived_unix_s=time.time(),
         )
         async with (
-            self._sessions.use(current_claims()) as session,
-            aclosing(self._turns.run(session, turn_request)) as events,
+            self._sessions.use_session(current_claims()) as session,
+            aclosing(self._turns.run_turn(session, turn_request)) as events,
         ):
             async for event in events:
                 if isinstance(event, Turn):
@@ -100,8 +100,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             arrived_unix_s=time.time(),
         )
         async with (
-            self._sessions.use(current_claims()) as session,
-            aclosing(self._turns.run(session, turn_request)) as events,
+            self._sessions.use_session(current_claims()) as session,
+            aclosing(self._turns.run_turn(session, turn_request)) as events,
         ):
             async for event in events:
                 if isinstance(event, Turn):
@@ -115,7 +115,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.AnnotateRequest, context: Any
     ) -> gateway_pb2.AnnotateResponse:
         check_rewards(request.rewards)
-        async with self._sessions.use(current_claims()) as session:
+        async with self._sessions.use_session(current_claims()) as session:
             if (await facts_of(session)).closed:
                 raise SessionClosed(f"session {session.claims.trajectory_id} is closed")
             await self._pool.annotate(session.claims, request.rewards)
@@ -124,7 +124,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def CloseSession(
         self, request: gateway_pb2.CloseSessionRequest, context: Any
     ) -> gateway_pb2.CloseSessionResponse:
-        async with self._sessions.use(current_claims()) as session:
+        async with self._sessions.use_session(current_claims()) as session:
             summary = await close_session(
                 self._sessions,
                 self._pool,

@@ -1,9 +1,8 @@
-"""All sessions of this gateway: found by token, made on first use, dropped when idle.
+"""Sessions in the memory of this gateway: found by token, created on first use, evicted when idle.
 
-Owns the life of session actors and shard writers, how much memory sessions take, and how many
-calls may be in flight. A session leaves memory only when nobody uses it and all its turns are
-durable: after an idle time, or, the longest unused first, when there are too many or they are too
-big. The next call with its token reads it back from the pool.
+Owns the session actors and shard writers, and the limits on memory and calls in flight. A session
+leaves memory only if it is unused and all its turns are durable: after an idle time, or least
+recently used first while a limit is exceeded. Its next call reads it back from the pool.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from services.gateway.actors.shard_writer import (
 from services.gateway.metrics import CALLS, SESSION_BYTES, SESSIONS
 
 FLUSH_TIMEOUT_S = 60.0
-"""For the turns of one session to become durable."""
+"""Time limit for the turns of one session to become durable."""
 REREAD_TIMEOUT_S = 60.0
 REREAD_RETRY_S = 1.0
 BUSY_TIMEOUT_S = 1.0
 LONG_CALL_S = 30.0
-"""An agent that leaves a call after so long has not had its answer in time."""
-RELIEF_PAUSE_S = 1.0
-RELIEF = 0.95
-"""Share of a limit that is left once it was reached, so that it is not reached at every call."""
+"""An agent that cancels a call after this time was answered too late."""
+EVICTION_PAUSE_S = 1.0
+EVICT_TO = 0.95
+"""Eviction stops at this share of a limit, so that not every call evicts."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """A session in memory, as its callers hold it."""
+    """A session in memory, for its callers."""
 
     claims: Claims
     actor: ActorRef
@@ -53,27 +52,27 @@ class Session:
     writer: ActorRef
     users: int = 0
     used_s: float = 0.0
-    """When it was last in use."""
+    """Time of the last use."""
     size_bytes: int = 0
-    """About what it takes in memory."""
+    """Approximate memory."""
     calls: int = 0
     """Model calls in flight."""
     called_s: float = 0.0
-    """Since when there is any."""
+    """Start of the current period with calls in flight."""
     model_s: float = 0.0
-    """For how long there were any before."""
+    """Total length of the earlier periods with calls in flight."""
     unanswered: str = ""
-    """Why the last call that ended got no answer, if that was no fault of the agent."""
+    """Why the last ended call got no answer, if the agent did not cause it."""
 
     @property
     def idle(self) -> bool:
-        """Whether it can be dropped without losing anything."""
+        """True if eviction loses no turn."""
         return not self.users and self.claims.trajectory_id not in self.backlog.by_trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """Bounds on what is kept and done at once."""
+    """Limits on the sessions and calls of this gateway."""
 
     sessions: int
     session_bytes: int
@@ -83,6 +82,8 @@ class SessionLimits:
 
 
 class Sessions:
+    """All sessions of this gateway."""
+
     def __init__(
         self,
         actors: ActorSystem,
@@ -98,39 +99,39 @@ class Sessions:
         self._open_stream = open_stream
         self._clock = clock
         self._sessions: OrderedDict[str, Session] = OrderedDict()
-        """The longest unused first."""
+        """Least recently used first."""
         self._bytes = 0
-        """Of all sessions."""
+        """Memory of all sessions."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: dict[str, tuple[Backlog, ActorRef, SessionSettings]] = {}
-        self._making = asyncio.Lock()
+        self._creation = asyncio.Lock()
         self._calls = 0
         self._draining = False
-        self._relieving = False
-        self._quiet = asyncio.Event()
-        """Set whenever no call is in flight."""
-        # Counted when scraped, so that a call costs nothing here.
+        self._evicting = False
+        self._no_calls = asyncio.Event()
+        """Set while no call is in flight."""
+        # Read at each scrape, so that a call does no work for it.
         CALLS.set_function(lambda: self._calls)
         SESSIONS.set_function(lambda: len(self._sessions))
         SESSION_BYTES.set_function(lambda: self._bytes)
 
-    def use(self, claims: Claims) -> AbstractAsyncContextManager[Session]:
-        """The session of a verified token, kept in memory meanwhile."""
+    def use_session(self, claims: Claims) -> AbstractAsyncContextManager[Session]:
+        """Holds the session of a verified token in memory for the length of a block."""
         return _Use(self, claims)
 
-    async def enter(self, claims: Claims) -> Session:
-        """`use` without its end, which has to follow."""
+    async def acquire_session(self, claims: Claims) -> Session:
+        """Begins a use; `release_session` has to follow."""
         session = self._sessions.get(claims.trajectory_id)
         if session is None or not session.actor.alive:
-            # One at a time: two first calls must find one session.
-            async with self._making:
+            # One at a time: two first calls must share one session.
+            async with self._creation:
                 session = self._sessions.get(claims.trajectory_id)
                 if session is None or not session.actor.alive:
-                    session = await self._make(claims)
+                    session = await self._create(claims)
         session.users += 1
         return session
 
-    def leave(self, session: Session) -> None:
+    def release_session(self, session: Session) -> None:
         session.users -= 1
         session.used_s = self._clock()
         trajectory_id = session.claims.trajectory_id
@@ -138,10 +139,9 @@ class Sessions:
             self._sessions.move_to_end(trajectory_id)
 
     @contextmanager
-    def call(self, session: Session) -> Iterator[None]:
-        """One sampling call, answered unless an exception leaves the block. Raises
-        `ResourceExhausted` when there are too many, or when too many turns wait for the disk;
-        `Unavailable` while draining."""
+    def count_call(self, session: Session) -> Iterator[None]:
+        """Counts one model call for the length of a block. Raises `ResourceExhausted` when too many
+        calls are in flight or too many turns are not yet durable, `Unavailable` while draining."""
         began_s = self._clock()
         if not session.calls:
             session.called_s = began_s
@@ -164,7 +164,7 @@ class Sessions:
                 session.model_s += self._clock() - session.called_s
 
     def model_s(self, session: Session) -> float:
-        """For how long calls of a session have been in flight; those that overlap count once."""
+        """Returns the time with calls in flight; overlapping calls count once."""
         running_s = self._clock() - session.called_s if session.calls else 0.0
         return session.model_s + running_s
 
@@ -174,19 +174,19 @@ class Sessions:
             raise Unavailable("this gateway is draining", retry_after_s=0.0)
         if self._calls >= self._limits.calls:
             raise ResourceExhausted(
-                f"{self._calls} calls are in flight, the most there may be", retry_after_s=1.0
+                f"{self._calls} calls are in flight, the maximum", retry_after_s=1.0
             )
-        session.backlog.admit()
+        session.backlog.check_space()
         self._calls += 1
-        self._quiet.clear()
+        self._no_calls.clear()
         try:
             yield
         finally:
             self._calls -= 1
             if not self._calls:
-                self._quiet.set()
+                self._no_calls.set()
 
-    async def flush(self, session: Session) -> None:
+    async def flush_turns(self, session: Session) -> None:
         """Waits until all recorded turns of a session are durable. Raises
         `FailedPrecondition` when the pool refused one, `Unavailable` when it does not answer."""
         trajectory_id = session.claims.trajectory_id
@@ -201,21 +201,21 @@ class Sessions:
                 f"{FLUSH_TIMEOUT_S:g} s by {session.backlog.where}"
             ) from None
 
-    async def sweep(self) -> None:
-        """Drops sessions that have been idle for long."""
+    async def evict_idle(self) -> None:
+        """Evicts sessions that have been idle for long."""
         oldest_s = self._clock() - self._limits.idle_s
         for session in list(self._sessions.values()):
             if session.idle and session.used_s < oldest_s:
-                async with self._making:
-                    await self._drop(session)
+                async with self._creation:
+                    await self._evict(session)
 
     async def drain(self) -> None:
-        """Refuses new calls, and waits for those in flight and for the disk. Raises what kept a
-        session's turns from it, once those of all others are durable."""
+        """Refuses new calls, and waits for calls in flight and for durable turns. If the turns of a
+        session cannot become durable, raises the reason after waiting for all other sessions."""
         self._draining = True
         began_s = self._clock()
         if self._calls:
-            await self._quiet.wait()
+            await self._no_calls.wait()
         ending = [s for s in self._sessions.values() if s.used_s >= began_s or not s.idle]
         errors = await asyncio.gather(*map(self._settle, ending), return_exceptions=True)
         for error in errors:
@@ -224,15 +224,15 @@ class Sessions:
 
     async def _settle(self, session: Session) -> None:
         if session.actor.alive:
-            # Behind all that was told: the end of a call that nobody waits for, and its turn.
+            # After all earlier messages, among them the end of a cancelled call with its turn.
             await session.actor.ask(IsBusy(), timeout_s=FLUSH_TIMEOUT_S)
-        await self.flush(session)
+        await self.flush_turns(session)
 
-    async def _make(self, claims: Claims) -> Session:
+    async def _create(self, claims: Claims) -> Session:
         if not claims.pool_shard:
             raise PermissionDenied("the session token names no pool shard")
         parse_trajectory_id(claims.trajectory_id)
-        await self._make_room()
+        await self._evict_for_new()
         backlog, writer, settings = await self._writer(claims.pool_shard)
         actor = await self._actors.spawn(
             lambda: SessionActor(claims, settings), name=f"session-{claims.trajectory_id}"
@@ -245,49 +245,51 @@ class Sessions:
         self._sessions[claims.trajectory_id] = session
         return session
 
-    async def _make_room(self) -> None:
+    async def _evict_for_new(self) -> None:
         if len(self._sessions) < self._limits.sessions:
             return
-        await self._relieve(int(self._limits.sessions * RELIEF), self._limits.session_bytes)
+        await self._evict_to(int(self._limits.sessions * EVICT_TO), self._limits.session_bytes)
         if len(self._sessions) >= self._limits.sessions:
             raise ResourceExhausted(
-                f"{len(self._sessions)} sessions are in use, the most there may be",
+                f"{len(self._sessions)} sessions are in use, the maximum",
                 retry_after_s=5.0,
             )
 
-    def _grown(self, trajectory_id: str, size_bytes: int) -> None:
-        """A session takes so much memory now."""
+    def _set_size(self, trajectory_id: str, size_bytes: int) -> None:
+        """Stores the memory of a session; starts eviction above the limit."""
         session = self._sessions.get(trajectory_id)
         if session is None:
             return
         self._bytes += size_bytes - session.size_bytes
         session.size_bytes = size_bytes
-        if self._bytes > self._limits.session_bytes and not self._relieving:
-            self._relieving = True
-            self._start(self._relieve_pressure())
+        if self._bytes > self._limits.session_bytes and not self._evicting:
+            self._evicting = True
+            self._start_task(self._evict_above_limit())
 
-    async def _relieve_pressure(self) -> None:
+    async def _evict_above_limit(self) -> None:
         try:
-            async with self._making:
-                await self._relieve(len(self._sessions), int(self._limits.session_bytes * RELIEF))
+            async with self._creation:
+                await self._evict_to(
+                    len(self._sessions), int(self._limits.session_bytes * EVICT_TO)
+                )
             if self._bytes > self._limits.session_bytes:
-                # All are in use, or the pool is away: looking again at once would find the same.
-                await asyncio.sleep(RELIEF_PAUSE_S)
+                # All sessions are in use, or the pool is unavailable: a retry at once would fail.
+                await asyncio.sleep(EVICTION_PAUSE_S)
         finally:
-            self._relieving = False
+            self._evicting = False
 
-    async def _relieve(self, sessions: int, size_bytes: int) -> None:
-        """Drops idle sessions, the longest unused first, until no more than so much is left; with
-        `_making` held."""
+    async def _evict_to(self, sessions: int, size_bytes: int) -> None:
+        """Evicts idle sessions, least recently used first, down to the two limits. The caller holds
+        `_creation`."""
         for session in list(self._sessions.values()):
             if len(self._sessions) <= sessions and self._bytes <= size_bytes:
                 return
             if session.idle:
-                await self._drop(session)
+                await self._evict(session)
 
-    async def _drop(self, session: Session) -> None:
-        """Takes a session out of memory, unless it turns out to be needed; with `_making` held, so
-        that no successor is made before it has stopped."""
+    async def _evict(self, session: Session) -> None:
+        """Evicts a session unless it is busy. The caller holds `_creation`, so no successor starts
+        before the session has stopped."""
         trajectory_id = session.claims.trajectory_id
         if session.actor.alive and await self._busy(session):
             return
@@ -298,8 +300,8 @@ class Sessions:
         await session.actor.stop()
 
     async def _busy(self, session: Session) -> bool:
-        """Whether something is still under way, once all that was told has been handled: the end
-        of an aborted call, and its turn."""
+        """Returns True while calls are in flight or turns wait in the backlog. The actor first
+        handles all earlier messages, such as the end of an aborted call with its turn."""
         try:
             if await session.actor.ask(IsBusy(), timeout_s=BUSY_TIMEOUT_S):
                 return True
@@ -308,56 +310,56 @@ class Sessions:
         except ForgeError:
             return True
 
-    def _contested(self, trajectory_id: str) -> None:
-        self._start(self._reread(trajectory_id))
+    def _start_reread(self, trajectory_id: str) -> None:
+        self._start_task(self._reread(trajectory_id))
 
     async def _reread(self, trajectory_id: str) -> None:
-        """Another gateway was first with the number of a turn: has the session number its turns
-        anew, however long the pool takes."""
+        """Rebuilds a session after another gateway used the number of its turn; retries until the
+        pool answers."""
         session = self._sessions.get(trajectory_id)
         while session is not None:
             try:
-                async with self.use(session.claims) as session:
+                async with self.use_session(session.claims) as session:
                     await session.actor.ask(Reread(), timeout_s=REREAD_TIMEOUT_S)
                 return
             except Exception as error:
-                # Whatever it was: nothing of the trajectory becomes durable before.
+                # Any error: no turn of the trajectory becomes durable before a success.
                 bug = None if isinstance(error, ForgeError) else error
                 log.warning(
                     "reread_failed", trajectory_id=trajectory_id, error=str(error), exc_info=bug
                 )
             await asyncio.sleep(REREAD_RETRY_S)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        # Not in the context of the call at hand: it would log as that session.
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        # An empty context: the task must not log as the session of the current call.
         task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _writer(self, pool_shard: str) -> tuple[Backlog, ActorRef, SessionSettings]:
-        known = self._writers.get(pool_shard)
-        if known is None or not known[1].alive:
+        entry = self._writers.get(pool_shard)
+        if entry is None or not entry[1].alive:
             backlog = (
-                known[0]
-                if known
+                entry[0]
+                if entry
                 else Backlog(pool_shard=pool_shard, max_bytes=self._limits.backlog_bytes)
             )
             open_stream = self._open_stream(pool_shard)
-            # Not in the context of the call that came first: it would log as that session.
+            # An empty context: the writer must not log as the session of its first call.
             writer = await asyncio.get_running_loop().create_task(
                 self._actors.spawn(
-                    lambda: ShardWriter(backlog, open_stream, self._contested),
+                    lambda: ShardWriter(backlog, open_stream, self._start_reread),
                     name=f"shard-writer-{pool_shard}",
                 ),
                 context=contextvars.Context(),
             )
-            settings = self._settings(writer, self._grown)
-            known = self._writers[pool_shard] = (backlog, writer, settings)
-        return known
+            settings = self._settings(writer, self._set_size)
+            entry = self._writers[pool_shard] = (backlog, writer, settings)
+        return entry
 
 
 class _Use:
-    """A session in use. A class, as every call has one and a generator costs more."""
+    """The context manager of `use_session`; cheaper per call than a generator."""
 
     __slots__ = ("_claims", "_session", "_sessions")
 
@@ -367,9 +369,9 @@ class _Use:
         self._session: Session | None = None
 
     async def __aenter__(self) -> Session:
-        self._session = await self._sessions.enter(self._claims)
+        self._session = await self._sessions.acquire_session(self._claims)
         return self._session
 
     async def __aexit__(self, *error: object) -> None:
         assert self._session is not None, "entered before"
-        self._sessions.leave(self._session)
+        self._sessions.release_session(self._session)

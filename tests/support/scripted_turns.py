@@ -27,13 +27,13 @@ class ScriptedTurns:
     """Gives what it is told to, in order: texts as pieces, errors as errors, then the turn."""
 
     model = make_model("chatml")
-    whole = Turns.whole
+    finish_turn = Turns.finish_turn
 
     def __init__(self) -> None:
         self.script: Sequence[str | Exception] = ()
         self.runs = 0
 
-    async def run(self, session: Any, request: Any) -> AsyncGenerator[Piece | Turn]:
+    async def run_turn(self, session: Any, request: Any) -> AsyncGenerator[Piece | Turn]:
         self.runs += 1
         for step in self.script:
             if isinstance(step, Exception):
@@ -61,7 +61,7 @@ class ScriptedTurns:
 
 class AnySession:
     @asynccontextmanager
-    async def use(self, claims: Any) -> AsyncIterator[Any]:
+    async def use_session(self, claims: Any) -> AsyncIterator[Any]:
         yield SimpleNamespace(claims=claims)
 
 

@@ -1,9 +1,9 @@
-"""A session: one rollout's conversation with the model, as one actor.
+"""The session actor: one rollout's conversation with the model.
 
-Owns the contexts of its trajectory, the numbering of its turns and whether it is still open.
-Sampling is done by the callers, in parallel; what they bring back is recorded here, one at a
-time. Rebuilds itself from the pool before its first message, so any gateway can pick it up, and
-again when it learns that another gateway has: see `services.gateway.conversation.rebase`.
+Owns the contexts of its trajectory, the numbering of its turns and its open or closed state.
+Callers sample in parallel; the actor records their answers one at a time. It rebuilds itself from
+the pool before its first message, so any gateway can continue the session, and again after another
+gateway has recorded turns (`services.gateway.conversation.rebase`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from services.gateway.metrics import (
 from services.gateway.model.chat_model import ChatModel, Tools
 
 LARGE_TEXT_CHARS = 32_768
-"""Longer texts are encoded on a thread: more than a few milliseconds of work."""
+"""Longer texts are encoded on a thread, because they take several milliseconds."""
 WRITER_TIMEOUT_S = 10.0
-"""For the shard writer to say what waits; it never waits itself."""
+"""Deadline of a request to the shard writer, which answers without I/O."""
 
 
 @cache
@@ -64,11 +64,11 @@ def _turns(finish_reason: common_pb2.FinishReason.ValueType) -> Counter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginChat:
-    """Answered with the `Prompt` of a call that now counts as in flight."""
+    """Begins a call; the answer is its `Prompt`."""
 
     call_id: str
     abort: Callable[[], None]
-    """Ends the call at once; what it has sampled by then is recorded."""
+    """Ends the call at once; the tokens sampled so far are recorded."""
     messages: Sequence[Message]
     tools: Tools
     opening: str
@@ -77,7 +77,7 @@ class BeginChat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginGenerate:
-    """The same for a prompt that the agent rendered itself."""
+    """Begins a call over token ids that the agent rendered; the answer is its `Prompt`."""
 
     call_id: str
     abort: Callable[[], None]
@@ -87,7 +87,7 @@ class BeginGenerate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountChat:
-    """Answered with the tokens of the prompt that such a call would get; none is begun."""
+    """Counts the tokens of a prompt; no call begins."""
 
     messages: Sequence[Message]
     tools: Tools
@@ -96,79 +96,79 @@ class CountChat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndCall:
-    """A call is over, whether or not it had begun; answered with its turn index, -1 if it left no
-    turn."""
+    """Ends a call, also one that has not begun; the answer is its turn index, -1 without a turn."""
 
     call_id: str
     prompt: Prompt | None
     sampled: SampledAnswer | None
-    """None: it failed with nothing to record."""
+    """None for a call without sampled tokens."""
     temperature: float
     context_action: str
     arrived: Moment
     handle: Handle | None = None
-    """A name by which `Recall` finds the turn again."""
+    """Name of the turn for `Recall`."""
     top_p: float = 1.0
     top_k: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recall:
-    """Answered with what is `Recalled` of the turn of this name; None if there is none."""
+    """Finds a turn by name; the answer is `Recalled`, or None for an unknown name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
-    """Takes a name from its turn, once its `deletion` is on record. The turn stays, as it is part
-    of what is trained on."""
+    """Removes the name of a turn, after its `deletion` is on record. The turn itself stays."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Describe:
-    """Answered with `SessionFacts`."""
+    """Requests `SessionFacts`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartClose:
-    """No call begins any more and those in flight are aborted; answered with a future that is
-    done when the last of them has been recorded."""
+    """Refuses new calls and aborts those in flight; the answer is a future that is done after the
+    last of them is recorded."""
 
     agent_ended: Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
-    """The pool has sealed the trajectory."""
+    """Reports that the pool has sealed the trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsBusy:
-    """Answered with whether calls are in flight, without a look at the pool."""
+    """Asks whether calls are in flight; reads nothing from the pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reread:
-    """Another gateway may have recorded turns of this session: take the pool's word for them."""
+    """Rebuilds the session from the pool: another gateway may have recorded turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFacts:
+    """The state of a session."""
+
     turns: int
     sampled_tokens: int
     closed: bool
     malformed: tuple[int, ...]
-    """Turns whose answer did not parse."""
+    """Turns with a tool call that did not parse."""
     closing_agent_s: float | None = None
-    """As in `Trajectory`; None while the session is open and when it is not known."""
+    """As in `Trajectory`; None while the session is open, and if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One in flight."""
+    """A call in flight."""
 
     abort: Callable[[], None]
     begun: Begun
@@ -176,24 +176,26 @@ class _Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
-    """What all sessions of one gateway share."""
+    """Settings and collaborators of all sessions of a gateway."""
 
     model: ChatModel
     max_calls: int
     fetch: Callable[[Claims], Awaitable[common_pb2.Trajectory | None]]
-    """What the pool has of a trajectory; None if nothing."""
+    """Fetches a stored trajectory; None without stored turns."""
     stored: Callable[[Claims], Awaitable[int]]
-    """How many turns of a trajectory the pool has."""
+    """Counts the stored turns of a trajectory."""
     writer: ActorRef
-    """Makes turns durable."""
-    grown: Callable[[str, int], None]
-    """Told about how many bytes a trajectory takes in memory."""
+    """The shard writer, which makes turns durable."""
+    set_size: Callable[[str, int], None]
+    """Receives the approximate memory of a trajectory, in bytes."""
     clock: Callable[[], float]
     """Monotonic seconds."""
 
 
 class SessionActor(Actor):
-    # Every call in flight may leave two messages, and its end must always find room.
+    """Records the turns of one trajectory."""
+
+    # Every call in flight may send two messages; the end of a call must never be refused.
     mailbox_size: ClassVar[int] = 1 << 17
 
     def __init__(self, claims: Claims, settings: SessionSettings) -> None:
@@ -201,18 +203,18 @@ class SessionActor(Actor):
         self._settings = settings
         self._conversation: Conversation | None = None
         self._calls: dict[str, _Call] = {}
-        """Those in flight."""
+        """Calls in flight, by call id."""
         self._closing = False
         self._sealed = False
         self._drained: asyncio.Future[None] | None = None
         self._agent_time = AgentTime()
         self._just_read = False
-        """Whether the pool was asked since the last call began."""
+        """True if the pool was read since the last call began."""
 
     async def receive(self, message: Any) -> Any:  # noqa: C901
         if isinstance(message, IsBusy):
             return bool(self._calls)
-        # Not in `started`: a pool that is away fails this message, not the session.
+        # Not in `started`: an unavailable pool must fail this message, not the session.
         if self._conversation is None:
             self._conversation = await self._rebuild()
         match message:
@@ -231,7 +233,7 @@ class SessionActor(Actor):
             case Recall():
                 return await self._recall(self._conversation, message.name)
             case Forget():
-                self._conversation.held.pop(message.name, None)
+                self._conversation.named_turns.pop(message.name, None)
                 return None
             case Describe():
                 return self._facts(self._conversation)
@@ -248,7 +250,7 @@ class SessionActor(Actor):
 
     async def _rebuild(self) -> Conversation:
         settings = self._settings
-        # In this order: what is acknowledged in between is then found in both, and not missed.
+        # In this order: turns acknowledged in between are in both lists, and none is missing.
         waiting = await self._waiting()
         trajectory = await settings.fetch(self._claims)
         stored = trajectory.turns if trajectory is not None else ()
@@ -261,14 +263,14 @@ class SessionActor(Actor):
             self._sealed = trajectory.state != common_pb2.TRAJECTORY_STATE_OPEN
             self._closing = self._closing or self._sealed
             for name in deleted_names(trajectory.rewards):
-                conversation.held.pop(name, None)
+                conversation.named_turns.pop(name, None)
             REBUILT.inc()
         self._just_read = True
-        settings.grown(self._claims.trajectory_id, conversation.size_bytes)
+        settings.set_size(self._claims.trajectory_id, conversation.size_bytes)
         return conversation
 
     async def _waiting(self) -> list[common_pb2.Turn]:
-        """Turns on their way to the pool."""
+        """Returns the turns that the pool has not acknowledged."""
         ask = Waiting(trajectory_id=self._claims.trajectory_id)
         turns: list[common_pb2.Turn] = await self._settings.writer.ask(
             ask, timeout_s=WRITER_TIMEOUT_S
@@ -280,27 +282,27 @@ class SessionActor(Actor):
         just_read, self._just_read = self._just_read, False
         if just_read or draft.place is None or not draft.place.unknown_answers:
             return draft
-        # The agent may have had these answers from another gateway; then their ids are known.
+        # Another gateway may have sampled these answers; then the pool has their ids.
         try:
             if not await self._is_behind(conversation):
                 return draft
             self._conversation = conversation = await self._rebuild()
         except (Unavailable, DeadlineExceeded) as error:
             log.info("session_not_reread", error=str(error))
-            return draft  # Answers go on while the pool is away.
+            return draft  # An unavailable pool does not stop calls.
         return conversation.draft(chat.messages, chat.tools, opening=chat.opening)
 
     async def _recall(self, conversation: Conversation, name: str) -> Recalled | None:
         recalled = conversation.recall(name)
-        # The same with a name: another gateway may have given it.
+        # Another gateway may have given the name.
         if recalled is None and name and await self._is_behind(conversation):
             self._conversation = conversation = await self._rebuild()
             recalled = conversation.recall(name)
         return recalled
 
     async def _is_behind(self, conversation: Conversation) -> bool:
-        """Whether the pool has turns that are not known here."""
-        # In this order: what is acknowledged in between is then durable, and nobody else's.
+        """Returns True if the pool has turns that this session lacks."""
+        # In this order: turns acknowledged in between must not count as turns of another gateway.
         stored = await self._settings.stored(self._claims)
         return stored > conversation.turns - len(await self._waiting())
 
@@ -310,7 +312,7 @@ class SessionActor(Actor):
         if len(self._calls) >= self._settings.max_calls:
             raise ResourceExhausted(
                 f"session {self._claims.trajectory_id} has {len(self._calls)} calls in flight, "
-                f"the most there may be",
+                "the maximum",
                 retry_after_s=1.0,
             )
 
@@ -327,9 +329,9 @@ class SessionActor(Actor):
         model_tokens = self._settings.model.context_tokens
         limit = self._claims.context_limit(model_tokens)
         if prompt.tokens >= limit:
-            whose = "the model's" if limit == model_tokens else f"domain {self._claims.domain}'s"
+            owner = "the model's" if limit == model_tokens else f"domain {self._claims.domain}'s"
             raise ContextTooLong(
-                f"{whose} context is {limit} tokens, answer included; "
+                f"{owner} context is {limit} tokens, answer included; "
                 f"the messages take {prompt.tokens}"
             )
         assert self._conversation is not None, "rebuilt before the first message"
@@ -339,9 +341,9 @@ class SessionActor(Actor):
         return prompt
 
     def _end(self, conversation: Conversation, call: EndCall) -> int:
-        # A call of an incarnation that crashed is unknown here, and recorded all the same.
-        known = self._calls.pop(call.call_id, None)
-        begun = known.begun if known is not None else None
+        # A call from before a crash of this actor is not in `_calls`, but its turn is recorded.
+        open_call = self._calls.pop(call.call_id, None)
+        begun = open_call.begun if open_call is not None else None
         turn_index = -1
         if call.prompt is not None and call.sampled is not None and not self._sealed:
             turn_index = self._record(conversation, call, begun, call.prompt, call.sampled)
@@ -365,7 +367,7 @@ class SessionActor(Actor):
         turn.context_action = call.context_action
         self._agent_time.record(turn, begun, arrived=call.arrived, now_s=self._settings.clock())
         self._settings.writer.tell(Append(turn=turn))
-        self._settings.grown(turn.trajectory_id, conversation.size_bytes)
+        self._settings.set_size(turn.trajectory_id, conversation.size_bytes)
         _turns(sampled.finish_reason).inc()
         SAMPLED_TOKENS.inc(sampled.tokens)
         SHARED_TOKENS.inc(turn.prefix_tokens)

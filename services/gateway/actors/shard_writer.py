@@ -1,17 +1,16 @@
-"""The way of turns into one pool shard: one stream, resent until acknowledged.
+"""Writes the turns of one pool shard, on one stream, and resends them until acknowledged.
 
-Owns the turns of one shard that are not durable yet. A turn leaves only when the pool has
-acknowledged it, or has refused it for good; then its session can not be sealed any more. Agents
-do not wait here: whoever closes a session does. How much may pile up is decided when a call
-begins (`Backlog.admit`), never when its turn, already sampled, arrives.
+Owns the turns of one shard that are not durable yet. A turn leaves the backlog when the pool
+acknowledges it or refuses it permanently; after a refusal its session cannot be sealed. Agents do
+not wait for the pool, except in a close. The backlog limit applies when a call begins
+(`Backlog.check_space`), never to a turn that is already sampled.
 
-Of each trajectory one turn is under way at a time. A turn refers to earlier ones by number, and
-when another gateway was first with a number, nothing that was numbered after it may get through:
-its session reads the trajectory again and numbers what waits anew (`Contested`, `Waiting`,
-`Replace`).
+One turn per trajectory is in flight. A turn refers to earlier ones by number. If another gateway
+used its number, no later turn of the trajectory may be stored: the session reads the trajectory
+again and renumbers its waiting turns (`Waiting`, `Replace`).
 
-While the pool owes an answer, turns gather, and go in one message when it has come: a message and
-its answer cost more than the turns in them. Under load that is one message per commit of the pool.
+While the pool owes an answer, turns gather and are sent together: a message and its answer cost
+more than the turns in them. Under load this makes one message per group commit of the pool.
 """
 
 from __future__ import annotations
@@ -40,11 +39,12 @@ from services.gateway.metrics import BACKLOG, CONTESTED_TURNS, REFUSED_TURNS
 
 _RETRY_S = 0.5
 _SILENCE_S = 30.0
-"""A pool that answers nothing for so long, while it owes answers, gets another stream."""
+"""Time without an owed answer after which the stream is replaced."""
 GATHER_TURNS = 64
-"""So many turns are sent at once, whatever the pool still has to answer."""
-KEPT_REFUSALS = 10_000
-_PASSING = frozenset(
+"""Number of unsent turns that are sent even while the pool owes an answer."""
+MAX_REFUSALS = 10_000
+"""Trajectories with a refused turn that are remembered."""
+_RETRYABLE = frozenset(
     code.value[0]
     for code in (
         grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -53,9 +53,9 @@ _PASSING = frozenset(
         grpc.StatusCode.CANCELLED,
     )
 )
-"""Statuses after which the same turn may be accepted later: a full disk, a restart."""
-_TAKEN: int = grpc.StatusCode.ABORTED.value[0]
-"""The status of a turn whose number another gateway was first with."""
+"""Statuses after which the same turn may be accepted later, for example a full disk."""
+_NUMBER_USED: int = grpc.StatusCode.ABORTED.value[0]
+"""Status of a turn whose number another gateway has used."""
 
 
 class AppendStream(Protocol):
@@ -67,34 +67,34 @@ class AppendStream(Protocol):
 
 
 OpenStream = Callable[[], Awaitable[AppendStream]]
-"""Opens a stream to the shard, wherever it is now. Raises `Unavailable`."""
+"""Opens a stream to the current leader of the shard. Raises `Unavailable`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Append:
-    """Make this turn durable."""
+    """Makes a turn durable."""
 
     turn: common_pb2.Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flush:
-    """Answered with a future that is done once no turn of the trajectory is left waiting; it
-    fails with `FailedPrecondition` if the pool refused one of them."""
+    """Waits for durable turns: the answer is a future that is done when no turn of the trajectory
+    waits. It fails with `FailedPrecondition` if the pool refused a turn."""
 
     trajectory_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Answered with the turns of a trajectory that are not durable yet, in order."""
+    """Requests the turns of a trajectory that are not durable yet, in order."""
 
     trajectory_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replace:
-    """Make these turns of a trajectory durable in place of those that wait."""
+    """Replaces the waiting turns of a trajectory."""
 
     trajectory_id: str
     turns: Sequence[common_pb2.Turn]
@@ -109,7 +109,7 @@ class _Waiting:
 
 @dataclass(slots=True, kw_only=True)
 class Backlog:
-    """Turns on their way. Outlives the actor, so that a crash of it loses none."""
+    """Turns of one shard that are not durable yet. Survives a crash of the actor."""
 
     pool_shard: str
     max_bytes: int
@@ -118,20 +118,20 @@ class Backlog:
     bytes: int = 0
     next_sequence: int = 1
     by_trajectory: dict[str, deque[int]] = field(default_factory=dict)
-    """What waits of each trajectory, in order; only the first is sent."""
+    """Sequences of the waiting turns per trajectory, in order; only the first is sent."""
     contested: set[str] = field(default_factory=set)
-    """Trajectories of which nothing is sent before it has been replaced."""
+    """Trajectories that send no turn before a `Replace`."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Why a turn of a trajectory was refused for good; of so many trajectories, the last ones."""
+    """Reason of a permanent refusal by trajectory; the latest `MAX_REFUSALS`."""
     flushes: dict[str, list[asyncio.Future[None]]] = field(default_factory=dict)
-    put_off: str = ""
-    """Why the shard takes no turns for now, a full disk for one; empty once it has taken one."""
+    rejection: str = ""
+    """Why the shard rejects turns for now, for example a full disk; "" after it accepts one."""
 
     def __post_init__(self) -> None:
         BACKLOG.labels(self.pool_shard).set_function(lambda: self.bytes)
 
-    def admit(self) -> None:
-        """Raises `ResourceExhausted` while too much waits already."""
+    def check_space(self) -> None:
+        """Raises `ResourceExhausted` while the backlog exceeds its limit."""
         if self.bytes >= self.max_bytes:
             raise ResourceExhausted(
                 f"{self.bytes >> 20} MiB of turns wait for {self.where}", retry_after_s=2.0
@@ -139,10 +139,10 @@ class Backlog:
 
     @property
     def where(self) -> str:
-        """The shard, and why turns wait for it, where it has said so."""
-        return f"pool shard {self.pool_shard}{self.put_off and f' ({self.put_off})'}"
+        """Name of the shard, with the reason if it rejects turns."""
+        return f"pool shard {self.pool_shard}{self.rejection and f' ({self.rejection})'}"
 
-    def add(self, turn: common_pb2.Turn) -> None:
+    def add_turn(self, turn: common_pb2.Turn) -> None:
         data = turn.SerializeToString()
         sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
         self.waiting[sequence] = _Waiting(
@@ -161,9 +161,9 @@ class Backlog:
             if trajectory_id not in self.contested
         )
 
-    def remove(self, sequence: int) -> _Waiting | None:
-        """Forgets a turn that was acknowledged or refused, and lets the next one of its trajectory
-        go; None if that is known already."""
+    def remove_turn(self, sequence: int) -> _Waiting | None:
+        """Removes a turn that was acknowledged or refused, and releases the next one of its
+        trajectory. Returns None if the turn was removed before."""
         turn = self.waiting.pop(sequence, None)
         if turn is None:
             return None
@@ -178,54 +178,56 @@ class Backlog:
         return turn
 
     def turns_of(self, trajectory_id: str) -> list[common_pb2.Turn]:
-        """What waits of a trajectory, in order."""
+        """Returns the waiting turns of a trajectory, in order."""
         queue = self.by_trajectory.get(trajectory_id, ())
         return [common_pb2.Turn.FromString(self.waiting[sequence].data) for sequence in queue]
 
-    def replace(self, trajectory_id: str, turns: Sequence[common_pb2.Turn]) -> None:
-        """Forgets what waits of a trajectory, and takes `turns` for it."""
+    def replace_turns(self, trajectory_id: str, turns: Sequence[common_pb2.Turn]) -> None:
+        """Replaces the waiting turns of a trajectory with `turns`."""
         for sequence in self.by_trajectory.pop(trajectory_id, ()):
             self.bytes -= len(self.waiting.pop(sequence).data)
         self.contested.discard(trajectory_id)
         for turn in turns:
-            self.add(turn)
+            self.add_turn(turn)
 
-    def settle(self, trajectory_id: str) -> None:
-        """Answers who waits for a trajectory, if nothing of it is left."""
+    def complete_flushes(self, trajectory_id: str) -> None:
+        """Completes the flushes of a trajectory if none of its turns waits."""
         if trajectory_id in self.by_trajectory:
             return
-        why = self.refused.get(trajectory_id)
+        refusal = self.refused.get(trajectory_id)
         for flush in self.flushes.pop(trajectory_id, ()):
             if flush.done():
                 continue
-            if why is None:
+            if refusal is None:
                 flush.set_result(None)
             else:
-                flush.set_exception(FailedPrecondition(why))
+                flush.set_exception(FailedPrecondition(refusal))
 
-    def refuse(self, trajectory_id: str, why: str) -> None:
-        """Remembers the first refusal, also when the session leaves memory: read back, it would
-        have all that the pool has, and could be sealed."""
-        self.refused.setdefault(trajectory_id, why)
-        if len(self.refused) > KEPT_REFUSALS:
+    def store_refusal(self, trajectory_id: str, refusal: str) -> None:
+        """Stores the first refusal beyond the life of the session in memory: a session read back
+        from the pool lacks the refused turn and must not be sealed."""
+        self.refused.setdefault(trajectory_id, refusal)
+        if len(self.refused) > MAX_REFUSALS:
             del self.refused[next(iter(self.refused))]
 
 
 class ShardWriter(Actor):
+    """Sends the backlog of one pool shard."""
+
     mailbox_size: ClassVar[int] = 1 << 16
 
     def __init__(
-        self, backlog: Backlog, open_stream: OpenStream, contested: Callable[[str], None]
+        self, backlog: Backlog, open_stream: OpenStream, renumber: Callable[[str], None]
     ) -> None:
-        """`contested` is told the trajectories whose turns have to be numbered anew."""
+        """`renumber` receives each trajectory whose turns need new numbers."""
         self._backlog = backlog
         self._open_stream = open_stream
-        self._contested = contested
-        self._more = asyncio.Event()
+        self._renumber = renumber
+        self._changed = asyncio.Event()
         self._unanswered = 0
-        """Turns sent on this stream that have no answer yet."""
+        """Turns sent on this stream without an answer so far."""
         self._answers = 0
-        """Messages received."""
+        """Messages received, on all streams."""
         self._pump: asyncio.Task[None] | None = None
 
     async def started(self) -> None:
@@ -239,20 +241,20 @@ class ShardWriter(Actor):
     async def receive(self, message: Any) -> Any:
         match message:
             case Append(turn=turn):
-                self._backlog.add(turn)
-                self._more.set()
+                self._backlog.add_turn(turn)
+                self._changed.set()
                 return None
             case Waiting(trajectory_id=trajectory_id):
                 return self._backlog.turns_of(trajectory_id)
             case Replace(trajectory_id=trajectory_id, turns=turns):
-                self._backlog.replace(trajectory_id, turns)
-                self._backlog.settle(trajectory_id)
-                self._more.set()
+                self._backlog.replace_turns(trajectory_id, turns)
+                self._backlog.complete_flushes(trajectory_id)
+                self._changed.set()
                 return None
             case Flush(trajectory_id=trajectory_id):
                 done = asyncio.get_running_loop().create_future()
                 self._backlog.flushes.setdefault(trajectory_id, []).append(done)
-                self._backlog.settle(trajectory_id)
+                self._backlog.complete_flushes(trajectory_id)
                 return done
             case _:
                 return await super().receive(message)
@@ -262,25 +264,25 @@ class ShardWriter(Actor):
             try:
                 await self._stream_turns()
             except* Exception as group:
-                # Whatever it was: turns wait, and only a new stream can bring them home.
+                # Any error: the turns wait for a new stream.
                 self._stream_lost(group.exceptions)
             await asyncio.sleep(_RETRY_S)
 
     def _stream_lost(self, errors: Sequence[Exception]) -> None:
-        known = [from_rpc_error(e) if isinstance(e, grpc.aio.AioRpcError) else e for e in errors]
-        bug = next((error for error in known if not isinstance(error, ForgeError)), None)
+        causes = [from_rpc_error(e) if isinstance(e, grpc.aio.AioRpcError) else e for e in errors]
+        bug = next((error for error in causes if not isinstance(error, ForgeError)), None)
         (log.warning if bug is None else log.error)(
             "pool_stream_lost",
             pool_shard=self._backlog.pool_shard,
             unacknowledged=len(self._backlog.waiting),
-            error="; ".join(map(str, known)),
+            error="; ".join(map(str, causes)),
             exc_info=bug,
         )
 
     async def _stream_turns(self) -> None:
-        """One stream, from its opening to its loss."""
+        """Opens one stream and sends on it until it is lost."""
         while not self._backlog.waiting:
-            await self._wait_for_more()
+            await self._wait_for_change()
         stream = await self._open_stream()
         self._backlog.resend_all()
         self._unanswered = 0
@@ -299,12 +301,12 @@ class ShardWriter(Actor):
                     try:
                         await stream.write(request)
                     except asyncio.InvalidStateError:
-                        # What grpc says when the call has ended but its status was not read yet.
+                        # grpc raises this after the end of the RPC, before its status is read.
                         raise Unavailable("the pool ended the stream") from None
-            await self._wait_for_more()
+            await self._wait_for_change()
 
     async def _expect_answers(self) -> None:
-        """Raises `DeadlineExceeded` when turns are out and nothing comes back."""
+        """Raises `DeadlineExceeded` when sent turns get no answer."""
         while True:
             owes, answers = self._unanswered > 0, self._answers
             await asyncio.sleep(_SILENCE_S)
@@ -315,11 +317,11 @@ class ShardWriter(Actor):
                 )
 
     def _is_due(self) -> bool:
-        """Whether turns are to be sent now."""
+        """Returns True if enough turns are unsent for a message."""
         return len(self._backlog.unsent) >= (GATHER_TURNS if self._unanswered else 1)
 
     def _requests(self) -> Iterator[pool_pb2.AppendTurnsRequest]:
-        """What is unsent: as many turns in a message as go, a large one in chunks."""
+        """Yields the unsent turns: as many per message as fit, a large one in chunks."""
         backlog = self._backlog
         message, size = pool_pb2.AppendTurnsRequest(), 0
         while backlog.unsent:
@@ -348,48 +350,48 @@ class ShardWriter(Actor):
             self._answers += 1
             self._unanswered -= 1 + len(response.more)
             self._acknowledged(response)
-            for each in response.more:
-                self._acknowledged(each)
-            self._more.set()
+            for answer in response.more:
+                self._acknowledged(answer)
+            self._changed.set()
 
     def _acknowledged(self, response: pool_pb2.AppendTurnsResponse) -> None:
         backlog = self._backlog
-        if response.status_code in _PASSING:
-            if not backlog.put_off:
+        if response.status_code in _RETRYABLE:
+            if not backlog.rejection:
                 log.warning("turns_put_off", pool_shard=backlog.pool_shard, error=response.error)
-            backlog.put_off = response.error
+            backlog.rejection = response.error
             asyncio.get_running_loop().call_later(_RETRY_S, self._resend, response.sequence)
             return
-        if response.status_code == _TAKEN:
-            self._taken(response)
+        if response.status_code == _NUMBER_USED:
+            self._number_used(response)
             return
-        turn = backlog.remove(response.sequence)
+        turn = backlog.remove_turn(response.sequence)
         if turn is None:
             return
         if not response.status_code:
-            backlog.put_off = ""
+            backlog.rejection = ""
         else:
-            why = f"the pool refused turn {turn.turn_index}: {response.error}"
-            backlog.refuse(turn.trajectory_id, why)
+            refusal = f"the pool refused turn {turn.turn_index}: {response.error}"
+            backlog.store_refusal(turn.trajectory_id, refusal)
             REFUSED_TURNS.inc()
-            log.error("turn_refused", trajectory_id=turn.trajectory_id, error=why)
-        backlog.settle(turn.trajectory_id)
+            log.error("turn_refused", trajectory_id=turn.trajectory_id, error=refusal)
+        backlog.complete_flushes(turn.trajectory_id)
 
-    def _taken(self, response: pool_pb2.AppendTurnsResponse) -> None:
+    def _number_used(self, response: pool_pb2.AppendTurnsResponse) -> None:
         turn = self._backlog.waiting.get(response.sequence)
         if turn is None or turn.trajectory_id in self._backlog.contested:
             return
         self._backlog.contested.add(turn.trajectory_id)
         CONTESTED_TURNS.inc()
         log.warning("turn_contested", trajectory_id=turn.trajectory_id, error=response.error)
-        self._contested(turn.trajectory_id)
+        self._renumber(turn.trajectory_id)
 
     def _resend(self, sequence: int) -> None:
         turn = self._backlog.waiting.get(sequence)
         if turn is not None and turn.trajectory_id not in self._backlog.contested:
             self._backlog.unsent.append(sequence)
-            self._more.set()
+            self._changed.set()
 
-    async def _wait_for_more(self) -> None:
-        await self._more.wait()
-        self._more.clear()
+    async def _wait_for_change(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()

@@ -1,2 +1,1 @@
-"""The contexts of one session, from messages to exact prompt ids. Imports `model`; no I/O, no
-clock."""
+"""Contexts of one session: exact prompt ids from messages. Imports `model`; no I/O, no clock."""

@@ -1,10 +1,10 @@
-"""The time of the agent between the calls of one session.
+"""Agent time between the calls of one session.
 
-Owns what is recorded for the completion time of a rollout (`forge.core.credit.completion_time`):
-for each turn how many turns had ended when its request arrived, and the agent's time since the
-latest end. Within this gateway it is taken from the monotonic clock. Across gateways, and when a
-session is read back from the pool, it is taken from the wall clock, which the hosts have to agree
-on. Pure: time comes in.
+Owns the times in a turn's record from which `forge.core.credit.completion_time` computes the
+completion time of a rollout: the number of turns that had ended when the request arrived, and the
+agent time since the latest end. Within this gateway they come from the monotonic clock. Across
+gateways, and after a read from the pool, they come from the wall clock, so the clocks of the hosts
+must agree. Pure: time is an argument.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """What is known of a call as its request arrives."""
+    """The agent time of a call, at the arrival of its request."""
 
     turns_before: int
     agent_s: float | None
@@ -33,22 +33,22 @@ class Begun:
 
 
 class AgentTime:
-    """Of one session."""
+    """The agent time of one session."""
 
     def __init__(self) -> None:
         self._first: Moment | None = None
-        """Arrival of the first request here."""
+        """Arrival of the first request at this gateway."""
         self._ended: Moment | None = None
-        """End of the latest turn that was recorded here, unless another gateway's was later."""
+        """End of the latest turn of this gateway, unless another gateway recorded a later one."""
         self._ended_unix_s: float | None = None
-        """End of the latest turn on record; None without turns, 0 when it is not on record."""
+        """End of the latest turn; None without turns, 0 if its record has no end."""
         self._closed: Moment | None = None
-        """When the agent had ended."""
+        """End of the agent."""
         self._before_failure_s: float | None = None
-        """Agent time before the calls that failed since: the time after them is theirs."""
+        """Agent time before the latest failed calls; the time after them is not agent time."""
 
     def rebuilt(self, turn: common_pb2.Turn | None) -> None:
-        """The latest turn as the pool has it; None without turns."""
+        """Sets the latest turn as the pool has it; None without turns."""
         if turn is None:
             return
         if self._ended is None or turn.ended_unix_s > self._ended.unix_s:
@@ -56,7 +56,7 @@ class AgentTime:
             self._ended_unix_s = turn.ended_unix_s
 
     def began(self, arrived: Moment, *, turns: int) -> Begun:
-        """A request arrived when `turns` turns had ended."""
+        """Returns the agent time of a request that arrived after the end of `turns` turns."""
         if self._first is None:
             self._first = arrived
         return Begun(turns_before=turns, agent_s=self._until(arrived))
@@ -64,8 +64,8 @@ class AgentTime:
     def record(
         self, turn: common_pb2.Turn, begun: Begun | None, *, arrived: Moment, now_s: float
     ) -> None:
-        """A call ended with this turn: enters its times. `begun` is None for a call whose begin is
-        not known here."""
+        """Writes the times of an ended call into its turn. `begun` is None if the begin of the call
+        is unknown."""
         unix_s = arrived.unix_s + max(0.0, now_s - arrived.at_s)
         turn.started_unix_s, turn.ended_unix_s = arrived.unix_s, unix_s
         if begun is not None and begun.agent_s is not None:
@@ -75,23 +75,23 @@ class AgentTime:
         self._before_failure_s = None
 
     def failed(self, begun: Begun, *, turns: int) -> None:
-        """A call ended without a turn; `turns` have ended by now. Until it is tried again, the
-        agent waits for the cluster."""
+        """Observes a call that ended without a turn, after `turns` turns. Until its retry the agent
+        waits for the cluster."""
         if begun.turns_before == turns and begun.agent_s is not None:
             self._before_failure_s = max(self._before_failure_s or 0.0, begun.agent_s)
 
     def close(self, agent_ended: Moment) -> None:
-        """A close that is tried again comes later; the agent's end does not."""
+        """Stores the agent's end; a repeated close does not move it."""
         self._closed = self._closed or agent_ended
 
     @property
     def closing_s(self) -> float | None:
-        """As `closing_agent_s` of a trajectory; None before a close, and when it is not known."""
+        """`closing_agent_s` of the trajectory; None before a close, and if unknown."""
         return self._until(self._closed) if self._closed is not None else None
 
     def _until(self, now: Moment) -> float | None:
-        """Agent time from the latest end to `now`; without any end, from the first request. None
-        when that end is not on record."""
+        """Returns the agent time from the latest end to `now`; without an end, from the first
+        request. None if that end is not on record."""
         if self._before_failure_s is not None:
             return self._before_failure_s
         if self._ended is not None:

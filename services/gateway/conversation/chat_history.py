@@ -1,7 +1,7 @@
-"""The messages of a Chat over gRPC, read only as far as they are new.
+"""Messages of a gRPC Chat request; only the new ones are decoded.
 
-Protobuf writes repeated messages one behind the other, each with its length, so the bytes of a
-history that went on begin with those it had before, and what follows them is a history by itself.
+Protobuf writes repeated messages one after the other, each with its length. So the bytes of a
+continued history begin with its earlier bytes, and the rest is a valid history too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ChatHistory(History):
     __slots__ = ()
 
     def __init__(self, messages: Iterable[gateway_pb2.ChatMessage]) -> None:
-        """Who looks at a message with an unknown role gets the `InvalidArgument` naming it."""
+        """Reading a message with an unknown role raises `InvalidArgument`."""
         alone = gateway_pb2.ChatRequest(messages=messages)
         super().__init__(alone.SerializeToString(deterministic=True), _read)
 
@@ -31,13 +31,13 @@ class ChatHistory(History):
         return len(self._raw)
 
     def _ends_message(self, size_bytes: int) -> bool:
-        # Bytes that were messages once are the same messages wherever something begins with them.
+        # A prefix that was a history once has the same messages in every request.
         return size_bytes <= len(self._raw)
 
 
 def _read(encoded: bytes, first: int) -> list[Message]:
-    found = gateway_pb2.ChatRequest.FromString(encoded).messages
-    return [_message(message, at) for at, message in enumerate(found, first)]
+    messages = gateway_pb2.ChatRequest.FromString(encoded).messages
+    return [_message(message, at) for at, message in enumerate(messages, first)]
 
 
 def _message(message: gateway_pb2.ChatMessage, at: int) -> Message:

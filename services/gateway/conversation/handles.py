@@ -1,9 +1,9 @@
-"""Turns that a later call can name, for protocols that leave the conversation to the server.
+"""Names of turns, for protocols in which a request names an earlier response.
 
-Owns the names given out in one session and what is known of their turns. Owns no message: those
-are read off the tree of contexts. Handles are part of the turn's record, so they live as long as
-the session does, in whichever gateway; one of another session is not known here. That a name was
-taken back is kept beside the turns, which never change, as a reward of nothing.
+Owns the names of one session and the facts of their turns. Owns no messages: the context tree has
+them. A handle is part of the turn's record, so it lives as long as the session, in any gateway, and
+is unknown in other sessions. Turns never change, so the deletion of a name is recorded beside them,
+as a reward with the value 0.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _DELETED = "deleted-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handle:
-    """A name for a turn that is yet to be sampled."""
+    """The name of a turn, given before the turn is sampled."""
 
     name: str
     """Unguessable, and unique over all sessions."""
     facts: Mapping[str, Any]
-    """What its protocol wants to be told again: JSON, and small, as it is kept with the turn."""
+    """JSON that the protocol needs again; small, because the turn's record contains it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """The turn of a handle, as far as it is not in the tree of contexts."""
+class NamedTurn:
+    """The facts of a named turn that the context tree does not have."""
 
     turn_index: int
     facts: Mapping[str, Any]
@@ -41,18 +41,18 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recalled:
-    """A turn found again."""
+    """A named turn with its context."""
 
-    held: Held
+    turn: NamedTurn
     node: Node
-    """Its answer in the tree of contexts, behind the messages of its request."""
+    """Its answer in the context tree, after the messages of its request."""
     tools: Tools
     prompt_tokens: int
     sampled_ids: bytes
 
 
 def deletion(name: str) -> common_pb2.RewardEvent:
-    """On record, it makes `name` unknown to every later reader of the session."""
+    """Returns the reward event that deletes `name` for every later reader of the session."""
     return common_pb2.RewardEvent(
         event_id=_DELETED + name,
         name="response_deleted",
@@ -62,7 +62,7 @@ def deletion(name: str) -> common_pb2.RewardEvent:
 
 
 def deleted_names(rewards: Iterable[common_pb2.RewardEvent]) -> Iterator[str]:
-    """The names whose `deletion` is on record."""
+    """Yields the names with a `deletion` on record."""
     for reward in rewards:
         if reward.event_id.startswith(_DELETED):
             yield reward.event_id.removeprefix(_DELETED)

@@ -1,8 +1,8 @@
-"""One request, held against the tree of contexts.
+"""Matches one request to the longest known prefix of the context tree.
 
-Owns which of its messages are looked at: those behind a mark (see
-`forge.core.conversation.request_prefix`) that the request is recognized by, or behind the turn that
-it names, and those before only when a template asks for them. Knows nothing of tokens.
+Owns the choice of the messages that are decoded: those after a known mark (see
+`forge.core.conversation.request_prefix`) or after the turn that the request names. Earlier messages
+are decoded only for a chat template that needs them. Owns no tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from forge.core.conversation.request_prefix import History, Mark
 from forge.core.trajectory import NO_PARENT
 
 MARKS_KEPT = 4
-"""Requests of a session that later ones are recognized by: its own, and those of sub-agents."""
+"""Marks kept per session, so that requests of several agents are recognized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marked:
-    """A request that was answered, and the boundary behind its messages."""
+    """The mark of an answered request, with the node after its messages."""
 
     mark: Mark
     root: Root
@@ -30,47 +30,46 @@ class Marked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """Where a request stands in the tree of contexts."""
+class PrefixMatch:
+    """The position of a request in the context tree."""
 
     messages: Sequence[Message]
-    """All of the request."""
+    """All messages of the request."""
     start: Node
-    """The boundary it was recognized by; the root when all of it was read."""
+    """The node of the recognized prefix; the root if no prefix was recognized."""
     new: Sequence[Message]
-    """The messages behind `start`."""
+    """The messages after `start`."""
     node: Node
-    """The deepest boundary that it agrees with."""
+    """The deepest node that agrees with the request."""
 
     @property
     def beyond(self) -> tuple[Message, ...]:
-        """The messages that the tree does not have there."""
+        """The messages after `node`."""
         return tuple(self.new[self.node.depth - self.start.depth :])
 
     def answers(self) -> Iterator[Node]:
-        """The sampled answers in its history, the last one first."""
+        """Returns the sampled answers in the matched history, latest first."""
         return (entry for entry in self.node.ancestors() if entry.turn != NO_PARENT)
 
     def history(self, first: int = 0) -> list[Message]:
-        """Its messages from number `first` on; what the model said stands as it said it, whatever
-        the agent left of it."""
-        begun = first - self.start.depth
-        asked = self.new[begun:] if begun >= 0 else self.messages[first:]
-        known: list[Node] = []
+        """Returns the messages from number `first` on, with the answers as they were sampled."""
+        offset = first - self.start.depth
+        requested = self.new[offset:] if offset >= 0 else self.messages[first:]
+        matched: list[Node] = []
         for entry in self.node.ancestors():
             if entry.depth <= first:
                 break
-            known.append(entry)
-        known.reverse()
-        said = [
+            matched.append(entry)
+        matched.reverse()
+        history = [
             entry.message if entry.turn != NO_PARENT and entry.message else message
-            for entry, message in zip(known, asked, strict=False)
+            for entry, message in zip(matched, requested, strict=False)
         ]
-        return [*said, *asked[len(known) :]]
+        return [*history, *requested[len(matched) :]]
 
 
-class Following(Sequence[Message]):
-    """The messages of a request that goes on from a turn by its name."""
+class NamedPrefix(Sequence[Message]):
+    """The messages of a request that continues a named turn."""
 
     __slots__ = ("new", "node")
 
@@ -90,16 +89,16 @@ class Following(Sequence[Message]):
         return [*self.node.messages(), *self.new][at]
 
 
-def begin(
+def recognized_prefix(
     messages: Sequence[Message], root: Root, marks: Sequence[Marked]
 ) -> tuple[Node, Sequence[Message]]:
-    """The deepest boundary that a request is recognized by, and its messages behind that."""
-    # Where the session was read back in between, the turn is found again by what was said.
-    if isinstance(messages, Following) and root_of(messages.node) is root:
+    """Returns the node of the longest recognized prefix, and the messages after it."""
+    # After a rebuild of the session the node is stale; then the messages are matched.
+    if isinstance(messages, NamedPrefix) and root_of(messages.node) is root:
         return messages.node, messages.new
     if isinstance(messages, History):
-        here = {marked.mark: marked.node for marked in marks if marked.root is root}
-        mark = messages.known(here)
+        nodes = {marked.mark: marked.node for marked in marks if marked.root is root}
+        mark = messages.known(nodes)
         if mark is not None:
-            return here[mark], messages.behind(mark)
+            return nodes[mark], messages.behind(mark)
     return root, messages[:]

@@ -1,8 +1,8 @@
-"""A session's turns, held against what the pool has of its trajectory.
+"""Rebases the waiting turns of a session on the stored trajectory.
 
-Owns the rule for two gateways in one session: the pool's order is the truth. A turn whose number
-another gateway was first with is recorded anew behind all that is stored: the same prompt, the
-same sample, a new number and a new parent. Pure: what is stored comes in, what to store goes out.
+Owns the rule for two gateways in one session: the order of the pool is authoritative. If another
+gateway used the number of a turn, the turn is recorded again after all stored ones: same prompt and
+sample, new number and parent. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def rebase(
     stored: Sequence[common_pb2.Turn],
     waiting: Sequence[common_pb2.Turn],
 ) -> tuple[Conversation, list[common_pb2.Turn]]:
-    """The whole conversation, and the turns that are still to be stored, as they are now.
+    """Returns the conversation with all turns, and the turns that are not stored, renumbered.
 
-    `waiting` are the turns this gateway has not seen acknowledged, in order; some may be stored
-    all the same. Raises `DataLoss` when turns that must have been acknowledged are gone.
+    `waiting`: the turns without an acknowledgement, in order; some may be stored already. Raises
+    `DataLoss` if acknowledged turns are missing.
     """
     unstored = [turn for turn in waiting if not _is_stored(turn, stored)]
     conversation = _restored(model, stored)
@@ -49,9 +49,9 @@ def rebase(
         for turn in unstored:
             conversation.restore(turn)
         return conversation, unstored
-    # One turn of a trajectory is sent at a time: what came before the first was stored like this.
-    ours = _restored(model, [*stored[:first], *unstored])
-    return conversation, [_recorded(turn, ours, conversation) for turn in unstored]
+    # One turn of a trajectory is sent at a time, so the turns before `first` are stored as sent.
+    local = _restored(model, [*stored[:first], *unstored])
+    return conversation, [_recorded(turn, local, conversation) for turn in unstored]
 
 
 def _is_stored(turn: common_pb2.Turn, stored: Sequence[common_pb2.Turn]) -> bool:
@@ -66,7 +66,7 @@ def _restored(model: ChatModel, turns: Sequence[common_pb2.Turn]) -> Conversatio
 
 
 def _recorded(turn: common_pb2.Turn, source: Conversation, target: Conversation) -> common_pb2.Turn:
-    """A turn of `source`, recorded in `target`."""
+    """Records a turn of `source` in `target`."""
     node = source.nodes[turn.turn_index]
     ids = source.prefixes.prompt(turn.turn_index)
     place, opening = None, ""
@@ -82,19 +82,19 @@ def _recorded(turn: common_pb2.Turn, source: Conversation, target: Conversation)
         cached_tokens=turn.cached_tokens,
     )
     draft = Draft(how="rebased", ids=ids, place=place, opening=opening)
-    said = json.loads(turn.messages_json or "{}")
-    anew = target.record(Prompt(ids=ids, draft=draft), sampled, _handle(said))
+    context = json.loads(turn.messages_json or "{}")
+    rebased = target.record(Prompt(ids=ids, draft=draft), sampled, _handle(context))
     result = common_pb2.Turn()
     result.CopyFrom(turn)
-    result.turn_index, result.parent_turn = anew.turn_index, anew.parent_turn
-    result.prefix_tokens, result.prompt_ids = anew.prefix_tokens, anew.prompt_ids
-    result.messages_json = anew.messages_json
-    # Counted turns of this gateway alone: not what had ended in the session.
+    result.turn_index, result.parent_turn = rebased.turn_index, rebased.parent_turn
+    result.prefix_tokens, result.prompt_ids = rebased.prefix_tokens, rebased.prompt_ids
+    result.messages_json = rebased.messages_json
+    # It counted turns of this gateway only, not those of the session.
     result.ClearField("turns_before")
     return result
 
 
-def _handle(said: Mapping[str, Any]) -> Handle | None:
-    for name, facts in said.get("handle", {}).items():
+def _handle(context: Mapping[str, Any]) -> Handle | None:
+    for name, facts in context.get("handle", {}).items():
         return Handle(name=name, facts=facts)
     return None

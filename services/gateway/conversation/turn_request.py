@@ -1,4 +1,4 @@
-"""One call of an agent, independent of its protocol."""
+"""Protocol-independent request of one turn."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from services.gateway.model.chat_model import Tools
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """One call of an agent, whatever protocol it came by."""
+    """One model call of an agent."""
 
     messages: Sequence[Message] = ()
     prompt_ids: bytes = b""
-    """Set instead of `messages` by agents that render for themselves."""
+    """Replaces `messages` for agents that render prompts themselves."""
     tools: Tools = ()
     call_tools: bool = True
-    """Whether the answer is read for tool calls; else they are text."""
+    """False: tool calls in the answer stay text."""
     parallel_calls: bool = True
-    """Whether an answer may have several tool calls; else it ends with the first."""
+    """False: the answer ends with its first tool call."""
     required_tool: str | None = None
-    """The tool the answer must call; "" for any; None leaves it to the model."""
+    """Name of the tool that the answer must call; "": any tool; None: no call is required."""
     sampling: common_pb2.SamplingParams
-    """A `grammar` is the form of the answer, wherever the model reasons or calls tools instead."""
+    """Its `grammar` applies to the answer, not to reasoning and tool calls."""
     stop: Sequence[str] = ()
     context_action: str = ""
     handle: Handle | None = None
-    """A name for the turn, if it ends well."""
+    """Name of the turn, unless the turn is aborted."""
     stream: bool = False
-    """Whether the caller passes deltas on as they come: then there is no second attempt."""
+    """True: the agent gets each delta at once, so a started answer is never sampled again."""
     arrived_s: float
-    """Monotonic."""
+    """Arrival by the monotonic clock."""
     arrived_unix_s: float

@@ -57,7 +57,7 @@ class Control:
         edge = self._edge
         claims = edge.claims(request)
         asked = request_body.decode(await request.read(), CloseRequest)
-        async with edge.sessions.use(claims) as session:
+        async with edge.sessions.use_session(claims) as session:
             summary = await close_session(
                 edge.sessions,
                 edge.pool,

@@ -1,9 +1,8 @@
-"""The model as the gateway sees it: tokenizer, chat template, stop tokens, output formats.
+"""The model without its weights: tokenizer, chat template, stop tokens, output formats.
 
-Owns text to ids and back, rendering, and what is tried out on the template when the model is
-loaded: which formats it speaks, how it takes arguments, how far it looks back. Owns no
-conversation and no weights: torch is never imported. A model directory has the layout of
-transformers; `tokenizer.json` is taken as it is.
+Owns encoding, decoding and rendering, and the tests of the chat template at load time: its output
+formats, its form of tool arguments, its dependence on earlier messages. Owns no conversation and no
+weights: torch is never imported. A model directory has the layout of transformers.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from forge.core.formats import (
     get_reasoning,
 )
 from forge.core.token_columns import TOKEN_BYTES, int32_array, int32_bytes
-from services.gateway.model.encoding_cache import EncodedTexts
+from services.gateway.model.encoding_cache import EncodingCache
 
 __all__ = ["ChatModel", "TextStream", "Tools", "template_message"]
 
 FIRST_PROMPT_BYTES = 16 << 20
-"""What is remembered of first prompts, text and ids."""
+"""Size of the cache of first prompts, texts and ids."""
 _TEMPLATE_ERRORS = (
     TemplateError,
     TypeError,
@@ -52,11 +51,11 @@ _TEMPLATE_ERRORS = (
     ArithmeticError,
     RecursionError,
 )
-"""What a template may raise over messages and tools it was not written for."""
+"""Exceptions of templates for messages and tools that they do not support."""
 
 
 class ChatModel:
-    """Everything of a model but its weights."""
+    """A model without its weights."""
 
     def __init__(
         self,
@@ -77,8 +76,8 @@ class ChatModel:
         self.vocabulary_tokens = len(tokenizer)
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
-        self.encode_first = EncodedTexts(self.encode, max_bytes=FIRST_PROMPT_BYTES)
-        """`encode` for the first prompt of a session: those of a group's rollouts are the same."""
+        self.encode_first = EncodingCache(self.encode, max_bytes=FIRST_PROMPT_BYTES)
+        """Cached `encode` for first prompts, which are equal for all rollouts of a group."""
         self._added_ids = frozenset(self._backend.get_added_tokens_decoder())
         self.end_texts = tuple(self.piece(token_id) for token_id in self.stop_ids)
         self._text_arguments = self._takes_text_only()
@@ -109,10 +108,10 @@ class ChatModel:
         tool_format: str = "auto",
         reasoning_format: str = "auto",
     ) -> ChatModel:
-        """Reads a model directory. Raises `ConfigError` naming the file that is missing."""
+        """Reads a model directory. Raises `ConfigError` with the name of a missing file."""
         directory = Path(path)
         if not path or not (directory / "tokenizer.json").is_file():
-            raise ConfigError(f"model_path = {path!r}: there is no tokenizer.json in it")
+            raise ConfigError(f"model_path = {path!r}: the directory has no tokenizer.json")
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
         config = _read_json(directory / "config.json")
         context_tokens = context_tokens or int(config.get("max_position_embeddings", 0))
@@ -134,7 +133,7 @@ class ChatModel:
         )
 
     def renderer(self, tools: Tools | None) -> Render:
-        """Rendering of messages with these tools."""
+        """Returns the function that renders messages with these tools."""
 
         def render(messages: Sequence[Message], generation_prompt: bool) -> str:
             try:
@@ -154,37 +153,37 @@ class ChatModel:
         return render
 
     def stub_render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """Rendering behind `STUB`, without tools; `STUB` by itself is known already."""
+        """Renders messages after `STUB`, without tools; the text of `STUB` alone is cached."""
         if messages is STUB and generation_prompt:
             return self._stub_text
         return self.renderer(None)(messages, generation_prompt)
 
     def encode(self, text: str) -> bytes:
-        """int32 ids; special tokens are recognized, none are added."""
-        # A batch of one, since only batches can be had without the offsets: a quarter less work.
+        """Returns int32 ids; special tokens in the text are recognized, none are added."""
+        # A batch of one: only the batch call skips the offsets, which saves a quarter of the time.
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return int32_bytes(encoded.ids)
 
     def decode(self, ids: bytes | Sequence[int]) -> str:
-        """Text of ids, without special tokens other than the marks of the output format."""
+        """Returns the text of ids, without special tokens except the tags of the output format."""
         numbers = int32_array(ids) if isinstance(ids, bytes) else ids
         shown = [i for i in numbers if i not in self._hidden_ids]
         return cast(str, self._backend.decode(shown, skip_special_tokens=False))
 
     def reasoning_tokens(self, answer: Message, sampled_ids: bytes) -> int:
-        """How many of an answer's tokens are reasoning, the mark behind it included."""
+        """Returns the number of reasoning tokens of an answer, with the closing tag."""
         if not answer.reasoning or self.reasoning is None:
             return 0
         close = self._backend.encode(self.reasoning.close, add_special_tokens=False).ids
         if len(close) != 1:
-            # Text has no exact length in tokens when its end is spread over some of them.
+            # A closing tag of several tokens has no exact position; the text is encoded instead.
             return len(self.encode(answer.reasoning)) // TOKEN_BYTES
         numbers = list(int32_array(sampled_ids))
         return numbers.index(close[0]) + 1 if close[0] in numbers else len(numbers)
 
     def added_tokens_in(self, text: str) -> list[str | int]:
-        """The text in pieces: ids of tokens that were added to the tokenizer whole, as tags and
-        special tokens are, and the text between them."""
+        """Splits a text into ids of added tokens, such as tags and special tokens, and the text
+        between them."""
         encoded = self._backend.encode(text, add_special_tokens=False)
         pieces: list[str | int] = []
         end = 0
@@ -195,15 +194,15 @@ class ChatModel:
         return [piece for piece in (*pieces, text[end:]) if piece != ""]
 
     def piece(self, token_id: int) -> str:
-        """The text of one token by itself, special or not."""
+        """Returns the text of one token, special or not."""
         return cast(str, self._backend.decode([token_id], skip_special_tokens=False))
 
     def starts_inside(self, prompt_ids: bytes, *, opening: str = "") -> bool:
-        """Whether an answer to this prompt begins with reasoning that nothing marks as such.
+        """Returns True if an answer to this prompt begins with reasoning that no tag opens.
 
-        Not the same for all prompts of a model: some templates open the reasoning behind a
-        question, but not behind the result of a tool. `opening` is the end of the prompt that was
-        put into the model's mouth, which the parser is fed too.
+        This depends on the prompt: some templates open the reasoning after a question, but not
+        after a tool result. `opening` is the end of the prompt that begins the answer; the parser
+        gets it too.
         """
         if self.reasoning is None:
             return False
@@ -212,13 +211,13 @@ class ChatModel:
         return self.reasoning.opened_by(text.removesuffix(opening))
 
     def _hidden(self, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
-        """Special tokens are no text, except where a format writes with them."""
+        """Returns the special tokens that are no text: all except the tags of the formats."""
         marks = self.format.marks | (self.reasoning.marks if self.reasoning else frozenset())
         kept = {self._backend.token_to_id(mark) for mark in marks}
         return (frozenset(tokenizer.all_special_ids) | self.stop_ids) - kept
 
     def _takes_text_only(self) -> bool:
-        """Whether the template takes the arguments of a call as JSON text, and not as an object."""
+        """Returns True if the template needs call arguments as JSON text, not an object."""
         self._text_arguments = False
         if self._rendered(_CALLED, SAMPLE_TOOLS):
             return False
@@ -226,7 +225,7 @@ class ChatModel:
         return bool(self._rendered(_CALLED, SAMPLE_TOOLS))
 
     def _written_call(self) -> str:
-        """How the template writes a call; "" if it does not."""
+        """Returns a sample call as the template writes it; "" if it writes no calls."""
         before = self._rendered(_ASKED, SAMPLE_TOOLS, generation_prompt=True)
         after = self._rendered(_CALLED, SAMPLE_TOOLS)
         if not before or not after:
@@ -239,7 +238,7 @@ class ChatModel:
     def _rendered(
         self, messages: Sequence[Message], tools: Tools | None, *, generation_prompt: bool = False
     ) -> str:
-        """A sample rendered; "" if the template refuses it."""
+        """Renders sample messages; returns "" if the template refuses them."""
         try:
             return self.renderer(tools)(messages, generation_prompt)
         except TemplateRefused:
@@ -247,46 +246,46 @@ class ChatModel:
 
 
 class TextStream:
-    """Turns ids into text as they come, never splitting a character over two pieces."""
+    """Decodes a stream of ids; never splits a character over two pieces."""
 
     CONTEXT_TOKENS = 4
-    """Ids decoded again with the new ones, for tokenizers that space words by what precedes."""
+    """Ids decoded again with the new ones, because some tokenizers space words by context."""
     KEPT_TOKENS = 32
-    """Ids after which the context is cut down to that: until then its text is known."""
+    """Context length above which the context is cut to `CONTEXT_TOKENS`."""
     MAX_HELD_TOKENS = 3
-    """A character of UTF-8 has four bytes; what does not complete by then never will."""
+    """A UTF-8 character has at most four bytes, so a fourth token always completes it."""
 
     def __init__(self, model: ChatModel) -> None:
         self._model = model
         self._context: list[int] = []
         self._before = ""
-        """The text of the context."""
+        """Text of the context."""
         self._held: list[int] = []
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Text that is certain by now."""
+        """Returns the text that later ids cannot change."""
         ids = [*self._held, *ids]
         for held in range(min(self.MAX_HELD_TOKENS, len(ids)) + 1):
             text = self._text(ids[: len(ids) - held])
             if not text.endswith("\ufffd"):
-                return self._give(text, ids, held=held)
-        # No character is that long: the policy sampled nonsense, or U+FFFD itself.
-        return self._give(self._text(ids), ids, held=0)
+                return self._advance(text, ids, held=held)
+        # No character is that long: the ids are invalid UTF-8 or U+FFFD itself.
+        return self._advance(self._text(ids), ids, held=0)
 
     def finish(self) -> str:
-        """What was held back."""
-        return self._give(self._text(self._held), self._held, held=0) if self._held else ""
+        """Returns the text that was held back."""
+        return self._advance(self._text(self._held), self._held, held=0) if self._held else ""
 
     def _text(self, ids: Sequence[int]) -> str:
-        """What `ids` add to the text before them."""
+        """Returns the text that `ids` add to the context."""
         if not ids:
             return ""
         return self._model.decode([*self._context, *ids])[len(self._before) :]
 
-    def _give(self, text: str, ids: Sequence[int], *, held: int) -> str:
-        given = len(ids) - held
-        self._held = list(ids[given:])
-        self._context += ids[:given]
+    def _advance(self, text: str, ids: Sequence[int], *, held: int) -> str:
+        decoded = len(ids) - held
+        self._held = list(ids[decoded:])
+        self._context += ids[:decoded]
         self._before += text
         if len(self._context) > self.KEPT_TOKENS:
             self._context = self._context[-self.CONTEXT_TOKENS :]
@@ -295,8 +294,8 @@ class TextStream:
 
 
 def template_message(message: Message, *, text_arguments: bool = False) -> dict[str, Any]:
-    """A message as chat templates expect it: arguments as an object wherever they are one, or, for
-    the templates that want that, as text."""
+    """Returns a message in the form of chat templates: the arguments of calls as an object if
+    possible, or as text for templates that need text."""
     plain: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
         plain["reasoning_content"] = message.reasoning
@@ -323,7 +322,7 @@ def template_message(message: Message, *, text_arguments: bool = False) -> dict[
 
 def _object_or_text(arguments: str) -> Any:
     try:
-        # Stricter than json: no half surrogates, which no tokenizer can encode.
+        # msgspec also refuses half surrogates, which no tokenizer can encode.
         value = msgspec.json.decode(arguments or "{}")
     except (msgspec.MsgspecError, RecursionError):
         return arguments
@@ -343,4 +342,4 @@ def _read_json(path: Path) -> dict[str, Any]:
 _ASKED = (Message(role="user", content="."),)
 _CALLED = (*_ASKED, Message(role="assistant", tool_calls=(SAMPLE_CALL,)))
 _TAIL_TOKENS = 16
-"""Of a prompt, in which its template opens or closes the reasoning, or does not."""
+"""Tokens at the end of a prompt that show whether its template opened the reasoning."""

@@ -1,6 +1,6 @@
-"""Ids of texts that are encoded again and again: the first prompts of a group's rollouts.
+"""Cache of encoded texts: the rollouts of a group have the same first prompt.
 
-Pure memory: the same text has the same ids, whoever asks. From any thread.
+Thread-safe. Owns no tokenizer.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Callable
 from threading import Lock
 
 
-class EncodedTexts:
-    """Remembers the ids of the texts used last, up to a number of bytes."""
+class EncodingCache:
+    """LRU cache from text to ids, bounded by bytes."""
 
     def __init__(self, encode: Callable[[str], bytes], *, max_bytes: int) -> None:
         self._encode = encode
         self._max_bytes = max_bytes
         self._ids: OrderedDict[str, bytes] = OrderedDict()
-        """The longest unused first."""
+        """Least recently used first."""
         self._bytes = 0
         self._lock = Lock()
 
     def __call__(self, text: str) -> bytes:
-        """int32 ids of a text."""
+        """Returns the int32 ids of a text."""
         with self._lock:
             ids = self._ids.get(text)
             if ids is not None:
@@ -31,7 +31,7 @@ class EncodedTexts:
         ids = self._encode(text)
         size = _size(text, ids)
         if size > self._max_bytes:
-            return ids  # It would take the place of all others, and not stay either.
+            return ids  # It would evict all other entries and itself.
         with self._lock:
             if text not in self._ids:
                 self._ids[text] = ids
@@ -42,5 +42,5 @@ class EncodedTexts:
 
 
 def _size(text: str, ids: bytes) -> int:
-    # Four bytes per character are the most that text takes.
+    # Python uses at most four bytes per character.
     return 4 * len(text) + len(ids)

@@ -1,1 +1,1 @@
-"""One turn, from request to record. Imports every room but `http`."""
+"""One turn from request to record. Imports every room except `http`."""

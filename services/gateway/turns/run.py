@@ -1,9 +1,9 @@
-"""One turn from request to record.
+"""Runs one turn from request to record.
 
-Owns the order of things: the session gives the prompt, the router samples, the answer is read and
-streamed, the session records. Whatever happens in between (the agent leaves, the router dies, the
-session is closed), what was sampled and seen is recorded. Protocols are the edges' business: they
-make a `TurnRequest` and read deltas and the `Turn`.
+Owns the order of the steps: the session returns the prompt, a router samples, the answer is parsed
+and streamed, the session records it. Tokens that the agent has seen are recorded even if the agent
+leaves, the router dies or the session closes. Owns no protocol: the edges convert to `TurnRequest`
+and from deltas and `Turn`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from services.gateway.turns.answer_parser import AnswerParser, turn_parser
 from services.gateway.turns.types import Piece, Turn
 
 ASK_TIMEOUT_S = 60.0
-"""Of a session; it may have to be read back from the pool first."""
+"""Deadline of a request to a session actor, with a possible rebuild from the pool."""
 
 
 class Turns:
@@ -50,7 +50,9 @@ class Turns:
         self._sample_timeout_s = sample_timeout_s
         self._retry_for_s = retry_for_s
 
-    async def run(self, session: Session, request: TurnRequest) -> AsyncGenerator[Piece | Turn]:
+    async def run_turn(
+        self, session: Session, request: TurnRequest
+    ) -> AsyncGenerator[Piece | Turn]:
         """Yields pieces as they are sampled, if the request is streamed, then the turn.
 
         Closing the generator aborts the turn. Raises `ContextTooLong`, `SessionClosed`,
@@ -58,7 +60,7 @@ class Turns:
         """
         await check(request)
         opening = self._opening(request)
-        with self._sessions.call(session):
+        with self._sessions.count_call(session):
             call = SampleCall(
                 self._streams,
                 timeout_s=self._sample_timeout_s,
@@ -91,16 +93,16 @@ class Turns:
                     sampled = _sampled_answer(parser, request)
                     session.actor.tell(_end_call(call, request, prompt, sampled))
 
-    async def whole(self, session: Session, request: TurnRequest) -> Turn:
-        """The turn when it is finished; raises as `run` does."""
-        async with aclosing(self.run(session, request)) as events:
+    async def finish_turn(self, session: Session, request: TurnRequest) -> Turn:
+        """Returns the finished turn; raises the errors of `run_turn`."""
+        async with aclosing(self.run_turn(session, request)) as events:
             async for event in events:
                 if isinstance(event, Turn):
                     return event
         raise AssertionError("a run ends with its turn or with an error")
 
-    async def count(self, session: Session, request: TurnRequest) -> int:
-        """Tokens of the prompt that `request` would be sampled from; nothing is recorded."""
+    async def count_prompt_tokens(self, session: Session, request: TurnRequest) -> int:
+        """Counts the tokens of the prompt of `request`; records no turn."""
         count = CountChat(
             messages=request.messages, tools=request.tools, opening=self._opening(request)
         )
@@ -161,11 +163,11 @@ class Turns:
             return ""
         opening = self.model.format.opening(request.required_tool or None)
         reasoning = self.model.reasoning
-        # Where the template opens the reasoning, that has to end first.
+        # If the template opens the reasoning, the reasoning must end before the call.
         return reasoning.closing + opening if reasoning and self.model.opens_reasoning else opening
 
     async def _end(self, session: Session, end: EndCall) -> int:
-        # Shielded: an agent that leaves at this very moment must not take the turn with it.
+        # Shielded: an agent that leaves at this moment must not cancel the record.
         ending = asyncio.ensure_future(session.actor.ask(end, timeout_s=ASK_TIMEOUT_S))
         turn_index: int = await asyncio.shield(ending)
         return turn_index

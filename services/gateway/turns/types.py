@@ -1,4 +1,4 @@
-"""The result of one turn, whole and in pieces, independent of its protocol."""
+"""Protocol-independent result of one turn, complete and in pieces."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Turn:
     sampled: SampledAnswer
     prompt_tokens: int
     stop_text: str
-    """The stop string that ended it; "" if none did."""
+    """The stop string that ended the answer; "" if none."""
     tokens: Callable[[], common_pb2.SampledTokens]
-    """All that was sampled, in every column that was asked for."""
+    """Returns all sampled tokens, with every requested column."""
     token_logprobs: Callable[[], list[TokenLogprob]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What one response of the router added."""
+    """The part of an answer in one router response."""
 
     deltas: Sequence[Delta]
     tokens: common_pb2.SampledTokens
     prompt_tokens: int
     last: bool = False
-    """Whether the turn comes next."""
+    """True if the turn follows."""

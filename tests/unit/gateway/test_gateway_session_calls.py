@@ -56,19 +56,19 @@ def session() -> Session:
 
 
 def end_with(sessions: Sessions, session: Session, error: BaseException) -> None:
-    with pytest.raises(type(error)), sessions.call(session):
+    with pytest.raises(type(error)), sessions.count_call(session):
         raise error
 
 
 def test_calls_that_overlap_count_once(sessions: Sessions, session: Session, clock: Clock) -> None:
     """Sub-agents that wait together have waited no longer than one; pauses do not count."""
-    with sessions.call(session):
+    with sessions.count_call(session):
         clock.now_s = 2.0
-        with sessions.call(session):
+        with sessions.count_call(session):
             clock.now_s = 5.0
             assert sessions.model_s(session) == 5.0
     clock.now_s = 9.0
-    with sessions.call(session):
+    with sessions.count_call(session):
         clock.now_s = 10.0
     assert sessions.model_s(session) == 6.0
 
@@ -80,14 +80,14 @@ def test_call_that_the_cluster_failed_is_remembered(
     """Until another one is answered."""
     end_with(sessions, session, error)
     assert session.unanswered == str(error)
-    with sessions.call(session):
+    with sessions.count_call(session):
         pass
     assert session.unanswered == ""
 
 
 def test_call_that_is_not_admitted_is_remembered(sessions: Sessions, session: Session) -> None:
     """A gateway with too much to do has not answered either."""
-    with sessions.call(session), sessions.call(session):
+    with sessions.count_call(session), sessions.count_call(session):
         end_with(sessions, session, ResourceExhausted("2 calls are in flight"))
         assert "2 calls are in flight" in session.unanswered
 
@@ -105,7 +105,7 @@ def test_agent_that_leaves_early_is_not_unanswered(
     """But one that has waited for long and gives up is."""
     end_with(sessions, session, left)
     assert session.unanswered == ""
-    with pytest.raises(type(left)), sessions.call(session):
+    with pytest.raises(type(left)), sessions.count_call(session):
         clock.now_s = LONG_CALL_S
         raise left
     assert session.unanswered == "the agent left a call that took over 30 s"

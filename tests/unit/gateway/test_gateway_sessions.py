@@ -105,7 +105,7 @@ async def make(shard: Shard) -> AsyncIterator[Make]:
             fetch=shard.fetch,
             stored=shard.stored,
             writer=writer,
-            grown=grown,
+            set_size=grown,
             clock=lambda: 0.0,
         )
 
@@ -159,13 +159,13 @@ def ending(prompt: Any) -> EndCall:
 
 
 async def one_turn(sessions: Sessions, number: int) -> None:
-    async with sessions.use(claims(number)) as session:
+    async with sessions.use_session(claims(number)) as session:
         await session.actor.ask(ending(await begin(session)), timeout_s=TIMEOUT_S)
-        await sessions.flush(session)
+        await sessions.flush_turns(session)
 
 
 async def turns_of(sessions: Sessions, number: int) -> int:
-    async with sessions.use(claims(number)) as session:
+    async with sessions.use_session(claims(number)) as session:
         return int((await session.actor.ask(Describe(), timeout_s=TIMEOUT_S)).turns)
 
 
@@ -187,8 +187,8 @@ async def test_session_in_use_is_never_dropped(make: Make) -> None:
     """With all room taken by sessions in use a new one is refused, and room is made by their
     end."""
     sessions = make(sessions=2)
-    async with sessions.use(claims(0)):
-        async with sessions.use(claims(1)):
+    async with sessions.use_session(claims(0)):
+        async with sessions.use_session(claims(1)):
             with pytest.raises(ResourceExhausted):
                 await one_turn(sessions, 2)
         await one_turn(sessions, 2)
@@ -198,14 +198,14 @@ async def test_session_waits_in_memory_for_the_disk(make: Make, shard: Shard) ->
     """A turn that is not durable keeps its session, though nobody uses it."""
     sessions = make(sessions=1)
     shard.open.clear()
-    async with sessions.use(claims(0)) as session:
+    async with sessions.use_session(claims(0)) as session:
         # Told, as at the end of an aborted call: nobody waits for it to be recorded.
         session.actor.tell(ending(await begin(session)))
     with pytest.raises(ResourceExhausted):
         await turns_of(sessions, 1)
     shard.open.set()
-    async with sessions.use(claims(0)) as session:
-        await sessions.flush(session)
+    async with sessions.use_session(claims(0)) as session:
+        await sessions.flush_turns(session)
     assert await turns_of(sessions, 1) == 0
     assert await turns_of(sessions, 0) == 1
 
@@ -213,8 +213,8 @@ async def test_session_waits_in_memory_for_the_disk(make: Make, shard: Shard) ->
 async def test_drained_is_what_ends_while_draining(make: Make, shard: Shard) -> None:
     """The turn of a call that was aborted last is durable, though nobody waited for its record."""
     sessions = make()
-    async with sessions.use(claims(0)) as session:
-        with sessions.call(session):
+    async with sessions.use_session(claims(0)) as session:
+        with sessions.count_call(session):
             prompt = await begin(session)
             draining = asyncio.create_task(sessions.drain())
             await asyncio.sleep(0)
@@ -227,7 +227,7 @@ async def test_drained_is_what_a_dead_session_left(make: Make, shard: Shard) -> 
     """Its actor was given up; its turns are the writer's."""
     sessions = make()
     shard.open.clear()
-    async with sessions.use(claims(0)) as session:
+    async with sessions.use_session(claims(0)) as session:
         await session.actor.ask(ending(await begin(session)), timeout_s=TIMEOUT_S)
     await session.actor.stop()
     draining = asyncio.create_task(sessions.drain())
@@ -243,7 +243,7 @@ async def test_drained_are_all_that_can_be(make: Make, shard: Shard) -> None:
     shard.refuses = "t0:0:0"
     shard.open.clear()
     for number in range(3):
-        async with sessions.use(claims(number)) as session:
+        async with sessions.use_session(claims(number)) as session:
             await session.actor.ask(ending(await begin(session)), timeout_s=TIMEOUT_S)
     draining = asyncio.create_task(sessions.drain())
     shard.open.set()
@@ -263,13 +263,13 @@ async def test_a_bug_in_reading_again_is_not_the_last_word(
     nothing of its trajectory could become durable."""
     monkeypatch.setattr(gateway_sessions, "REREAD_RETRY_S", 0.0)
     sessions = make()
-    async with sessions.use(claims(0)) as session:
+    async with sessions.use_session(claims(0)) as session:
         prompt = await begin(session)
         taken = common_pb2.Turn(trajectory_id="t0:0:0", parent_turn=-1, prompt_ids=int32_bytes([9]))
         shard.turns["t0:0:0"] = [taken]
         shard.bugs = [KeyError("a bug"), Unavailable("away")]
         await session.actor.ask(ending(prompt), timeout_s=TIMEOUT_S)
-        await sessions.flush(session)
+        await sessions.flush_turns(session)
     assert [turn.turn_index for turn in shard.turns["t0:0:0"]] == [0, 1]
 
 
@@ -279,12 +279,12 @@ async def test_a_session_with_a_refused_turn_cannot_be_sealed_later(
     """Nor after it has left memory: the pool would seal what it has, without the turn."""
     sessions = make(sessions=1)
     shard.refuses = "t0:0:0"
-    async with sessions.use(claims(0)) as session:
+    async with sessions.use_session(claims(0)) as session:
         await session.actor.ask(ending(await begin(session)), timeout_s=TIMEOUT_S)
         with pytest.raises(FailedPrecondition):
-            await sessions.flush(session)
+            await sessions.flush_turns(session)
     assert await turns_of(sessions, 1) == 0
-    async with sessions.use(claims(0)) as again:
+    async with sessions.use_session(claims(0)) as again:
         assert again is not session
         with pytest.raises(FailedPrecondition, match="refused turn 0"):
-            await sessions.flush(again)
+            await sessions.flush_turns(again)

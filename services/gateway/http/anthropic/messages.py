@@ -66,7 +66,7 @@ class AnthropicMessages:
             arrived_s=arrived_s,
             arrived_unix_s=arrived_unix_s,
         )
-        async with edge.sessions.use(claims) as session:
+        async with edge.sessions.use_session(claims) as session:
             answer = MessagesAnswer(
                 turns=edge.turns, session=session, request=turn, shown=schema.shown_of(asked)
             )
@@ -83,8 +83,10 @@ class AnthropicMessages:
         claims = edge.claims(request)
         asked = decode(await request.read(), schema.CountTokensRequest)
         turn = self._turn(asked, sampling=common_pb2.SamplingParams())
-        async with edge.sessions.use(claims) as session:
-            return json_response({"input_tokens": await edge.turns.count(session, turn)})
+        async with edge.sessions.use_session(claims) as session:
+            return json_response(
+                {"input_tokens": await edge.turns.count_prompt_tokens(session, turn)}
+            )
 
     def _turn(
         self,
@@ -129,7 +131,7 @@ class MessagesAnswer:
 
     async def whole(self) -> dict[str, Any]:
         """The message object."""
-        turn = await self.turns.whole(self.session, self.request)
+        turn = await self.turns.finish_turn(self.session, self.request)
         return self._message(
             content=content_of(turn, self.shown),
             **ending(turn, self._context_tokens),
@@ -140,7 +142,7 @@ class MessagesAnswer:
         """The same as server-sent events."""
         blocks = Blocks(self.shown)
         sent_s: float | None = None
-        async with aclosing(self.turns.run(self.session, self.request)) as run:
+        async with aclosing(self.turns.run_turn(self.session, self.request)) as run:
             async for event in run:
                 if isinstance(event, Turn):
                     for last in (*blocks.finish(), *self._end(event)):

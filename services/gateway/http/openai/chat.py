@@ -63,7 +63,7 @@ class ChatCompletions:
             arrived_unix_s=arrived_unix_s,
         )
         choices = chat_schema.choices_of(asked)
-        async with edge.sessions.use(claims) as session:
+        async with edge.sessions.use_session(claims) as session:
             completion = Completion(
                 turns=edge.turns,
                 session=session,
@@ -95,7 +95,7 @@ class Completion:
         """The completion object."""
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self.turns.whole(self.session, self.request))
+                group.create_task(self.turns.finish_turn(self.session, self.request))
                 for _ in range(self.choices)
             ]
         turns = [task.result() for task in tasks]
@@ -155,7 +155,7 @@ class _StreamedChoice:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """What came at once is one event; what ends an only choice ends the completion with it."""
-        run = self._completion.turns.run(self._completion.session, self._completion.request)
+        run = self._completion.turns.run_turn(self._completion.session, self._completion.request)
         said = [self._chunk({"role": "assistant", "content": ""})]
         async with aclosing(run) as pieces:
             async for piece in pieces:

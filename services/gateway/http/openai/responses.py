@@ -22,7 +22,7 @@ from forge.core.token_columns import TOKEN_BYTES
 from forge.v1 import common_pb2
 from services.gateway.actors.session import Forget, Recall
 from services.gateway.conversation.handles import Handle, Recalled, deletion
-from services.gateway.conversation.prefix_match import Following
+from services.gateway.conversation.prefix_match import NamedPrefix
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import UnknownPreviousResponse, UnknownResponse
 from services.gateway.http import request_body
@@ -70,7 +70,7 @@ class Responses:
         )
         grammar = await responses_schema.answer_grammar_of(asked)
         turn.sampling.MergeFrom(common_pb2.SamplingParams(grammar=grammar))
-        async with edge.sessions.use(claims) as session:
+        async with edge.sessions.use_session(claims) as session:
             answering = Answering(
                 turns=edge.turns,
                 session=session,
@@ -91,7 +91,7 @@ class Responses:
         if request.query.get("stream") == "true":
             raise InvalidArgument("stream is not supported: a response that is kept is complete")
         response_id = request.match_info["response"]
-        async with self._edge.sessions.use(self._edge.claims(request)) as session:
+        async with self._edge.sessions.use_session(self._edge.claims(request)) as session:
             recalled = await _recall(session, response_key(response_id))
             if recalled is None:
                 raise UnknownResponse(f"Response with id {response_id[:100]!r} not found.")
@@ -101,7 +101,7 @@ class Responses:
         response_id = request.match_info["response"]
         name = response_key(response_id)
         claims = self._edge.claims(request)
-        async with self._edge.sessions.use(claims) as session:
+        async with self._edge.sessions.use_session(claims) as session:
             if await _recall(session, name) is None:
                 raise UnknownResponse(f"Response with id {response_id[:100]!r} not found.")
             await self._edge.pool.annotate(claims, [deletion(name)])
@@ -121,7 +121,7 @@ class Answering:
 
     async def whole(self) -> dict[str, Any]:
         """The response object."""
-        turn = await self.turns.whole(self.session, self.request)
+        turn = await self.turns.finish_turn(self.session, self.request)
         status, details = ending(turn.sampled.finish_reason)
         output = with_logprobs(output_of(self.head, turn.message, status), self._logprobs(turn))
         return self.head.response(status, output, usage=self._usage(turn), **details)
@@ -130,7 +130,7 @@ class Answering:
         """The same as server-sent events. The first comes with the first token: until then an
         error still has its status."""
         begun = False
-        async with aclosing(self.turns.run(self.session, self.request)) as pieces:
+        async with aclosing(self.turns.run_turn(self.session, self.request)) as pieces:
             async for piece in pieces:
                 if not begun:
                     begun = True
@@ -220,9 +220,9 @@ async def _history(
                 f"Previous response with id {asked.previous_response_id[:100]!r} not found."
             )
         if _instructions(recalled) == (asked.instructions or None):
-            return Following(recalled.node, said)
+            return NamedPrefix(recalled.node, said)
         # They hold for the response they came with, and are given anew with each.
-        before = recalled.node.messages()[int(recalled.held.facts["instructed"]) :]
+        before = recalled.node.messages()[int(recalled.turn.facts["instructed"]) :]
     instructions = (
         [Message(role="system", content=asked.instructions)] if asked.instructions else []
     )
@@ -260,13 +260,13 @@ async def _recall(session: Session, key: str) -> Recalled | None:
 
 def _instructions(recalled: Recalled) -> str | None:
     """Those that a response was made with."""
-    instructed = recalled.held.facts["instructed"]
+    instructed = recalled.turn.facts["instructed"]
     return recalled.node.messages()[0].content if instructed else None
 
 
 def _kept(recalled: Recalled, key: str, model: ChatModel) -> dict[str, Any]:
     """The response object of a turn in the past."""
-    held, answer = recalled.held, recalled.node.messages()[-1]
+    held, answer = recalled.turn, recalled.node.messages()[-1]
     head = Head(
         key=key,
         created_at=held.facts["created_at"],

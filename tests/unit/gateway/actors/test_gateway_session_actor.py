@@ -97,7 +97,7 @@ class World:
             fetch=self.fetch,
             stored=self.count,
             writer=self,
-            grown=self.grown,
+            set_size=self.grown,
             clock=lambda: self.now_s,
         )
 

@@ -336,15 +336,15 @@ async def test_full_backlog_refuses_calls_but_takes_turns(
     writer: ActorRef, shard: FakeShard, backlog: Backlog
 ) -> None:
     """Admission ends when too much waits; what was sampled meanwhile is taken all the same."""
-    backlog.admit()
+    backlog.check_space()
     for number in range(2):
         writer.tell(turn(0, f"t:{number}:0", size_bytes=600))
     stream = await shard.next_stream()
     sequences = [(await stream.turn())[0] for _ in range(2)]
     with pytest.raises(ResourceExhausted):
-        backlog.admit()
+        backlog.check_space()
     for number, sequence in enumerate(sequences):
         stream.answer(sequence)
         await asyncio.wait_for(await flush(writer, f"t:{number}:0"), WAIT_S)
-    backlog.admit()
+    backlog.check_space()
     assert backlog.bytes == 0

@@ -122,8 +122,8 @@ def test_handles_follow_their_turns() -> None:
     assert turn.turn_index == 1
     recalled = conversation.recall("b-0")
     assert recalled is not None
-    assert recalled.held.turn_index == 1
-    assert recalled.held.facts == {"by": "b"}
+    assert recalled.turn.turn_index == 1
+    assert recalled.turn.facts == {"by": "b"}
 
 
 def test_a_turn_with_a_new_number_has_no_time() -> None:

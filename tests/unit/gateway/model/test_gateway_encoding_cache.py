@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.model.encoding_cache import EncodedTexts
+from services.gateway.model.encoding_cache import EncodingCache
 
 
 def test_a_text_is_encoded_once_while_it_is_remembered() -> None:
@@ -13,7 +13,7 @@ def test_a_text_is_encoded_once_while_it_is_remembered() -> None:
         asked.append(text)
         return text.encode() * 4
 
-    encoded = EncodedTexts(encode, max_bytes=2 * 8 * 10)
+    encoded = EncodingCache(encode, max_bytes=2 * 8 * 10)
     for text in ("a" * 10, "b" * 10, "a" * 10, "c" * 10, "a" * 10, "b" * 10):
         assert encoded(text) == text.encode() * 4
     assert [text[0] for text in asked] == ["a", "b", "c", "b"]
@@ -27,7 +27,7 @@ def test_a_text_beyond_the_bound_takes_nobodys_place() -> None:
         asked.append(text)
         return b""
 
-    texts = EncodedTexts(encode, max_bytes=100)
+    texts = EncodingCache(encode, max_bytes=100)
     for text in ("small", "x" * 26, "small", "x" * 26):
         texts(text)
     assert asked == ["small", "x" * 26, "x" * 26]

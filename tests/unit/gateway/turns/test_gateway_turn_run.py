@@ -79,7 +79,7 @@ async def test_a_call_that_a_close_ended_leaves_what_was_sampled(said: int) -> N
     session = Session()
     turns = Turns(
         make_model("chatml"),
-        cast(Any, SimpleNamespace(call=lambda _: nullcontext())),
+        cast(Any, SimpleNamespace(count_call=lambda _: nullcontext())),
         cast(Any, Stream(session, said)),
         sample_timeout_s=30.0,
         retry_for_s=30.0,
@@ -92,7 +92,7 @@ async def test_a_call_that_a_close_ended_leaves_what_was_sampled(said: int) -> N
         arrived_unix_s=0.0,
     )
     with pytest.raises(SessionClosed):
-        async for _ in turns.run(cast(Any, session), request):
+        async for _ in turns.run_turn(cast(Any, session), request):
             pass
     (end,) = session.ended
     if not said:
@@ -128,7 +128,7 @@ async def test_a_stopped_answer_cancels_its_sampling() -> None:
     model = make_model("chatml")
     turns = Turns(
         model,
-        cast(Any, SimpleNamespace(call=lambda _: nullcontext())),
+        cast(Any, SimpleNamespace(count_call=lambda _: nullcontext())),
         cast(Any, stream),
         sample_timeout_s=30.0,
         retry_for_s=30.0,
@@ -141,7 +141,7 @@ async def test_a_stopped_answer_cancels_its_sampling() -> None:
         arrived_s=0.0,
         arrived_unix_s=0.0,
     )
-    turn = [event async for event in turns.run(cast(Any, session), request)][-1]
+    turn = [event async for event in turns.run_turn(cast(Any, session), request)][-1]
     assert isinstance(turn, Turn)
     assert turn.sampled.ids == int32_bytes([5, 5])
     assert turn.sampled.finish_reason == common_pb2.FINISH_REASON_STOP
@@ -186,7 +186,7 @@ async def test_a_call_ends_with_the_settings_it_was_sampled_with(
     session = Session()
     turns = Turns(
         make_model("chatml"),
-        cast(Any, SimpleNamespace(call=lambda _: nullcontext())),
+        cast(Any, SimpleNamespace(count_call=lambda _: nullcontext())),
         cast(Any, Stream(session, 3)),
         sample_timeout_s=30.0,
         retry_for_s=30.0,
@@ -199,7 +199,7 @@ async def test_a_call_ends_with_the_settings_it_was_sampled_with(
         arrived_unix_s=0.0,
     )
     with pytest.raises(SessionClosed):
-        async for _ in turns.run(cast(Any, session), request):
+        async for _ in turns.run_turn(cast(Any, session), request):
             pass
     (end,) = session.ended
     assert (end.temperature, end.top_p, end.top_k) == recorded

@@ -15,7 +15,7 @@ from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
 from services.gateway.conversation.conversation import Conversation, Prompt, SampledAnswer
 from services.gateway.conversation.handles import Handle, Recalled
-from services.gateway.conversation.prefix_match import Following
+from services.gateway.conversation.prefix_match import NamedPrefix
 from tests.support.chat_templates import make_model
 
 MODEL = make_model("chatml")
@@ -66,8 +66,8 @@ def test_a_named_turn_is_recalled_as_it_was() -> None:
         recalled = place.recall("a")
         assert [message.content for message in recalled.node.messages()] == ["hi", "yes"]
         assert recalled.tools == TOOLS
-        assert (recalled.held.facts, recalled.held.cached_tokens) == ({"of": "a"}, 2)
-        assert recalled.held.finish_reason == common_pb2.FINISH_REASON_STOP
+        assert (recalled.turn.facts, recalled.turn.cached_tokens) == ({"of": "a"}, 2)
+        assert recalled.turn.finish_reason == common_pb2.FINISH_REASON_STOP
         assert recalled.sampled_ids == world.turns[0].sampled.ids
         assert recalled.prompt_tokens == len(world.turns[0].prompt_ids) // 4
 
@@ -94,7 +94,7 @@ def test_a_recalled_answer_is_told_from_another_that_said_the_same() -> None:
             assert draft.ids.endswith(world.turns[turn].sampled.ids)
 
 
-class Unread(Following):
+class Unread(NamedPrefix):
     """Whoever looks at what was there before fails."""
 
     def __getitem__(self, at: Any) -> Any:
@@ -135,7 +135,7 @@ def test_a_named_turn_and_its_messages_make_the_same_prompt(family: str) -> None
     World(conversation=conversation).turn([HI], ["<think>hm</think>", "yes"], "a")
     recalled = conversation.recall("a")
     assert recalled is not None
-    following = Following(recalled.node, [HI])
+    following = NamedPrefix(recalled.node, [HI])
     assert len(following) == 3
     assert following[:] == [*recalled.node.messages(), HI]
     named, whole = (conversation.draft(each, TOOLS) for each in (following, following[:]))
@@ -146,7 +146,7 @@ def test_a_session_that_was_read_back_in_between_knows_the_turn() -> None:
     """The name led to the tree of before: in the new one the turn is found by what was said."""
     world = World()
     world.turn([HI], ["yes"], "a")
-    before = Following(world.recall("a").node, [HI])
+    before = NamedPrefix(world.recall("a").node, [HI])
     draft = world.read_back().conversation.draft(before, TOOLS)
     assert draft.how == "continued"
     assert draft.ids.endswith(world.turns[0].sampled.ids)
