@@ -73,18 +73,18 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Chat(self, request, context):
-        """One turn over messages. Text streams as it is sampled; the last response carries the whole
-        answer. Not idempotent: each call samples. Cancel to abort within one decode step.
+        """Runs one turn over messages. Text is streamed while it is sampled; the last response has the
+        complete answer. Not idempotent: each call samples. A cancel aborts within one decode step.
         INVALID_ARGUMENT with the numbers when the context is too long for the model.
-        RESOURCE_EXHAUSTED when too many calls are in flight: retry as told.
-        FAILED_PRECONDITION once the session is closed.
+        RESOURCE_EXHAUSTED when too many calls are in flight: retry after the given delay.
+        FAILED_PRECONDITION if the session is closed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """One turn over token ids, for agents that render for themselves. Ids in, ids out.
+        """Runs one turn over token ids, for agents that render prompts themselves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

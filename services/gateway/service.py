@@ -1,6 +1,6 @@
-"""GatewayService over gRPC: decode, run, encode.
+"""GatewayService over gRPC: decodes requests, runs turns, encodes responses.
 
-Owns no state. The session token has been verified before a handler runs; it names the session.
+Owns no state. The server verifies the session token before a handler runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FULL_NAME = "forge.v1.GatewayService"
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
-    """gateway.proto says what each call promises."""
+    """Implements gateway.proto, which has the contract of each RPC."""
 
     def __init__(self, turns: Turns, sessions: Sessions, pool: Pool) -> None:
         self._turns = turns
@@ -64,7 +64,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> AsyncIterator[gateway_pb2.ChatResponse]:
         if request.sampling.top_logprobs:
             raise InvalidArgument(
-                "sampling.top_logprobs: Chat gives text; Generate gives log-probs"
+                "sampling.top_logprobs: Chat returns text; Generate returns log-probs"
             )
         turn_request = TurnRequest(
             messages=ChatHistory(request.messages),
@@ -175,7 +175,7 @@ def _last_chat_response(turn: Turn, *, streamed: bool) -> gateway_pb2.ChatRespon
 def _last_generate_responses(
     turn: Turn, *, streamed: bool
 ) -> Iterator[gateway_pb2.GenerateResponse]:
-    """The end, and with it all tokens, unless they were streamed; one, if a message holds them."""
+    """Yields the end, with all tokens unless they were streamed; large ones in several messages."""
     parts = [] if streamed else list(split(turn.tokens()))
     for tokens in parts[:-1]:
         yield gateway_pb2.GenerateResponse(tokens=tokens)
@@ -192,11 +192,11 @@ def _tools(tools_json: str) -> Tools:
     try:
         return tools_of(msgspec.json.decode(tools_json, type=list[dict[str, Any]]))
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidArgument(f"tools_json is no array of tool definitions: {error}") from None
+        raise InvalidArgument(f"tools_json is not an array of tool definitions: {error}") from None
 
 
 def _sampling(sampling: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
-    """What was asked for, checked; `max_tokens` 0 takes what the context leaves."""
+    """Checks the parameters; `max_tokens` 0 means the rest of the context."""
     if sampling.HasField("temperature") and not 0 <= sampling.temperature <= 100:
         raise InvalidArgument(f"temperature {sampling.temperature} must be from 0 to 100")
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:

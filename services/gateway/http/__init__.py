@@ -1,1 +1,1 @@
-"""The HTTP surface: OpenAI's and Anthropic's protocols, in the process's own event loop."""
+"""HTTP endpoints: OpenAI's and Anthropic's protocols, in the event loop of the process."""

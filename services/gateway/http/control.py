@@ -1,4 +1,4 @@
-"""Forge's own endpoint: an agent that ends its rollout itself."""
+"""`POST /v1/forge/close`: an agent ends its rollout."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ def rewards_of(request: CloseRequest) -> list[common_pb2.RewardEvent]:
 
 
 class Control:
+    """The endpoint of Forge."""
+
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
 

@@ -1,7 +1,6 @@
-"""What every protocol needs of the gateway: whose session it is, which model, how to answer.
+"""The parts that all HTTP protocols share: credentials, model names, JSON and event responses.
 
-Owns credentials and model names, and the streaming of events. Owns no protocol: each is a class of
-its own with `add_routes`, made of an `Edge`.
+Owns no protocol: each is a class with `add_routes` that gets an `Edge`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
 from forge.runtime.security import Claims, Security
 from forge.runtime.telemetry import bind_context
 from services.gateway.errors import UnknownModel
-from services.gateway.http.errors import told
+from services.gateway.http.errors import public_error
 from services.gateway.pool_client import Pool
 from services.gateway.sessions import Sessions
 from services.gateway.turns.run import Turns
@@ -27,40 +26,39 @@ SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Contro
 
 
 class Ending(bytes):
-    """The last events of a stream: they go out in one piece with its end."""
+    """The last events of a stream, sent in one write with its end."""
 
 
 class Endpoints(Protocol):
-    """One protocol's share of the HTTP surface."""
+    """The HTTP endpoints of one protocol."""
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        """Adds its routes below `prefix`: "" or "/s/{token}"."""
+        """Adds the routes below `prefix`: "" or "/s/{token}"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """The gateway as protocols see it."""
+    """The gateway for the protocol classes."""
 
     turns: Turns
     sessions: Sessions
     pool: Pool
     security: Security
     model_names: frozenset[str]
-    """Names that the model answers to; "*" is any."""
+    """Names of the model that requests may use; "*": any name."""
 
     def claims(self, request: web.Request) -> Claims:
-        """Whose session this is. Raises `Unauthenticated` or `PermissionDenied`."""
+        """Returns the verified claims of the session token. Raises `Unauthenticated` or
+        `PermissionDenied`."""
         token = request.match_info.get("token") or _bearer(request.headers)
         claims = self.security.verify(token)
         if not claims.allows("session"):
-            raise PermissionDenied(
-                f"the token of {claims.subject} is not a session's, and only sessions sample"
-            )
+            raise PermissionDenied(f"the token of {claims.subject} is not a session token")
         bind_context(trajectory_id=claims.trajectory_id)
         return claims
 
     def check_model(self, name: str) -> None:
-        """Raises `UnknownModel` for another than the one served here."""
+        """Raises `UnknownModel` for a name of another model."""
         if name not in self.model_names and "*" not in self.model_names:
             raise UnknownModel(
                 f"model {name[:100]!r} is not served here; {self.turns.model.name!r} is"
@@ -79,7 +77,7 @@ def json_response(
 
 
 def sse(data: Any, *, event: str = "") -> bytes:
-    """One server-sent event, named where the protocol names them."""
+    """Returns one server-sent event, with a name if the protocol uses names."""
     name = f"event: {event}\n".encode() if event else b""
     return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
@@ -90,10 +88,10 @@ async def stream_events(
     *,
     error_event: Callable[[ForgeError], bytes],
 ) -> web.StreamResponse:
-    """Sends server-sent events, to the end; what is given at once goes out at once.
+    """Sends server-sent events, one write per item of `events`.
 
-    The answer begins with the first of them: an error before it is raised, and has its status; one
-    behind it is sent as an event.
+    The response begins with the first event. An earlier error is raised and gets its status; a
+    later one is sent as an event.
     """
     response = web.StreamResponse(headers=SSE_HEADERS)
     async with aclosing(events):
@@ -106,10 +104,10 @@ async def stream_events(
                 else:
                     await response.write(event)
         except Exception as error:
-            # Nothing can be told, or nobody is there to be told.
+            # The response has not begun, or the client is gone.
             if not response.prepared or isinstance(error, ConnectionError):
                 raise
-            await response.write(error_event(told(error)))
+            await response.write(error_event(public_error(error)))
     return response
 
 
@@ -119,5 +117,5 @@ def _bearer(headers: Mapping[str, str]) -> str:
         return token.strip()
     key = headers.get("x-api-key", "")
     if not key:
-        raise Unauthenticated("no session token: give it as the API key")
+        raise Unauthenticated("no session token: send it as the API key")
     return key

@@ -1,6 +1,6 @@
-"""Errors as the clients of each protocol know them.
+"""Error responses in OpenAI's and Anthropic's formats.
 
-Owns the two shapes, OpenAI's and Anthropic's, who is answered with which, and what is told of bugs.
+Owns both formats, the choice between them, and the public text of internal errors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ANTHROPIC_TYPES = {
     409: "conflict_error",
     413: "request_too_large",
     429: "rate_limit_error",
-    # Its own API says 529. Clients repeat both, and 503 is what proxies between them know.
+    # Anthropic's API uses 529. Clients retry both, and proxies know only 503.
     503: "overloaded_error",
     504: "timeout_error",
 }
@@ -52,12 +52,12 @@ _CODES: dict[type[ForgeError], str] = {
 
 
 REQUEST_ID = web.RequestKey("request_id", str)
-"""By which Anthropic's clients name a request in what they log and raise."""
+"""Id that Anthropic's clients put into their logs and errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a request has no answer, before it is put in the words of a protocol."""
+    """A failed request, independent of the protocol."""
 
     status: int
     message: str
@@ -74,9 +74,9 @@ class Failure:
         )
 
 
-def told(error: Exception) -> ForgeError:
-    """What an agent may know of `error`: of a bug that there is one; its cause is logged. Of
-    several choices that failed together, the first one's error speaks."""
+def public_error(error: Exception) -> ForgeError:
+    """Returns the error for the agent. A bug is logged and becomes a general error; of several
+    failed choices, the first error counts."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, ForgeError):
@@ -98,13 +98,12 @@ def anthropic_error(failure: Failure, request_id: str) -> dict[str, Any]:
 
 
 def speaks_anthropic(request: web.Request) -> bool:
-    """Anthropic's clients name a version of its protocol with every request; who writes requests
-    by hand may not, and is known by the path."""
+    """Returns True for requests with Anthropic's version header or path."""
     return "anthropic-version" in request.headers or "/v1/messages" in request.path
 
 
 def _headers(error: ForgeError) -> dict[str, str]:
-    """When to come back, and whether: clients retry by status, and some statuses mislead them."""
+    """Returns the retry headers, because some statuses alone make clients decide wrongly."""
     headers = {"x-should-retry": "true" if error.retryable else "false"}
     if error.retryable:
         after_s = 1.0 if error.retry_after_s is None else error.retry_after_s

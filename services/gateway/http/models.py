@@ -1,4 +1,4 @@
-"""The list of models, which has one: OpenAI's objects, and Anthropic's for its clients."""
+"""`GET /v1/models` with the one served model, in OpenAI's or Anthropic's format."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from services.gateway.http.errors import speaks_anthropic
 
 
 class Models:
+    """The endpoints for models."""
+
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
         self._started_unix_s = int(time.time())
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         router.add_get(f"{prefix}/v1/models", self._list)
-        router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._one)
+        router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
 
     async def _list(self, request: web.Request) -> web.Response:
         claims = self._edge.claims(request)
@@ -30,11 +32,11 @@ class Models:
             return json_response({"data": [model]} | page)
         return json_response({"object": "list", "data": [self._openai(claims)]})
 
-    async def _one(self, request: web.Request) -> web.Response:
+    async def _model(self, request: web.Request) -> web.Response:
         claims = self._edge.claims(request)
         self._edge.check_model(request.match_info["model"])
-        shown = self._anthropic if speaks_anthropic(request) else self._openai
-        return json_response(shown(claims))
+        describe = self._anthropic if speaks_anthropic(request) else self._openai
+        return json_response(describe(claims))
 
     def _openai(self, claims: Claims) -> dict[str, Any]:
         model = self._edge.turns.model

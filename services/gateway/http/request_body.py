@@ -1,6 +1,7 @@
-"""What the request bodies of all protocols have in common: JSON, sampling, stop strings, limits.
+"""Decoding and checks for the request bodies of all protocols.
 
-Owns no protocol: `anthropic` and `openai` have the fields, and `control` has those of a close.
+Owns JSON decoding and the limits of sampling parameters and stop strings. Owns no fields: they are
+in `anthropic`, `openai` and `control`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Request = TypeVar("Request")
 
 
 def decode(body: bytes, kind: type[Request]) -> Request:
-    """A request body as `kind`; raises `InvalidArgument` saying where it is wrong."""
+    """Decodes a request body; raises `InvalidArgument` with the place of the error."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -28,16 +29,17 @@ def decode(body: bytes, kind: type[Request]) -> Request:
 
 
 def tool_to_call(wanted: str, tools: Tools, output: OutputFormat) -> str:
-    """The tool that an answer must call, "" for any of several; `wanted` is its name or "".
+    """Returns the tool that the answer must call, "" for any of several tools.
 
-    Raises `InvalidArgument` if it cannot be had.
+    `wanted`: the requested name, or "" for any tool. Raises `InvalidArgument` if no call
+    is possible.
     """
     names = [tool["function"]["name"] for tool in tools]
     if not names:
-        raise InvalidArgument("tool_choice asks for a call, but there are no tools")
+        raise InvalidArgument("tool_choice requires a call, but the request has no tools")
     if not output.takes_tools:
         raise InvalidArgument(
-            f"tool_choice cannot be had: the model's output format ({output.name}) knows no tools"
+            f"tool_choice is not supported: the model's format ({output.name}) has no tool calls"
         )
     if not wanted:
         return names[0] if len(names) == 1 else ""
@@ -46,9 +48,9 @@ def tool_to_call(wanted: str, tools: Tools, output: OutputFormat) -> str:
     return wanted
 
 
-def top_logprobs_of(asked: int | None) -> int:
-    """How many of the likeliest tokens; raises `InvalidArgument` for more than there may be."""
-    return int(within("top_logprobs", asked or 0, 0, MAX_TOP_LOGPROBS))
+def top_logprobs_of(requested: int | None) -> int:
+    """Returns the number of likeliest tokens; raises `InvalidArgument` above the limit."""
+    return int(within("top_logprobs", requested or 0, 0, MAX_TOP_LOGPROBS))
 
 
 def sampling_params(
@@ -59,7 +61,7 @@ def sampling_params(
     top_k: int | None = None,
     max_tokens_name: str = "max_tokens",
 ) -> common_pb2.SamplingParams:
-    """What all protocols let an agent say; raises `InvalidArgument` for what is out of range."""
+    """Returns the sampling parameters of all protocols; raises `InvalidArgument` out of range."""
     if max_tokens is not None:
         within(max_tokens_name, max_tokens, 1, 2**31 - 1)
     sampling = common_pb2.SamplingParams(max_tokens=max_tokens or 0)
@@ -68,7 +70,7 @@ def sampling_params(
     if top_p is not None:
         sampling.top_p = within("top_p", top_p, 1e-6, 1)
     if top_k is not None:
-        # -1 is how some clients say "all".
+        # Some clients send -1 for "all".
         sampling.top_k = int(max(0, within("top_k", top_k, -1, 2**31 - 1)))
     return sampling
 
@@ -80,7 +82,7 @@ def checked_stops(name: str, stops: list[str]) -> list[str]:
 
 
 def within(name: str, value: float, low: float, high: float) -> float:
-    # Written so that NaN is refused too.
+    # In this form NaN is refused too.
     if not low <= value <= high:
         raise InvalidArgument(f"{name} = {value:.10g} must be from {low:g} to {high:.10g}")
     return value

@@ -1,7 +1,8 @@
-"""The HTTP server: protocols below their prefixes, errors, limits.
+"""HTTP server: routes, error responses, limits.
 
-Owns everything around a request but its meaning. The session token is the API key, or a part of
-the path (`/s/<token>/v1/...`) for programs that take a base URL only.
+Owns the server and the conversion of errors; the protocol modules own the requests. The session
+token is the API key, or a part of the path (`/s/<token>/v1/...`) for programs that have only a base
+URL.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from services.gateway.http.errors import (
     Failure,
     anthropic_error,
     openai_error,
+    public_error,
     speaks_anthropic,
-    told,
 )
 from services.gateway.http.models import Models
 from services.gateway.http.openai.chat import ChatCompletions
@@ -37,6 +38,8 @@ PREFIXES = ("", "/s/{token}")
 
 
 class HttpServer:
+    """Serves all protocols on one port."""
+
     def __init__(self, edge: Edge, *, max_body_bytes: int) -> None:
         self._edge = edge
         self._runner = web.AppRunner(
@@ -44,7 +47,7 @@ class HttpServer:
         )
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
-        """Listens and returns the port. Raises `ConfigError` when it is taken."""
+        """Listens; returns the port. Raises `ConfigError` if the port is in use."""
         if tls is None:
             self._edge.security.require_plain_allowed(host)
         await self._runner.setup()
@@ -84,7 +87,7 @@ class HttpServer:
 
 @web.middleware
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every failure in the shape of its protocol; counted and logged like everything else."""
+    """Converts failures to error responses of the protocol; counts and logs every request."""
     started_s = time.perf_counter()
     if speaks_anthropic(request):
         request[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
@@ -94,7 +97,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         failure = Failure(status=error.status, message=_explain(request, error), code="http")
         response = _refusal(request, failure)
     except Exception as error:
-        response = _refusal(request, Failure.of(told(error)))
+        response = _refusal(request, Failure.of(public_error(error)))
     REQUESTS.labels("http", str(response.status)).inc()
     elapsed_s = time.perf_counter() - started_s
     log.debug("http", path=_route(request), status=response.status, s=elapsed_s)
@@ -114,7 +117,7 @@ async def _name_request(request: web.Request, response: web.StreamResponse) -> N
 
 
 def _route(request: web.Request) -> str:
-    """The path as it was routed: without the token it may hold."""
+    """Returns the path of the route, without a session token."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else ""
 

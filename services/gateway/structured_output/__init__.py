@@ -1,4 +1,4 @@
 """The grammar of one turn: response formats, strict tools, required calls.
 
-Imports `conversation` and `model`. Tokens and masks are the engine's.
+Imports `conversation` and `model`. The engine owns tokens and masks.
 """

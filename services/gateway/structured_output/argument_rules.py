@@ -1,9 +1,9 @@
-"""Arguments that are written one by one, as rules of a grammar: for notations that are not JSON.
+"""Grammar rules for arguments that are written one by one, in a call syntax that is not JSON.
 
-Owns what a tool's schema lets stand in the place of each argument. Where values are JSON, that is
-the argument's schema. Where they are texts, with nothing escaped, a text stands for a string, or
-for what else it spells and its schema allows (`forge.core.formats.calls` has the rule): so what a
-schema allows is taken apart into texts, values that are listed, and JSON of the other types.
+Owns the values that a tool's schema allows for each argument. JSON values follow the argument's
+schema. An unescaped text is a string, or a value of another type that it spells and the schema
+allows (`forge.core.formats.calls` has the rule). So a schema is split into texts, listed values,
+and JSON of the other types.
 
 Arguments come in the schema's order, each at most once.
 """
@@ -30,25 +30,25 @@ _NOTES = frozenset(
     {"$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description"}
     | {"examples", "readOnly", "title", "writeOnly"}
 )
-"""Keywords that allow and forbid nothing."""
+"""Keywords that do not constrain values."""
 _OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties"})
 _OF_TEXTS = frozenset({"type", "minLength", "maxLength", "pattern"})
 _DEFINITIONS = ("#/$defs/", "#/definitions/")
 _MAX_REFERENCES = 16
 _MAX_CHOICES = 1000
 _MAX_CHARACTERS = 500
-"""Of a length that a schema bounds: what counts further takes too long to compile."""
+"""Largest supported length bound; a larger one takes too long to compile."""
 _SPACES = r"\s\x1c-\x1f"
 _SPACE = f"[{_SPACES}]*"
-"""What is passed over before a JSON value."""
+"""White space before a JSON value."""
 _BEGINNINGS = {"integer": r"\-0-9", "number": r"\-0-9", "array": r"\[", "object": r"\{"}
 _NUMBER = r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][-+]?[0-9]{1,2})?"
-"""None too large for a float, as JSON's may be."""
+"""Excludes numbers that are too large for a float."""
 _WORDS = {"null": "null|None", "boolean": "true|false|True|False"}
 
 
 class Inexpressible(Exception):
-    """What of a schema cannot be held to in this notation: where, as a JSON pointer, and why."""
+    """A part of a schema that cannot be enforced in this call syntax, with a JSON pointer."""
 
     def __init__(self, why: str, place: str = "") -> None:
         super().__init__(why)
@@ -57,7 +57,7 @@ class Inexpressible(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Text:
-    """Strings of these lengths that match the pattern."""
+    """Strings with bounded length that match a pattern."""
 
     shortest: int = 0
     longest: int | None = None
@@ -66,20 +66,20 @@ class _Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Listed:
-    """One value."""
+    """One listed value."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Json:
-    """Values of another type than strings."""
+    """Values of a type other than string."""
 
     schema: Mapping[str, Any]
 
     @property
     def free(self) -> bool:
-        """Whether any value of the type will do."""
+        """True if every value of the type is allowed."""
         return self.schema.keys() <= _NOTES | {"type"}
 
 
@@ -87,22 +87,22 @@ _Choice = _Text | _Listed | _Json
 
 
 def check_strict(tool: str, schema: Mapping[str, Any], output: OutputFormat, way: OneByOne) -> None:
-    """Raises `InvalidArgument` naming what of a strict tool's schema cannot be held to."""
+    """Raises `InvalidArgument` with the part of a strict schema that cannot be enforced."""
     try:
         for name, value in _properties(schema, strict=True).items():
             _check_key(output, tool, name)
             _alternatives(value, schema, way, f"/properties/{name}")
     except Inexpressible as wrong:
         raise InvalidArgument(
-            f"the parameters of {tool}{wrong.place} cannot be enforced in the model's notation of "
-            f"calls ({output.name}): {wrong}"
+            f"the parameters of {tool}{wrong.place} cannot be enforced in the model's call "
+            f"syntax ({output.name}): {wrong}"
         ) from None
 
 
 class Arguments:
-    """The rules for one tool's arguments; `name` is the rule, and begins the names of others.
+    """The rules of one tool's arguments; `name` is the first rule and the prefix of the others.
 
-    `values` are the rules of the tools before it, by what they match: most values are alike.
+    `values` has the value rules of earlier tools by their content, because most are equal.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class Arguments:
         self._tool = tool
         self._schema = schema
         self._name = name
-        self._known = values
+        self._values_by_content = values
         self._rules: list[str] = []
 
     def rules(self, *, strict: bool) -> list[str] | None:
-        """None where a tool that is not strict does not say what its arguments are called.
+        """Returns None if a tool that is not strict does not name its arguments.
 
-        Raises `InvalidArgument` for a strict one's that cannot be held to.
+        Raises `InvalidArgument` for a strict schema that cannot be enforced.
         """
         if strict:
             check_strict(self._tool, self._schema, self._model.format, self._way)
@@ -144,9 +144,9 @@ class Arguments:
         return self._rules
 
     def _sequence(self, keys: Sequence[str], required: set[str]) -> None:
-        """The arguments in their order, each that is not required left out at will."""
+        """Adds the rules of the argument sequence; optional arguments may be missing."""
         name, separator = self._name, spelt(self._model, self._way.separator)
-        # A head has no argument before it, a tail has one: a separator stands between two only.
+        # A head has no earlier argument, a tail has one; only a tail begins with a separator.
         self._rules.append(f"{name}: {name}_head_0")
         for at, key in enumerate(keys):
             given = f"{name}_{at} {name}_tail_{at + 1}"
@@ -163,7 +163,7 @@ class Arguments:
         self._rules.append(f"{rule}: {begin} ({' | '.join(self._values(schema))})")
 
     def _values(self, schema: Any) -> Iterator[str]:
-        """What may stand there, each with what stands behind it."""
+        """Yields the alternatives of a value, each with the text after it."""
         choices = _alternatives(schema, self._schema, self._way)
         for choice in choices:
             match choice:
@@ -181,8 +181,8 @@ class Arguments:
 
     def _text(self, text: _Text, schema: Any, choices: Sequence[_Choice]) -> Iterator[str]:
         behind = self._way.behind
-        # Up to the first tag that is a token of its own, all is one terminal: where a text ends
-        # shows by what stands behind it.
+        # One terminal up to the first tag that is a single token: the text after a value marks
+        # its end.
         pieces = self._model.added_tokens_in(behind)
         split = any(isinstance(piece, int) for piece in pieces)
         frame = next((p for p in pieces[:1] if isinstance(p, str)), "") if split else behind
@@ -204,14 +204,14 @@ class Arguments:
         yield f"{terminal} {rest}"
 
     def _shared(self, kind: str, matched: str) -> str:
-        """The rule, or in capitals the terminal, of what is matched in many places."""
-        if matched not in self._known:
-            self._known[matched] = f"{kind}_{len(self._known)}"
-            self._rules.append(f"{self._known[matched]}: {matched}")
-        return self._known[matched]
+        """Returns the shared rule, or the terminal (in capitals), with this content."""
+        if matched not in self._values_by_content:
+            self._values_by_content[matched] = f"{kind}_{len(self._values_by_content)}"
+            self._rules.append(f"{self._values_by_content[matched]}: {matched}")
+        return self._values_by_content[matched]
 
     def _document(self, schema: Any) -> dict[str, Any]:
-        """An argument's schema by itself, with the definitions it refers to."""
+        """Returns an argument's schema with its definitions."""
         if isinstance(schema, bool):
             schema = {}
         named = {key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema}
@@ -219,7 +219,7 @@ class Arguments:
 
 
 def _properties(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-    """The arguments that a tool takes, and what each may be."""
+    """Returns the schemas of a tool's arguments by name."""
     declared = schema.get("properties") or {}
     if not isinstance(declared, dict):
         raise Inexpressible("properties must be an object")
@@ -243,7 +243,7 @@ def _check_key(output: OutputFormat, tool: str, key: str) -> None:
 def _alternatives(
     schema: Any, root: Mapping[str, Any], way: OneByOne, place: str = ""
 ) -> list[_Choice]:
-    """What an argument may be. Raises `Inexpressible`."""
+    """Returns the alternatives of an argument. Raises `Inexpressible`."""
     try:
         if not way.tags:
             _check_references(schema)
@@ -265,25 +265,25 @@ def _expanded(schema: Any, root: Mapping[str, Any], left: int) -> Iterator[_Choi
     if isinstance(schema, bool) or not schema.keys() - _NOTES:
         yield _Text()
         return
-    said = schema.keys() - _NOTES
-    if "$ref" in said:
-        if said != {"$ref"} or left <= 0:
+    keywords = schema.keys() - _NOTES
+    if "$ref" in keywords:
+        if keywords != {"$ref"} or left <= 0:
             raise Inexpressible("a reference with something beside it, or to itself")
         yield from _expanded(_referred(schema["$ref"], root), root, left - 1)
-    elif "const" in said or "enum" in said:
-        if said - {"const", "enum", "type"}:
-            raise Inexpressible("enum and const cannot be had with other keywords")
-        for value in [schema["const"]] if "const" in said else schema["enum"]:
+    elif "const" in keywords or "enum" in keywords:
+        if keywords - {"const", "enum", "type"}:
+            raise Inexpressible("enum and const are not supported with other keywords")
+        for value in [schema["const"]] if "const" in keywords else schema["enum"]:
             yield _Listed(value=value)
-    elif among := said & {"anyOf", "oneOf", "allOf"}:
-        (keyword, *more) = among
+    elif combined := keywords & {"anyOf", "oneOf", "allOf"}:
+        (keyword, *more) = combined
         below = schema[keyword]
-        if more or said - {keyword} or (keyword == "allOf" and len(below) != 1):
-            raise Inexpressible(f"{keyword} cannot be had with other keywords")
-        for one in below:
-            yield from _expanded(one, root, left - 1)
-    elif "type" not in said:
-        raise Inexpressible("it says nothing of the type")
+        if more or keywords - {keyword} or (keyword == "allOf" and len(below) != 1):
+            raise Inexpressible(f"{keyword} is not supported with other keywords")
+        for alternative in below:
+            yield from _expanded(alternative, root, left - 1)
+    elif "type" not in keywords:
+        raise Inexpressible("it has no type")
     else:
         types = schema["type"]
         for kind in types if isinstance(types, list) else [types]:
@@ -305,46 +305,46 @@ def _text_of(schema: Mapping[str, Any]) -> _Text:
 
 def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
     if not isinstance(reference, str) or not reference.startswith(_DEFINITIONS):
-        raise Inexpressible(f"only what is in $defs can be referred to, not {str(reference)[:60]}")
-    found: Any = root
+        raise Inexpressible(f"only references to $defs are supported, not {str(reference)[:60]}")
+    target: Any = root
     for step in reference.split("/")[1:]:
-        found = found.get(step.replace("~1", "/").replace("~0", "~"))
-        if not isinstance(found, dict):
+        target = target.get(step.replace("~1", "/").replace("~0", "~"))
+        if not isinstance(target, dict):
             raise Inexpressible(f"there is no {reference[:60]}")
-    return found
+    return target
 
 
 def _check_references(value: Any) -> None:
-    """By itself, an argument's schema has the definitions and nothing else around it."""
+    """Raises `Inexpressible` for references outside the definitions."""
     if isinstance(value, Mapping):
         reference = value.get("$ref")
         if isinstance(reference, str) and not reference.startswith(_DEFINITIONS):
-            raise Inexpressible(f"only what is in $defs can be referred to, not {reference[:60]}")
-        for one in value.values():
-            _check_references(one)
+            raise Inexpressible(f"only references to $defs are supported, not {reference[:60]}")
+        for below in value.values():
+            _check_references(below)
     elif isinstance(value, list):
-        for one in value:
-            _check_references(one)
+        for below in value:
+            _check_references(below)
 
 
 def _check_listed(value: Any, schema: Any, way: OneByOne) -> None:
     text = untyped(value)
     if any(tag in text for tag in way.tags):
-        raise Inexpressible(f"{text[:60]!r} has a tag of the notation in it")
+        raise Inexpressible(f"{text[:60]!r} contains a tag of the call syntax")
     read = typed(text, schema)
     if json.dumps(read) != json.dumps(value):
         raise Inexpressible(f"{json.dumps(value)[:60]} would be read as {json.dumps(read)[:60]}")
 
 
 def _other_readings(schema: Any, choices: Sequence[_Choice], close: str) -> Iterator[str]:
-    """Texts that would be read as values of another type, of which not every one is allowed."""
+    """Yields constraints against texts that spell disallowed values of another type."""
     free = {
         choice.schema["type"] for choice in choices if isinstance(choice, _Json) and choice.free
     }
     if isinstance(schema, bool) or not schema.keys() - _NOTES:
         return
     bound = read_as(schema) - free
-    # An integer is a number, too.
+    # Integers are numbers.
     bound -= {"integer"} if "number" in free else set()
     begins = "".join(sorted({_BEGINNINGS[kind] for kind in bound if kind in _BEGINNINGS}))
     if begins:
@@ -355,32 +355,32 @@ def _other_readings(schema: Any, choices: Sequence[_Choice], close: str) -> Iter
 
 
 def _without(tags: Sequence[str]) -> str:
-    """A regular expression for texts that have none of the tags in them.
+    """Returns a regular expression for texts that contain none of the tags.
 
-    All begin with the same character and have it nowhere else, so such a text is made of pieces
-    that begin with it and do not go on as a tag does. No complement: llguidance would have to find
-    out for each token what it leaves.
+    All tags have the same first character and no other occurrence of it. So such a text consists of
+    pieces that begin with this character and then differ from every tag. A complement would be much
+    slower in llguidance.
     """
     begin = lark_escaped(tags[0][0])
-    return f"[^{begin}]*({begin}{_not_going_on(begin, [tag[1:] for tag in tags])})*"
+    return f"[^{begin}]*({begin}{_differing(begin, [tag[1:] for tag in tags])})*"
 
 
-def _not_going_on(begin: str, rests: Sequence[str]) -> str:
-    """What may stand behind `begin` and is not, nor begins with, any of `rests`."""
+def _differing(begin: str, rests: Sequence[str]) -> str:
+    """Returns a regular expression for text after `begin` that begins with none of `rests`."""
     following: dict[str, list[str]] = {}
     for rest in rests:
         following.setdefault(rest[0], []).append(rest[1:])
     others = "".join(map(lark_escaped, sorted(following)))
     ways = [f"[^{begin}{others}][^{begin}]*"]
     for character, behind in sorted(following.items()):
-        # Where one of them ends the tag is whole, and there is no such text.
+        # At the end of a tag no differing text is left.
         if "" not in behind:
-            ways.append(lark_escaped(character) + _not_going_on(begin, behind))
+            ways.append(lark_escaped(character) + _differing(begin, behind))
     return f"({'|'.join(ways)})?"
 
 
 def _searched(pattern: str) -> str:
-    """A schema's pattern, which is looked for anywhere, as a whole text's."""
+    """Converts a schema's pattern, which may match anywhere, to one of the complete text."""
     inner = pattern.removeprefix("^")
     ended = inner.endswith("$") and not inner.endswith("\\$")
     inner = inner[:-1] if ended else inner

@@ -1,7 +1,7 @@
-"""What stands around the arguments of calls, found out by having a format write some.
+"""The call syntax of an output format: the text around the arguments of calls.
 
-Owns the two ways in which formats write arguments: as one JSON object, or one by one, each behind
-its name; and how a notation's text is spelt in a grammar. Knows nothing of schemas: see
+Found by writing sample calls with the format. Owns the two forms of arguments, one JSON object or
+one by one after their names, and the spelling of text in a grammar. Owns no schemas: see
 `services.gateway.structured_output.argument_rules`.
 """
 
@@ -20,27 +20,27 @@ from forge.core.formats.base import ElementFormat
 from services.gateway.model.chat_model import ChatModel
 
 _PROBE = '{"forge": 0}'
-"""Arguments that no notation would write in another way, if it writes JSON at all."""
+"""Sample arguments with the same text in every call syntax that writes JSON."""
 _KEY, _VALUE = "forge_key", "forge_value"
 _LITERALS: Any = {"a": ["b\n\\\"'", 1.5, True, None], "c": {}}
-"""A value that shows whether JSON is read where an argument stands."""
+"""A value that tests whether an argument is parsed as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneByOne:
-    """The text around arguments that are written each by itself."""
+    """The text around arguments that are written one by one."""
 
     before: str
-    """Before the name of each."""
+    """Before a name."""
     between: str
     """Between a name and its value."""
     behind: str
-    """Behind each value."""
+    """After a value."""
     separator: str
     """Between two arguments."""
     tags: tuple[str, ...]
-    """What no value that is a text may have in it, as nothing is escaped: the tag in `behind`, and
-    others. All begin with a character that they have nowhere else. () where values are JSON."""
+    """Tags that a text value must not contain, because text is not escaped: the tag in `behind` and
+    others. All have the same first character and no other occurrence of it. () for JSON values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,43 +48,43 @@ class Notation:
     """The text around the arguments of calls."""
 
     first: tuple[str, ...]
-    """Before those of the first call, by tool."""
+    """Before the arguments of the first call, by tool."""
     further: tuple[str, ...]
-    """Between those of one call and the next, by the next one's tool; () where a notation has only
-    one call, or numbers them."""
+    """Between the arguments of a call and of the next one, by the next tool; () for a call syntax
+    with one call or with numbered calls."""
     end: str
-    """Behind the last ones."""
+    """After the arguments of the last call."""
     one_by_one: OneByOne | None = None
-    """None: a call's arguments are one JSON object."""
+    """None if the arguments are one JSON object."""
 
     @property
     def opening(self) -> str:
-        """What every first call begins with."""
+        """The common beginning of every first call."""
         return os.path.commonprefix(self.first)  # noqa: RUF071
 
 
 @functools.lru_cache(maxsize=256)
 def notation_of(output: OutputFormat, names: tuple[str, ...]) -> Notation | None:
-    """What stands around the arguments of calls of these tools; None where that cannot be told, or
-    is not read back as it was written."""
+    """Returns the call syntax for these tools; None if it is unknown, or if a parser does not
+    return the written arguments."""
     notation = _of_json(output, names)
     return notation if notation is not None else _of_texts(output, names)
 
 
 @functools.lru_cache(maxsize=4096)
 def reads_key(output: OutputFormat, tool: str, key: str) -> bool:
-    """Whether an argument of that name is read back under it."""
+    """Returns True if the parser returns an argument with this name."""
     read = _read(output, write_one(output, tool, {key: 0}))
     return read is not None and [(name, *given) for name, given in read] == [(tool, key)]
 
 
 def write_one(output: OutputFormat, tool: str, arguments: Any) -> str:
-    """One call as the format writes it."""
+    """Returns one call as the format writes it."""
     return output.write([CallDelta(name=tool, arguments=json.dumps(arguments))])
 
 
 def spelt(model: ChatModel, text: str) -> str:
-    """Text in a grammar: what the tokenizer has a token of its own for is that token."""
+    """Returns the spelling of text in a grammar, with added tokens as single tokens."""
     return " ".join(
         f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece, ensure_ascii=False)
         for piece in model.added_tokens_in(text)
@@ -92,7 +92,7 @@ def spelt(model: ChatModel, text: str) -> str:
 
 
 def lark_escaped(text: str) -> str:
-    """For the inside of a regular expression between slashes."""
+    """Escapes text for a regular expression between slashes."""
     return re.escape(text).replace("/", r"\/").replace("\n", "n")
 
 
@@ -138,7 +138,7 @@ def _of_texts(output: OutputFormat, names: tuple[str, ...]) -> Notation | None:
 
 
 def _one_by_one(output: OutputFormat, name: str, opening: str, end: str) -> OneByOne | None:
-    """How arguments of this tool are written; None if the format does not write them so."""
+    """Returns the form of one-by-one arguments; None if the format has another form."""
     written = write_one(output, name, {_KEY: _VALUE})
     quoted = json.dumps(_VALUE) in written
     value = json.dumps(_VALUE) if quoted else _VALUE
@@ -167,7 +167,7 @@ def _one_by_one(output: OutputFormat, name: str, opening: str, end: str) -> OneB
 
 
 def _tags(output: OutputFormat, behind: str) -> tuple[str, ...] | None:
-    """What no text may have in it; None if that is not known, or cannot be kept out."""
+    """Returns the tags that no text may contain; None if unknown or not excludable."""
     if not isinstance(output, ElementFormat) or output.argument_end not in behind:
         return None
     tags = tuple(dict.fromkeys((output.argument_end, *output.inner)))
@@ -180,7 +180,7 @@ def _written(output: OutputFormat, names: Sequence[str]) -> str:
 
 
 def _read(output: OutputFormat, text: str) -> list[tuple[str, Any]] | None:
-    """The calls of an answer; None if it is malformed."""
+    """Parses the calls of an answer; returns None if it is malformed."""
     parser = output.parser()
     answer = collect([*parser.feed(text), *parser.finish()], parser.error)
     if answer.error:

@@ -1,8 +1,8 @@
-"""What an agent asks an answer to look like, as the grammar of a turn.
+"""Converts the response format of a request to a grammar.
 
-Owns the one hook that protocols use, `answer_grammar`;
-`services.gateway.structured_output.turn_grammar` fits what it gives to the model's reasoning and
-tool calls. Knows no model.
+Owns `answer_grammar`, the only entry point for protocols, and the check of schemas.
+`services.gateway.structured_output.turn_grammar` combines the grammar with the model's reasoning
+and tool calls. Owns no model.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ async def answer_grammar(
     strict: bool = False,
     field: str,
 ) -> common_pb2.Grammar | None:
-    """What goes into `TurnRequest.sampling.grammar`; None for text.
+    """Returns the value of `TurnRequest.sampling.grammar`; None for text.
 
-    Not `strict`, what of the schema cannot be enforced is left to the model. `field` is the
-    schema's name in the agent's request. Raises `InvalidArgument` naming the place in it.
+    Unless `strict`, schema parts that cannot be enforced do not constrain the model. `field` is the
+    schema's name in the agent's request. Raises `InvalidArgument` with the place in the schema.
     """
     if kind == "text":
         return None
@@ -40,20 +40,20 @@ async def answer_grammar(
         return common_pb2.Grammar(json_schema=ANY_OBJECT)
     if schema is None:
         raise InvalidArgument(f"{field} is missing: a JSON Schema is needed")
-    await checked(schema, strict=strict, field=field)
+    await check_schema_of(schema, strict=strict, field=field)
     return common_pb2.Grammar(json_schema=_spelt(schema), lenient=not strict)
 
 
-async def checked(schema: Mapping[str, Any], *, strict: bool, field: str) -> None:
-    """Raises `InvalidArgument` for a schema that no answer can be held to."""
-    # On a thread, for it may take a good part of a second.
-    wrong = await asyncio.to_thread(_wrong, _spelt(schema), strict)
-    if wrong:
-        raise InvalidArgument(field + wrong)
+async def check_schema_of(schema: Mapping[str, Any], *, strict: bool, field: str) -> None:
+    """Raises `InvalidArgument` for a schema that cannot be enforced."""
+    # On a thread, because it may take several tenths of a second.
+    problem = await asyncio.to_thread(_problem, _spelt(schema), strict)
+    if problem:
+        raise InvalidArgument(field + problem)
 
 
 def _spelt(schema: Mapping[str, Any]) -> str:
-    # In the order given: it is the order in which properties are written.
+    # Keys keep their order, which is the order of properties in the answer.
     try:
         return json.dumps(schema, ensure_ascii=False)
     except RecursionError:
@@ -61,8 +61,8 @@ def _spelt(schema: Mapping[str, Any]) -> str:
 
 
 @functools.lru_cache(maxsize=_CHECKED_SCHEMAS)
-def _wrong(schema_json: str, strict: bool) -> str:
-    """ "" or what is wrong, kept: agents send the same schemas with every call."""
+def _problem(schema_json: str, strict: bool) -> str:
+    """Returns the problem of a schema, or ""; cached, because agents send equal schemas often."""
     try:
         check_schema(json.loads(schema_json), field="", lenient=not strict)
     except InvalidArgument as error:

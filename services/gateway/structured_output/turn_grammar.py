@@ -1,9 +1,9 @@
-"""The grammar of one turn: what an agent asked for, as this model writes it.
+"""Builds the grammar of one turn.
 
-Owns how an answer's grammar, the tools' strict schemas and a required call fit to the model's
-reasoning and to its notation of tool calls (`services.gateway.structured_output.call_syntax`; what
-may stand in one that writes arguments one by one is
-`services.gateway.structured_output.argument_rules`'). Knows nothing of tokens and masks.
+Owns the combination of the answer's grammar, strict tool schemas and a required call with the
+model's reasoning and call syntax (`services.gateway.structured_output.call_syntax`).
+`services.gateway.structured_output.argument_rules` has the rules of arguments that are not JSON.
+Owns no tokens and no masks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from services.gateway.structured_output.call_syntax import (
     notation_of,
     spelt,
 )
-from services.gateway.structured_output.response_format import checked
+from services.gateway.structured_output.response_format import check_schema_of
 
 KEPT_GRAMMARS = 64
 _ANY_TEXT = "/(?s:.+)/"
@@ -38,30 +38,30 @@ _ANY_ARGUMENTS = {"type": "object"}
 
 
 async def check(request: TurnRequest) -> None:
-    """Raises `InvalidArgument` for what cannot be had together, and for strict tools whose schema
-    cannot be enforced, naming the place in it."""
+    """Raises `InvalidArgument` for fields that exclude each other, and for strict schemas that
+    cannot be enforced, with the place in the schema."""
     if request.prompt_ids:
         return
     if request.sampling.HasField("grammar"):
         if request.required_tool is not None:
             raise InvalidArgument(
-                "an answer cannot be in the form asked for and be the tool call that tool_choice "
-                "asks for: leave one of them out"
+                "a response format and a required tool call exclude each other: "
+                "remove response_format or tool_choice"
             )
         if request.stop:
             raise InvalidArgument(
-                "stop cannot be had with an answer of a given form: it would be cut off"
+                "stop is not supported with a response format: it would cut the answer"
             )
         answer = request.sampling.grammar
         if answer.WhichOneof("kind") == "json_schema":
             field = "sampling.grammar.json_schema"
-            await checked(
+            await check_schema_of(
                 _object(answer.json_schema, field), strict=not answer.lenient, field=field
             )
     if request.call_tools:
         for at, tool in enumerate(request.tools):
             if _is_strict(tool):
-                await checked(
+                await check_schema_of(
                     _parameters(tool), strict=True, field=f"tools[{at}].function.parameters"
                 )
 
@@ -69,13 +69,16 @@ async def check(request: TurnRequest) -> None:
 def turn_grammar(
     model: ChatModel, request: TurnRequest, *, opening: str, inside: bool
 ) -> common_pb2.Grammar | None:
-    """What is sampled behind `opening`; `inside`: it begins with reasoning. None: anything goes."""
+    """Returns the grammar of the tokens after `opening`; None without constraints.
+
+    `inside`: the answer begins with reasoning.
+    """
     answer = request.sampling.grammar if request.sampling.HasField("grammar") else None
     if request.prompt_ids or (answer is not None and answer.WhichOneof("kind") == "lark"):
         return answer
     callable_tools = request.call_tools and model.format.takes_tools and request.tools
     wanted = answer is not None or request.required_tool is not None
-    # Most requests end here, and should not pay for what they do not ask for.
+    # Most requests end here, before the expensive part.
     if not wanted and not any(_is_strict(tool) for tool in callable_tools or ()):
         return None
     if answer is not None and model.reasoning is None and not callable_tools:
@@ -104,9 +107,9 @@ def _lark(
     opening: str,
     inside: bool,
 ) -> tuple[str, bool]:
-    """The grammar's text, "" where anything goes, and whether strict tools are left to the model.
+    """Returns the grammar's text, "" without constraints, and whether strict tools are unenforced.
 
-    Kept, as agents send the same tools with every call, and each argument costs some time.
+    Cached, because agents send equal tools with every call and each argument takes time.
     """
     tools: Tools = msgspec.json.decode(tools_json)
     calls = _Calls(model, tools, required_tool, several=several) if tools else None
@@ -115,21 +118,21 @@ def _lark(
         rules = _rules(calls, answer, opening=opening, required=required_tool is not None)
         if rules is None:
             return "", calls is not None and calls.unenforced
-        # The opening of a required call has ended the reasoning already.
+        # The opening of a required call has already ended the reasoning.
         start, more = "body", list[str]()
         if not opening:
             start, more = _reasoning(model, inside=inside), _reasoning_rules(model)
         text = "\n".join(["%llguidance {}", f"start: {start}", *rules, *more])
-        if calls is None or not calls.told or len(text.encode()) <= MAX_GRAMMAR_BYTES:
+        if calls is None or not calls.enforced or len(text.encode()) <= MAX_GRAMMAR_BYTES:
             return text, calls is not None and calls.unenforced
-        # Too many arguments of too many tools: the model's notation is left to the model.
-        calls.give_up()
+        # Too many arguments: calls stay unconstrained.
+        calls.drop_rules()
 
 
 def _rules(
     calls: _Calls | None, answer: common_pb2.Grammar | None, *, opening: str, required: bool
 ) -> list[str] | None:
-    """The rule "body" and those below it; None: anything goes."""
+    """Returns the rule "body" and its subrules; None without constraints."""
     if required:
         return calls.required(opening) if calls is not None else None
     if answer is None:
@@ -141,7 +144,7 @@ def _rules(
 
 
 class _Calls:
-    """The tool calls of one answer as rules of a grammar."""
+    """Grammar rules for the tool calls of one answer."""
 
     def __init__(
         self, model: ChatModel, tools: Tools, required_tool: str | None, *, several: bool
@@ -159,20 +162,20 @@ class _Calls:
         self._several = several
 
     @property
-    def told(self) -> bool:
-        """Whether there are rules for the arguments of these tools."""
+    def enforced(self) -> bool:
+        """True if there are rules for the arguments of these tools."""
         return self._notation is not None
 
     @property
     def unenforced(self) -> bool:
-        """Whether some of them are strict in vain."""
-        return not self.told and any(map(_is_strict, self._tools))
+        """True if a strict tool's schema cannot be enforced."""
+        return not self.enforced and any(map(_is_strict, self._tools))
 
-    def give_up(self) -> None:
+    def drop_rules(self) -> None:
         self._notation = None
 
     def required(self, opening: str) -> list[str] | None:
-        """Rules for an answer that begins with a call, whose `opening` is the prompt's already."""
+        """Returns the rules of an answer that begins with a call; `opening` is in the prompt."""
         if self._model.reasoning is not None:
             opening = opening.removeprefix(self._model.reasoning.closing)
         if self._notation is None or not self._notation.opening.startswith(opening):
@@ -180,35 +183,35 @@ class _Calls:
         return ["body: calls", *self._calls(self._notation, behind=opening)]
 
     def beside_answer(self) -> list[str]:
-        """Rules for calls in the place of an answer of a given form."""
+        """Returns the rules of calls that replace an answer with a response format."""
         if self._notation is not None:
             return self._calls(self._notation)
-        # Held to nothing, but told from an answer by the tag they begin with.
+        # Calls are unconstrained; their first tag distinguishes them from an answer.
         mark = self._mark(_written(self._model.format, self._names[:1]))
         if not mark:
             raise InvalidArgument(
-                f"an answer of a given form cannot be had beside tools: in the model's notation of "
-                f"calls ({self._model.format.name}) nothing tells the beginning of a call; use "
+                "a response format is not supported together with tools: in the model's call "
+                f"syntax ({self._model.format.name}) calls begin without a tag; use "
                 'tool_choice "none"'
             )
         return [f"calls: {spelt(self._model, mark)} {_ANY_TEXT}"]
 
     def in_text(self) -> list[str] | None:
-        """Rules for text behind which calls may follow, and in which nothing looks like one."""
+        """Returns the rules of text without call tags that calls may follow."""
         mark = self._mark(self._notation.opening) if self._notation is not None else ""
         if self._notation is None or not mark:
             return None
-        told = "|".join(lark_escaped(each) for each in sorted(self._model.format.marks))
+        tags = "|".join(lark_escaped(tag) for tag in sorted(self._model.format.marks))
         rules = self._calls(self._notation, behind=mark)
-        rules.append(f"TEXT: {_ANY_TEXT} & ~/(?s:.*)({told})(?s:.*)/")
+        rules.append(f"TEXT: {_ANY_TEXT} & ~/(?s:.*)({tags})(?s:.*)/")
         begin = spelt(self._model, mark)
         if begin.startswith("<"):
             return [f"body: TEXT? | TEXT? {begin} calls", *rules]
-        # As text, the tag ends the text before it: the lexer must not read on over it.
+        # A tag of several tokens: a lazy terminal, because the lexer must stop at the tag.
         return ["body: TEXT? | lead calls", f"lead[lazy]: /(?s:.*){lark_escaped(mark)}/", *rules]
 
     def _calls(self, notation: Notation, *, behind: str = "") -> list[str]:
-        """The rule "calls", less the text `behind` at its beginning."""
+        """Returns the rule "calls", without the text `behind` at its beginning."""
         arguments = [f"arguments_{at}" for at in range(len(self._tools))]
         first = [
             f"{spelt(self._model, begin.removeprefix(behind))} {name}"
@@ -229,14 +232,14 @@ class _Calls:
         return rules
 
     def _read_arguments(self, notation: Notation) -> dict[str, list[str]] | None:
-        """The rules for each tool's arguments; None where some tool's cannot be told."""
-        found: dict[str, list[str]] = {}
+        """Returns the argument rules by tool; None if a tool's rules are unknown."""
+        rules_of: dict[str, list[str]] = {}
         values: dict[str, str] = {}
         for at, tool in enumerate(self._tools):
             name, strict = f"arguments_{at}", _is_strict(tool)
             if notation.one_by_one is None:
                 schema = _parameters(tool) if strict else _ANY_ARGUMENTS
-                found[name] = [f"{name}: %json {_json(guided(schema))}"]
+                rules_of[name] = [f"{name}: %json {_json(guided(schema))}"]
                 continue
             arguments = Arguments(
                 self._model,
@@ -249,13 +252,13 @@ class _Calls:
             rules = arguments.rules(strict=strict)
             if rules is None:
                 return None
-            found[name] = rules
-        return found
+            rules_of[name] = rules
+        return rules_of
 
     def _mark(self, text: str) -> str:
-        """The tag that calls begin with; "" for a notation without one."""
-        found = [mark for mark in self._model.format.marks if text.startswith(mark)]
-        return max(found, key=len, default="")
+        """Returns the first tag of calls; "" for a call syntax without one."""
+        tags = [mark for mark in self._model.format.marks if text.startswith(mark)]
+        return max(tags, key=len, default="")
 
 
 def _written(output: OutputFormat, names: Sequence[str]) -> str:
@@ -263,7 +266,7 @@ def _written(output: OutputFormat, names: Sequence[str]) -> str:
 
 
 def _reasoning(model: ChatModel, *, inside: bool) -> str:
-    """The start rule's expression: the body, behind what the model thinks first, if it does."""
+    """Returns the expression of the start rule: reasoning, if the model reasons, then the body."""
     if model.reasoning is None:
         return "body"
     close = spelt(model, model.reasoning.close)
@@ -293,7 +296,7 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
 
 
 def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a strict tool's arguments, which are an object whatever it says."""
+    """Returns the schema of a strict tool's arguments, always of type object."""
     schema = tool["function"].get("parameters") or {}
     return {**schema, "type": "object"} if isinstance(schema, dict) else {"type": "object"}
 

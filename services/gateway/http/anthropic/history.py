@@ -1,16 +1,16 @@
-"""The conversation of an Anthropic request, as messages.
+"""Converts the conversation of an Anthropic request to messages.
 
-Owns their decoding, as far as they are new (see `forge.core.conversation.request_prefix`), and the
-rules by which content blocks become messages. These depend on nothing but the blocks, so that what
-an agent sends back is the same message again:
+Owns the decoding of the new part (see `forge.core.conversation.request_prefix`) and the rules from
+content blocks to messages. They depend only on the blocks, so an answer that an agent sends back
+becomes the recorded message again:
 
-- text blocks are joined with nothing between them, those of `system` too;
-- in an assistant's message, `tool_use` blocks are its calls and `thinking` its reasoning, wherever
-  they stand; signatures are not looked at, and redacted thinking is passed over, for it says
-  nothing: reasoning that is left out agrees with any;
-- a user's message falls apart at its `tool_result` blocks: each is a tool's message of its own,
-  text before, between and behind them is a user's, in the order they stand;
-- the result of a tool that failed begins with "Error", as templates have no place for the flag.
+- text blocks are joined without a separator, also those of `system`;
+- in an assistant's message, `tool_use` blocks are its calls and `thinking` its reasoning, at any
+  position; signatures are not verified, and redacted thinking is skipped, because missing reasoning
+  agrees with any reasoning;
+- a user's message is split at its `tool_result` blocks: each is one tool message, and the text
+  before, between and after them makes user messages, in order;
+- the result of a failed tool begins with "Error", because chat templates have no such flag.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from forge.core.errors import InvalidArgument
 from services.gateway.http.anthropic.schema import CountTokensRequest
 
 ACCOUNTING = "x-anthropic-billing-header:"
-"""Begins a line that Claude Code puts before its system prompt, for Anthropic's accounting. It
-differs from call to call: left in, no context would ever continue another."""
+"""Begins the accounting line that Claude Code puts before its system prompt. The line differs in
+each call; without its removal every call would be a branch."""
 
 
 class Block(msgspec.Struct):
-    """A content block of any type; which fields it has, its type says."""
+    """A content block of any type, with the fields of all types."""
 
     type: str
     text: str | None = None
@@ -41,10 +41,10 @@ class Block(msgspec.Struct):
     id: str = ""
     name: str = ""
     input: msgspec.Raw = msgspec.Raw()
-    """As the agent spells it, so that no number is rounded on its way."""
+    """In the agent's own spelling, so that no number is rounded."""
     tool_use_id: str = ""
     content: str | list[Block] | dict[str, Any] | None = None
-    """Of a tool result: text or blocks. Other types have objects, and are refused by name."""
+    """Text or blocks of a tool result. Block types with an object here are refused."""
     is_error: bool | None = None
 
 
@@ -54,8 +54,8 @@ class InputMessage(msgspec.Struct):
 
 
 def messages_of(request: CountTokensRequest) -> History:
-    """The conversation, system prompt first. Whoever looks at a block that is not text, or has no
-    place where it stands, gets the `InvalidArgument` that names it."""
+    """Returns the conversation, system prompt first. Reading an unsupported or misplaced block
+    raises `InvalidArgument` with its place."""
     messages, system = bytes(request.messages).strip(), bytes(request.system).strip()
     if not messages.startswith(b"["):
         raise InvalidArgument("messages must be an array")
@@ -63,30 +63,30 @@ def messages_of(request: CountTokensRequest) -> History:
     if ACCOUNTING.encode() in system:
         system = _without_accounting(system)
     if has_system:
-        # One array, so that a request is recognized by both.
+        # One array, so that the recognized prefix includes the system prompt.
         comma = b"" if messages[1:].lstrip().startswith(b"]") else b","
         messages = b'[{"role":"system","content":' + system + b"}" + comma + messages[1:]
     return History(messages, _Reader(array=messages, has_system=has_system))
 
 
 def _without_accounting(system: bytes) -> bytes:
-    """A system prompt that is the same from call to call, so that a request is recognized by it."""
+    """Removes the accounting line, so that all calls have the same system prompt."""
     try:
         message = InputMessage(
             role="system", content=msgspec.json.decode(system, type=str | list[Block])
         )
-        return msgspec.json.encode("".join(said.content for said in _system(message)))
+        return msgspec.json.encode("".join(part.content for part in _system(message)))
     except (msgspec.MsgspecError, InvalidArgument, UnicodeDecodeError, RecursionError):
-        # Whoever reads it says what is wrong, and where.
+        # The decoder will raise the error with its place.
         return system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """Decodes what stands in a request, or at its end."""
+    """Decodes the messages of a request, or its last ones."""
 
     array: bytes
-    """The whole of it."""
+    """All messages."""
     has_system: bool
 
     def __call__(self, array: bytes, first: int) -> list[Message]:
@@ -95,28 +95,28 @@ class _Reader:
         except InvalidArgument:
             if not first:
                 raise
-            # `first` counts messages, of which one of the agent's may be several: to say where
-            # the error is, all of them have to be read.
+            # `first` counts converted messages, and one of the agent's may become several. Only a
+            # decoding of all messages gives the place of the error.
             return self._read(self.array, whole=True)[first:]
 
     def _read(self, array: bytes, *, whole: bool) -> list[Message]:
         try:
-            given = msgspec.json.decode(array, type=list[InputMessage])
+            decoded = msgspec.json.decode(array, type=list[InputMessage])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             wrong = re.sub(r"\$\[(\d+)\]", lambda at: self._where(int(at[1])), str(error))
             raise InvalidArgument(f"the request body is not valid: {wrong}") from None
-        if whole and len(given) == self.has_system:
+        if whole and len(decoded) == self.has_system:
             raise InvalidArgument("messages must not be empty")
         messages: list[Message] = []
-        for at, message in enumerate(given):
+        for at, message in enumerate(decoded):
             if whole and self.has_system and not at:
                 messages += _system(message)
             else:
                 messages += _messages(message, self._where(at))
         if messages and messages[-1].role == "assistant":
             raise InvalidArgument(
-                f"{self._where(len(given) - 1)} is the assistant's: "
-                "an answer that is begun already (prefill) is not supported"
+                f"{self._where(len(decoded) - 1)} is the assistant's: "
+                "the beginning of an answer (prefill) is not supported"
             )
         return messages
 
@@ -144,7 +144,7 @@ def _messages(message: InputMessage, where: str) -> Iterable[Message]:
     except InvalidArgument as error:
         raise InvalidArgument(f"{where}: {error}") from None
     if role == "tool":
-        raise InvalidArgument(f"{where}: results of tools are tool_result blocks of the user's")
+        raise InvalidArgument(f"{where}: tool results must be tool_result blocks of the user")
     if isinstance(message.content, str):
         return (Message(role=role, content=message.content),)
     if role == "assistant":
@@ -216,7 +216,7 @@ def _texts(blocks: Sequence[Block], where: str) -> str:
 def _text(block: Block, where: str) -> str:
     if block.type != "text":
         raise InvalidArgument(
-            f"{where}: a block of type {block.type[:40]!r} has no place here; the model takes text"
+            f"{where}: a block of type {block.type[:40]!r} is not supported here; use text"
         )
     if block.text is None:
         raise InvalidArgument(f"{where}: a text block needs its text")

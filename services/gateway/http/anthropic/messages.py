@@ -1,7 +1,6 @@
-"""Anthropic's Messages API: its answers, whole and streamed, made of turns.
+"""Anthropic's Messages API: encodes turns as responses, complete or streamed.
 
-Owns the encoding of answers. What the agent sends back of them is the recorded message again, by
-the rules of `history`.
+Owns the encoding of answers; `history` decodes them when the agent sends them back.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from services.gateway.turns.types import Turn
 Event = dict[str, Any]
 
 SIGNATURE = "forge"
-"""Of all thinking. It proves nothing, and is not looked at when it comes back: thinking that an
-agent has edited is a branch, like any other edit."""
+"""Signature of every thinking block. It is not verified: edited thinking makes a branch, like any
+other edit."""
 PING_EVERY_S = 15.0
-"""A tool call is passed on as a whole: while a long one is sampled, pings show that it is."""
+"""Interval of pings while a tool call is sampled, which is sent only when complete."""
 
 
 class AnthropicMessages:
@@ -71,7 +70,7 @@ class AnthropicMessages:
                 turns=edge.turns, session=session, request=turn, shown=schema.shown_of(asked)
             )
             if not turn.stream:
-                return json_response(await answer.whole())
+                return json_response(await answer.complete())
 
             def error_event(error: ForgeError) -> bytes:
                 return _sse(anthropic_error(Failure.of(error), request[REQUEST_ID]))
@@ -117,7 +116,7 @@ class AnthropicMessages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesAnswer:
-    """One request's answer in the making."""
+    """The answer to one request."""
 
     turns: Turns
     session: Session
@@ -129,8 +128,8 @@ class MessagesAnswer:
     def _context_tokens(self) -> int:
         return self.session.claims.context_limit(self.turns.model.context_tokens)
 
-    async def whole(self) -> dict[str, Any]:
-        """The message object."""
+    async def complete(self) -> dict[str, Any]:
+        """Returns the message object."""
         turn = await self.turns.finish_turn(self.session, self.request)
         return self._message(
             content=content_of(turn, self.shown),
@@ -139,7 +138,7 @@ class MessagesAnswer:
         )
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The same as server-sent events."""
+        """Yields the answer as server-sent events."""
         blocks = Blocks(self.shown)
         sent_s: float | None = None
         async with aclosing(self.turns.run_turn(self.session, self.request)) as run:
@@ -148,18 +147,18 @@ class MessagesAnswer:
                     for last in (*blocks.finish(), *self._end(event)):
                         yield _sse(last)
                     return
-                said = [made for delta in event.deltas for made in blocks.take(delta)]
+                new = [made for delta in event.deltas for made in blocks.add_delta(delta)]
                 if sent_s is None:
-                    said = [*self._start(event.prompt_tokens), *said]
-                elif not said and time.monotonic() >= sent_s + PING_EVERY_S:
-                    said = [{"type": "ping"}]
-                for one in said:
-                    yield _sse(one)
-                if said:
+                    new = [*self._start(event.prompt_tokens), *new]
+                elif not new and time.monotonic() >= sent_s + PING_EVERY_S:
+                    new = [{"type": "ping"}]
+                for made in new:
+                    yield _sse(made)
+                if new:
                     sent_s = time.monotonic()
 
     def _start(self, prompt_tokens: int) -> Iterator[Event]:
-        # How much of the prompt was cached is known at the end, and said then.
+        # The number of cached tokens is known, and sent, only at the end.
         usage = {
             "input_tokens": prompt_tokens,
             "cache_creation_input_tokens": 0,
@@ -188,7 +187,7 @@ class MessagesAnswer:
         return head | fields
 
     def _usage(self, turn: Turn) -> dict[str, Any]:
-        """Anthropic's `input_tokens` are those that were not cached."""
+        """Returns Anthropic's usage, whose `input_tokens` exclude cached tokens."""
         sampled = turn.sampled
         thinking = self.turns.model.reasoning_tokens(turn.message, sampled.ids)
         return {
@@ -201,15 +200,16 @@ class MessagesAnswer:
 
 
 class Blocks:
-    """The events of a streamed message's content: one block is open at a time."""
+    """Events of a streamed message's content; at most one block is open."""
 
     def __init__(self, shown: Shown) -> None:
         self._shown = shown
         self._index = -1
         self._open = ""
-        """The type of the block that is open; "" if none is."""
+        """Type of the open block; "" if none."""
 
-    def take(self, delta: Delta) -> Iterator[Event]:
+    def add_delta(self, delta: Delta) -> Iterator[Event]:
+        """Yields the events of a delta."""
         match delta:
             case TextDelta(text=text):
                 yield from self._into("text", {"type": "text", "text": ""})
@@ -226,7 +226,7 @@ class Blocks:
                 yield from self.finish()
 
     def finish(self) -> Iterator[Event]:
-        """Closes the block that is open."""
+        """Closes the open block."""
         if self._open == "thinking":
             yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
         if self._open:
@@ -246,7 +246,7 @@ class Blocks:
 
 
 def content_of(turn: Turn, shown: Shown) -> list[dict[str, Any]]:
-    """The blocks of a whole answer: thinking, text, calls."""
+    """Returns the blocks of a complete answer: thinking, text, calls."""
     message = turn.message
     blocks: list[dict[str, Any]] = []
     if message.reasoning and shown is not Shown.NOTHING:
@@ -255,14 +255,14 @@ def content_of(turn: Turn, shown: Shown) -> list[dict[str, Any]]:
     if message.content:
         blocks.append({"type": "text", "text": message.content})
     for call in message.tool_calls:
-        # As the model spelt it: an agent that sends it back must not have rounded a number.
+        # The model's own spelling, so that no number is rounded before the agent sends it back.
         arguments = msgspec.Raw(input_json(call.arguments).encode())
         blocks.append(_tool_use(call.call_id, call.name, arguments))
     return blocks
 
 
 def ending(turn: Turn, context_tokens: int) -> dict[str, Any]:
-    """Why the answer ended, and with which stop sequence."""
+    """Returns the stop reason and the stop sequence."""
     stop_sequence = None
     if turn.sampled.finish_reason == common_pb2.FINISH_REASON_LENGTH:
         full = turn.prompt_tokens + turn.sampled.tokens >= context_tokens
@@ -275,10 +275,10 @@ def ending(turn: Turn, context_tokens: int) -> dict[str, Any]:
 
 
 def input_json(arguments: str) -> str:
-    """Arguments of a call as JSON that every client can read and send back.
+    """Returns the arguments of a call as JSON that every client can parse.
 
-    Models write NaN and half surrogates, and Python reads them; others do not. Where an agent
-    sends back what was put in their place, it makes a branch.
+    NaN and half surrogates, which only Python parses, are replaced. An agent that sends the
+    replacement back makes a branch.
     """
     try:
         try:

@@ -1,8 +1,8 @@
-"""Anthropic Messages requests: decoding and what is allowed in them.
+"""Anthropic Messages requests: schema and checks.
 
-Owns what a request asks for besides its conversation: tools, sampling, thinking, what is refused.
-`history` reads the conversation. Unknown fields are ignored, as clients send many; a
-known field of the wrong type, or one whose effect cannot be had, is refused.
+Owns the fields besides the conversation: tools, sampling, thinking; `history` decodes the
+conversation. Unknown fields are ignored, because clients send many. A known field with a wrong type
+or an unsupported effect is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from services.gateway.model.chat_model import Tools
 from services.gateway.structured_output.response_format import answer_grammar
 
 EDITS_WITHOUT_EFFECT = ("clear_thinking_",)
-"""Edits of the context that change nothing here: which thinking stays, the chat template says."""
+"""Context edits without effect: the chat template decides which thinking stays."""
 
 
 class Tool(msgspec.Struct):
@@ -61,25 +61,25 @@ class ContextManagement(msgspec.Struct):
 
 
 class CountTokensRequest(msgspec.Struct):
-    """What makes a prompt."""
+    """The fields of a prompt."""
 
     model: str
     messages: msgspec.Raw
-    """Read by `history`, as far as it is new; and so is this:"""
+    """Decoded by `history`, like `system`."""
     system: msgspec.Raw = msgspec.Raw(b"null")
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: AnswerFormat | None = None
-    """Where it stood in the beta."""
+    """Name of `output_config.format` in the beta API."""
     context_management: ContextManagement | None = None
     container: Any = None
     mcp_servers: list[Any] | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    """The same and how to answer it."""
+    """A prompt with the parameters of its answer."""
 
     max_tokens: int
     stream: bool | None = None
@@ -90,22 +90,22 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 class Shown(Enum):
-    """How much an agent sees of the model's thinking."""
+    """The part of the model's thinking that an agent gets."""
 
     NOTHING = "nothing"
     BLOCKS = "blocks"
-    """That there was some, but no text."""
+    """Empty thinking blocks."""
     TEXT = "text"
 
 
 def check(request: CountTokensRequest) -> None:
-    """Raises `InvalidArgument` for what no answer could satisfy."""
+    """Raises `InvalidArgument` for unsupported fields."""
     edits = request.context_management.edits if request.context_management else ()
     for edit in edits:
         if not edit.type.startswith(EDITS_WITHOUT_EFFECT):
             raise InvalidArgument(
                 f"context_management: an edit of type {edit.type[:40]!r} is not supported; "
-                "contexts are changed by agents only"
+                "only agents change contexts"
             )
     if request.container is not None:
         raise InvalidArgument("container is not supported: no tools run here")
@@ -114,8 +114,8 @@ def check(request: CountTokensRequest) -> None:
 
 
 def tools_of(request: CountTokensRequest) -> Tools:
-    """The tools as templates take them. Raises `InvalidArgument` for those of other kinds than
-    the agent's own."""
+    """Returns the tools in the form of chat templates. Raises `InvalidArgument` for tools that run
+    at Anthropic."""
     return [_tool(tool, at) for at, tool in enumerate(request.tools or ())]
 
 
@@ -129,7 +129,7 @@ def parallel_calls(request: CountTokensRequest) -> bool:
 
 
 def required_tool(request: CountTokensRequest, tools: Tools, output: OutputFormat) -> str | None:
-    """What `TurnRequest.required_tool` takes; raises `InvalidArgument` if it cannot be had."""
+    """Returns `TurnRequest.required_tool`; raises `InvalidArgument` if no call is possible."""
     choice = request.tool_choice
     if choice is None or choice.type in ("auto", "none"):
         return None
@@ -150,13 +150,13 @@ def sampling_of(request: MessagesRequest) -> common_pb2.SamplingParams:
 
 
 async def grammar_of(request: CountTokensRequest) -> common_pb2.Grammar | None:
-    """The form that the answer must have; raises `InvalidArgument` if it cannot be had."""
-    asked = request.output_config.format if request.output_config else None
-    asked = asked or request.output_format
-    if asked is None:
+    """Returns the grammar of the answer; raises `InvalidArgument` if it cannot be enforced."""
+    wanted = request.output_config.format if request.output_config else None
+    wanted = wanted or request.output_format
+    if wanted is None:
         return None
     field = "output_config.format.schema"
-    return await answer_grammar("json_schema", asked.schema, strict=True, field=field)
+    return await answer_grammar("json_schema", wanted.schema, strict=True, field=field)
 
 
 def stops_of(request: MessagesRequest) -> Sequence[str]:
@@ -164,7 +164,7 @@ def stops_of(request: MessagesRequest) -> Sequence[str]:
 
 
 def shown_of(request: CountTokensRequest) -> Shown:
-    """Agents that did not ask for thinking do not expect it in front of the text."""
+    """Returns `NOTHING` unless the agent requests thinking."""
     thinking = request.thinking
     if thinking is None or thinking.type == "disabled":
         return Shown.NOTHING

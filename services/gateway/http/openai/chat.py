@@ -1,7 +1,7 @@
-"""Chat completions: OpenAI's objects and chunks, made of turns.
+"""OpenAI's Chat Completions API: encodes turns as completions, complete or streamed.
 
-Owns the encoding of answers, whole and streamed. A stream begins with the first token, so that
-until then an error still has its status.
+Owns the encoding of answers. A stream begins with the first token, so an earlier error still gets
+its HTTP status.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class ChatCompletions:
                 include_usage=bool(asked.stream_options and asked.stream_options.include_usage),
             )
             if turn.stream:
-                # OpenAI's clients look for an error event.
+                # OpenAI's clients expect an error event.
                 return await stream_events(request, completion.events(), error_event=_error_event)
-            return json_response(await completion.whole())
+            return json_response(await completion.complete())
 
 
 @dataclass(slots=True, kw_only=True)
 class Completion:
-    """One request's answer in the making."""
+    """The answer to one request."""
 
     turns: Turns
     session: Session
@@ -91,8 +91,8 @@ class Completion:
     completion_id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def whole(self) -> dict[str, Any]:
-        """The completion object."""
+    async def complete(self) -> dict[str, Any]:
+        """Returns the completion object."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self.turns.finish_turn(self.session, self.request))
@@ -107,13 +107,13 @@ class Completion:
         )
 
     def events(self) -> AsyncGenerator[bytes, None]:
-        """The same as server-sent events, several at once where they come at once; the last is an
+        """Yields the answer as server-sent events, simultaneous ones together; the last item is an
         `Ending`."""
         choices = [_StreamedChoice(self, index) for index in range(self.choices)]
         return choices[0].events() if len(choices) == 1 else _merged(self, choices)
 
     def end(self, turns: list[Turn]) -> bytes:
-        """The events behind those of all choices."""
+        """Returns the events after those of all choices."""
         done = b"data: [DONE]\n\n"
         if not self.include_usage:
             return done
@@ -154,22 +154,22 @@ class _StreamedChoice:
         self.turn: Turn | None = None
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """What came at once is one event; what ends an only choice ends the completion with it."""
+        """Yields the chunks of each piece together; a single choice also ends the completion."""
         run = self._completion.turns.run_turn(self._completion.session, self._completion.request)
-        said = [self._chunk({"role": "assistant", "content": ""})]
+        chunks = [self._chunk({"role": "assistant", "content": ""})]
         async with aclosing(run) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Turn):
                     self.turn = piece
-                    last = b"".join(map(sse, [*said, self._last(piece)]))
+                    last = b"".join(map(sse, [*chunks, self._last(piece)]))
                     alone = self._completion.choices == 1
                     yield Ending(last + self._completion.end([piece])) if alone else last
                     return
-                said += [self._chunk(self._delta(delta)) for delta in piece.deltas]
-                # The last piece waits for the turn's record, which is about to be made.
-                if said and not piece.last:
-                    yield b"".join(map(sse, said))
-                    said = []
+                chunks += [self._chunk(self._delta(delta)) for delta in piece.deltas]
+                # The last piece is sent with the end, after the turn is recorded.
+                if chunks and not piece.last:
+                    yield b"".join(map(sse, chunks))
+                    chunks = []
 
     def _delta(self, delta: Delta) -> dict[str, Any]:
         match delta:
@@ -198,7 +198,7 @@ class _StreamedChoice:
 async def _merged(
     completion: Completion, choices: Sequence[_StreamedChoice]
 ) -> AsyncGenerator[bytes, None]:
-    """The events of several choices, as they come; the first error ends all of them."""
+    """Yields the events of several choices as they arrive; the first error ends all choices."""
     queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(maxsize=64)
 
     async def drain(choice: _StreamedChoice) -> None:
@@ -236,7 +236,7 @@ def finish_reason(turn: Turn) -> str:
 
 
 def usage(turns: list[Turn]) -> dict[str, Any]:
-    """Tokens of all choices; their prompt counts once, as it is one request's."""
+    """Returns the usage of all choices; their common prompt counts once."""
     prompt_tokens = max((turn.prompt_tokens for turn in turns), default=0)
     sampled_tokens = sum(turn.sampled.tokens for turn in turns)
     cached_tokens = max((turn.sampled.cached_tokens for turn in turns), default=0)
@@ -249,7 +249,7 @@ def usage(turns: list[Turn]) -> dict[str, Any]:
 
 
 def _fingerprint(turns: list[Turn]) -> str:
-    """Which weights answered: the newest version among the sampled tokens."""
+    """Returns the newest weight version among the sampled tokens."""
     versions = [v for turn in turns for v in int32_array(turn.sampled.weight_versions)[-1:]]
     return f"weights-{max(versions)}" if versions else ""
 

@@ -1,8 +1,8 @@
-"""OpenAI chat completion requests: decoding and what is allowed in them.
+"""OpenAI chat completion requests: schema and checks.
 
-Owns the translation of a request body into a `TurnRequest`. Clients send many fields. Refused is
-one of the wrong type, and one that the program could not do without: it would get an answer of
-another form than it asked for. Any other field is ignored (docs/gateway.md names the usual ones).
+Owns the conversion of a request body to a `TurnRequest`. A field is refused if its type is wrong,
+or if ignoring it would change the form of the answer. Other fields are ignored (docs/gateway.md
+lists the usual ones).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Part(msgspec.Struct):
 class CallFunction(msgspec.Struct):
     name: str
     arguments: str | dict[str, Any] | None = None
-    """JSON text; some clients send what it says."""
+    """JSON text; some clients send an object."""
 
 
 class Call(msgspec.Struct):
@@ -57,7 +57,7 @@ class ChatMessage(msgspec.Struct):
     reasoning_content: str | None = None
     reasoning: str | None = None
     function_call: Any = None
-    """The calls of the time before tools, refused; clients send null."""
+    """The predecessor of tool calls, refused; clients send null."""
 
 
 class NamedFunction(msgspec.Struct):
@@ -86,7 +86,7 @@ class StreamOptions(msgspec.Struct):
 class ChatCompletionRequest(msgspec.Struct):
     model: str
     messages: msgspec.Raw
-    """An array of `ChatMessage`, read by `messages_of` as far as it is new."""
+    """An array of `ChatMessage`; `messages_of` decodes its new part."""
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -109,7 +109,7 @@ class ChatCompletionRequest(msgspec.Struct):
 
 
 def messages_of(request: ChatCompletionRequest) -> History:
-    """The messages; whoever looks at one that is not valid gets the `InvalidArgument`."""
+    """Returns the messages; reading an invalid one raises `InvalidArgument`."""
     return History(memoryview(request.messages), _read_messages)
 
 
@@ -124,7 +124,7 @@ def _read_messages(array: bytes, first: int) -> list[Message]:
 
 
 def tools_of(tools: Sequence[dict[str, Any]] | None) -> Tools:
-    """The tools, as templates take them. Raises `InvalidArgument` for one without a name."""
+    """Returns the tools in the form of chat templates. Raises `InvalidArgument` without a name."""
     for at, tool in enumerate(tools or ()):
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -133,7 +133,7 @@ def tools_of(tools: Sequence[dict[str, Any]] | None) -> Tools:
 
 
 def required_tool(request: ChatCompletionRequest, output: OutputFormat) -> str | None:
-    """What `TurnRequest.required_tool` takes; raises `InvalidArgument` if it cannot be had."""
+    """Returns `TurnRequest.required_tool`; raises `InvalidArgument` if no call is possible."""
     choice = request.tool_choice
     if choice is None or choice in ("none", "auto"):
         return None
@@ -142,11 +142,11 @@ def required_tool(request: ChatCompletionRequest, output: OutputFormat) -> str |
 
 
 def sampling_of(request: ChatCompletionRequest) -> common_pb2.SamplingParams:
-    asked = request.max_completion_tokens
-    if asked is None:
-        asked = request.max_tokens
+    max_tokens = request.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = request.max_tokens
     sampling = sampling_params(
-        max_tokens=asked,
+        max_tokens=max_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
@@ -160,7 +160,7 @@ def sampling_of(request: ChatCompletionRequest) -> common_pb2.SamplingParams:
 
 
 async def answer_grammar_of(request: ChatCompletionRequest) -> common_pb2.Grammar | None:
-    """The form that `response_format` asks for; raises `InvalidArgument` if it cannot be had."""
+    """Returns the grammar of `response_format`; raises `InvalidArgument` if not enforceable."""
     wanted = request.response_format
     if wanted is None:
         return None
@@ -181,9 +181,9 @@ def stop_of(request: ChatCompletionRequest) -> list[str]:
 
 
 def choices_of(request: ChatCompletionRequest) -> int:
-    """How many answers; also refuses what no answer could satisfy."""
+    """Returns the number of answers; raises `InvalidArgument` for unsupported fields."""
     if request.functions:
-        raise InvalidArgument("functions are not supported: give them as tools")
+        raise InvalidArgument("functions are not supported: send them as tools")
     if request.web_search_options is not None:
         raise InvalidArgument("web_search_options is not supported: there is no web search here")
     for modality in request.modalities or ():
@@ -197,7 +197,7 @@ def _message(message: ChatMessage, at: int) -> Message:
         role = normal_role(message.role)
         content = _text(message.content)
         if message.function_call:
-            raise InvalidArgument("function_call is not supported: give it in tool_calls")
+            raise InvalidArgument("function_call is not supported: send it in tool_calls")
     except InvalidArgument as error:
         raise InvalidArgument(f"messages[{at}]: {error}") from None
     calls = tuple(

@@ -1,8 +1,8 @@
-"""OpenAI's Responses API: `POST /v1/responses`, and what is kept of the answers.
+"""OpenAI's Responses API: creates, retrieves and deletes responses.
 
-Owns the way of a request: which conversation it goes on with, the turn, the answer whole or
-streamed. The conversation behind a `previous_response_id` is read off the session's own turns, so
-it is there as long as the session is, in any gateway, and for nobody else.
+Owns the steps of a request: its conversation, the turn, the answer, complete or streamed. The
+conversation of a `previous_response_id` comes from the session's own turns. So it lives as long as
+the session, in any gateway, and is unknown in other sessions.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from services.gateway.turns.types import Turn
 
 
 class Responses:
-    """The routes."""
+    """The endpoints below `/v1/responses`."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
@@ -65,13 +65,13 @@ class Responses:
         claims = edge.claims(request)
         asked = request_body.decode(await request.read(), ResponsesRequest)
         edge.check_model(asked.model)
-        head, turn = _read(
+        head, turn = _head_and_turn(
             asked, edge.turns.model, arrived_s=arrived_s, arrived_unix_s=arrived_unix_s
         )
         grammar = await responses_schema.answer_grammar_of(asked)
         turn.sampling.MergeFrom(common_pb2.SamplingParams(grammar=grammar))
         async with edge.sessions.use_session(claims) as session:
-            answering = Answering(
+            response = Response(
                 turns=edge.turns,
                 session=session,
                 request=replace(turn, messages=await _history(session, asked, edge.turns.model)),
@@ -79,23 +79,25 @@ class Responses:
                 logprobs=bool(asked.top_logprobs) or LOGPROBS in (asked.include or ()),
             )
             if not turn.stream:
-                return json_response(await answering.whole())
+                return json_response(await response.complete())
             events = Events(head)
             return await stream_events(
                 request,
-                answering.stream(events),
+                response.events(events),
                 error_event=lambda error: b"".join(map(_sse, _failure(events, error))),
             )
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         if request.query.get("stream") == "true":
-            raise InvalidArgument("stream is not supported: a response that is kept is complete")
+            raise InvalidArgument("stream is not supported: a stored response is complete")
         response_id = request.match_info["response"]
         async with self._edge.sessions.use_session(self._edge.claims(request)) as session:
             recalled = await _recall(session, response_key(response_id))
             if recalled is None:
                 raise UnknownResponse(f"Response with id {response_id[:100]!r} not found.")
-            return json_response(_kept(recalled, response_key(response_id), self._edge.turns.model))
+            return json_response(
+                _stored(recalled, response_key(response_id), self._edge.turns.model)
+            )
 
     async def _delete(self, request: web.Request) -> web.Response:
         response_id = request.match_info["response"]
@@ -110,8 +112,8 @@ class Responses:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answering:
-    """One response in the making."""
+class Response:
+    """The response to one request."""
 
     turns: Turns
     session: Session
@@ -119,33 +121,33 @@ class Answering:
     head: Head
     logprobs: bool
 
-    async def whole(self) -> dict[str, Any]:
-        """The response object."""
+    async def complete(self) -> dict[str, Any]:
+        """Returns the response object."""
         turn = await self.turns.finish_turn(self.session, self.request)
         status, details = ending(turn.sampled.finish_reason)
         output = with_logprobs(output_of(self.head, turn.message, status), self._logprobs(turn))
         return self.head.response(status, output, usage=self._usage(turn), **details)
 
-    async def stream(self, events: Events) -> AsyncGenerator[bytes, None]:
-        """The same as server-sent events. The first comes with the first token: until then an
-        error still has its status."""
+    async def events(self, events: Events) -> AsyncGenerator[bytes, None]:
+        """Yields the response as server-sent events. The first event comes with the first token, so
+        an earlier error still gets its HTTP status."""
         begun = False
         async with aclosing(self.turns.run_turn(self.session, self.request)) as pieces:
             async for piece in pieces:
                 if not begun:
                     begun = True
-                    for event in events.begin():
+                    for event in events.start():
                         yield _sse(event)
                 if isinstance(piece, Turn):
-                    came = self._end(events, piece)
+                    new = self._end(events, piece)
                 else:
-                    came = events.take(piece.deltas)
-                for event in came:
+                    new = events.add_deltas(piece.deltas)
+                for event in new:
                     yield _sse(event)
 
     def _end(self, events: Events, turn: Turn) -> Iterator[Event]:
         status, details = ending(turn.sampled.finish_reason)
-        return events.end(status, self._usage(turn), details, self._logprobs(turn))
+        return events.finish(status, self._usage(turn), details, self._logprobs(turn))
 
     def _usage(self, turn: Turn) -> dict[str, Any]:
         return usage(
@@ -159,10 +161,10 @@ class Answering:
         return token_logprobs(turn) if self.logprobs else []
 
 
-def _read(
+def _head_and_turn(
     asked: ResponsesRequest, model: ChatModel, *, arrived_s: float, arrived_unix_s: float
 ) -> tuple[Head, TurnRequest]:
-    """What to answer with, and the turn to run, but for its messages."""
+    """Returns the head of the response, and the turn request without its messages."""
     responses_schema.check(asked)
     tools = responses_schema.tools_of(asked.tools)
     wanted = responses_schema.wanted_tool(asked)
@@ -173,7 +175,7 @@ def _read(
         created_at=arrived_unix_s,
         model=model.name,
         instructions=asked.instructions,
-        tools=responses_schema.spelled_back(tools),
+        tools=responses_schema.responses_tools(tools),
         echoed=echoed,
     )
     facts = {
@@ -207,11 +209,11 @@ def _read(
 async def _history(
     session: Session, asked: ResponsesRequest, model: ChatModel
 ) -> Sequence[Message]:
-    """The whole conversation: instructions, what is there already, what is new."""
-    given = bytes(asked.input)
-    if not asked.previous_response_id and b"item_reference" not in given:
-        return history_of(given, asked.instructions)
-    said = messages_of(await _dereferenced(session, items_of(given), model))
+    """Returns the complete conversation: instructions, earlier messages, new messages."""
+    raw = bytes(asked.input)
+    if not asked.previous_response_id and b"item_reference" not in raw:
+        return history_of(raw, asked.instructions)
+    new = messages_of(await _dereferenced(session, items_of(raw), model))
     before: Sequence[Message] = ()
     if asked.previous_response_id:
         recalled = await _recall(session, response_key(asked.previous_response_id))
@@ -220,36 +222,36 @@ async def _history(
                 f"Previous response with id {asked.previous_response_id[:100]!r} not found."
             )
         if _instructions(recalled) == (asked.instructions or None):
-            return NamedPrefix(recalled.node, said)
-        # They hold for the response they came with, and are given anew with each.
+            return NamedPrefix(recalled.node, new)
+        # Instructions apply to one response only; each request sends its own.
         before = recalled.node.messages()[int(recalled.turn.facts["instructed"]) :]
     instructions = (
         [Message(role="system", content=asked.instructions)] if asked.instructions else []
     )
-    return [*instructions, *before, *said]
+    return [*instructions, *before, *new]
 
 
 async def _dereferenced(
     session: Session, items: str | Sequence[Item], model: ChatModel
 ) -> str | list[Item]:
-    """The input with every `item_reference` replaced by the output item it names."""
+    """Replaces every `item_reference` of the input by the output item with its id."""
     if isinstance(items, str):
         return items
-    known: dict[str, dict[str, Item]] = {}
-    whole = []
+    outputs: dict[str, dict[str, Item]] = {}
+    dereferenced = []
     for at, item in enumerate(items):
         if item.get("type") == "item_reference":
             item_id = str(item.get("id"))
             key = key_of_item(item_id) or ""
-            if key not in known:
+            if key not in outputs:
                 recalled = await _recall(session, key)
-                output = _kept(recalled, key, model)["output"] if recalled else ()
-                known[key] = {kept["id"]: kept for kept in output}
-            if item_id not in known[key]:
+                output = _stored(recalled, key, model)["output"] if recalled else ()
+                outputs[key] = {kept["id"]: kept for kept in output}
+            if item_id not in outputs[key]:
                 raise InvalidArgument(f"input[{at}]: item with id {item_id[:100]!r} not found")
-            item = known[key][item_id]
-        whole.append(item)
-    return whole
+            item = outputs[key][item_id]
+        dereferenced.append(item)
+    return dereferenced
 
 
 async def _recall(session: Session, key: str) -> Recalled | None:
@@ -259,26 +261,26 @@ async def _recall(session: Session, key: str) -> Recalled | None:
 
 
 def _instructions(recalled: Recalled) -> str | None:
-    """Those that a response was made with."""
+    """Returns the instructions of a response."""
     instructed = recalled.turn.facts["instructed"]
     return recalled.node.messages()[0].content if instructed else None
 
 
-def _kept(recalled: Recalled, key: str, model: ChatModel) -> dict[str, Any]:
-    """The response object of a turn in the past."""
-    held, answer = recalled.turn, recalled.node.messages()[-1]
+def _stored(recalled: Recalled, key: str, model: ChatModel) -> dict[str, Any]:
+    """Returns the response object of an earlier turn."""
+    turn, answer = recalled.turn, recalled.node.messages()[-1]
     head = Head(
         key=key,
-        created_at=held.facts["created_at"],
+        created_at=turn.facts["created_at"],
         model=model.name,
         instructions=_instructions(recalled),
-        tools=responses_schema.spelled_back(recalled.tools),
-        echoed=held.facts["echoed"],
+        tools=responses_schema.responses_tools(recalled.tools),
+        echoed=turn.facts["echoed"],
     )
-    status, details = ending(held.finish_reason)
+    status, details = ending(turn.finish_reason)
     spent = usage(
         prompt_tokens=recalled.prompt_tokens,
-        cached_tokens=held.cached_tokens,
+        cached_tokens=turn.cached_tokens,
         sampled_tokens=len(recalled.sampled_ids) // TOKEN_BYTES,
         reasoning_tokens=model.reasoning_tokens(answer, recalled.sampled_ids),
     )

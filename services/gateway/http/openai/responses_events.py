@@ -1,7 +1,7 @@
-"""The events of a streamed response, in the order that OpenAI's clients expect.
+"""Events of a streamed response, in the order of OpenAI's API.
 
-Owns which item is open and what has been said in it. An item is announced, filled and closed
-before the next one begins; every event carries its number.
+Owns the open item and its text. An item is added, filled and closed before the next one begins;
+every event has a sequence number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Event = dict[str, Any]
 
 @dataclass(slots=True, kw_only=True)
 class _Open:
-    """The item that text is being added to."""
+    """The open item, which receives text."""
 
     kind: type[TextDelta] | type[ReasoningDelta]
     item_id: str
@@ -36,7 +36,7 @@ class _Open:
 
     @property
     def name(self) -> str:
-        """What its text is called in the names of events."""
+        """Name of its text in event types."""
         return "reasoning_text" if self.kind is ReasoningDelta else "output_text"
 
     def item(self, text: str | None, status: str) -> Item:
@@ -47,27 +47,27 @@ class _Open:
         return reasoning_part(text) if self.kind is ReasoningDelta else text_part(text)
 
     def logprobs(self) -> dict[str, Any]:
-        """The schema wants them with each text; they come with the last event, if asked for."""
+        """Returns the field that the schema requires; log-probs are in the last event."""
         return {} if self.kind is ReasoningDelta else {"logprobs": []}
 
 
 class Events:
-    """Turns what is sampled into events."""
+    """Converts deltas to events."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
         self._number = 0
         self._output: list[Item] = []
-        """Items that are closed."""
+        """Closed items."""
         self._open: _Open | None = None
 
-    def begin(self) -> Iterator[Event]:
+    def start(self) -> Iterator[Event]:
         response = self._head.response("in_progress", [])
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
-    def take(self, deltas: Iterable[Delta]) -> Iterator[Event]:
-        """The events of what was sampled next."""
+    def add_deltas(self, deltas: Iterable[Delta]) -> Iterator[Event]:
+        """Yields the events of new deltas."""
         for delta in deltas:
             match delta:
                 case CallDelta(name=name, arguments=arguments, call_id=call_id):
@@ -77,17 +77,17 @@ class Events:
                 case TextDelta(text=text) | ReasoningDelta(text=text):
                     yield from self._text(type(delta), text)
 
-    def end(
+    def finish(
         self,
         status: str,
         usage: Mapping[str, Any],
         details: Mapping[str, Any],
         logprobs: Sequence[Mapping[str, Any]] = (),
     ) -> Iterator[Event]:
-        """The rest: `status` is completed or incomplete, `details` say why."""
+        """Yields the last events; `status` is completed or incomplete, `details` has the reason."""
         yield from self._close(status)
         if status == "completed" and all(item["type"] == "reasoning" for item in self._output):
-            # An empty answer is an answer: agents look for its message.
+            # Agents expect a message item, also in an empty answer.
             yield from self._text(TextDelta, "")
             yield from self._close(status)
         output = with_logprobs(self._output, logprobs)
@@ -95,7 +95,7 @@ class Events:
         yield self._event(f"response.{status}", response=response)
 
     def fail(self, code: str, message: str) -> Iterator[Event]:
-        """The end of a response that cannot be ended well."""
+        """Yields the last events of a failed response."""
         error = {"code": code, "message": message}
         yield from self._close("incomplete")
         response = self._head.response("failed", self._output, error=error)
@@ -116,7 +116,7 @@ class Events:
             yield self._part_event(f"response.{opened.name}.delta", delta=text, **opened.logprobs())
 
     def _call(self, call: ToolCall) -> Iterator[Event]:
-        # A call is known only when it is whole: what does not parse is text.
+        # A call arrives complete: until its end it may still be text that does not parse.
         item_id = self._head.item_id("fc", len(self._output))
         empty = ToolCall(name=call.name, arguments="", call_id=call.call_id)
         item = call_item(item_id, empty, status="in_progress")
@@ -133,7 +133,7 @@ class Events:
         self._output.append(item)
 
     def _close(self, status: str) -> Iterator[Event]:
-        """Ends the item that is open, if one is."""
+        """Closes the open item, if any."""
         opened = self._open
         if opened is None:
             return

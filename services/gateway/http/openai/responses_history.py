@@ -1,15 +1,13 @@
-"""From the items of a Responses request to messages.
+"""Converts the items of a Responses request to messages.
 
-Owns which items belong to one answer. The model says one thing per turn, and the API splits it:
-its reasoning, its text and each tool call are items of their own. Put together again they must be
-the message that was sampled, or the history would branch where the agent only repeated it.
+Owns the grouping of items into answers. The API splits an answer into items: reasoning, text and
+each tool call. Joined again they must equal the sampled message; otherwise the history branches.
 
-Items that carry an id of ours name the turn they come from. Clients that leave the ids out are
-read by what an answer looks like: reasoning comes first, and two texts are never neighbors.
+An item with an id of this API names its turn. Items without ids are grouped by the form of an
+answer: reasoning comes first, and two texts are never adjacent.
 
-A request that begins with an earlier one is read from there on (see
-`forge.core.conversation.request_prefix`), unless what is new in it may belong to an answer that was
-there before.
+If a request begins with an earlier one, only the rest is decoded (see
+`forge.core.conversation.request_prefix`), unless a new item may belong to an earlier answer.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from services.gateway.http.openai.responses_items import key_of_item
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 
 _ITEM_KEY = re.compile(rb"(?:msg|rs|fc)_([0-9a-f]{32})_[0-9]")
-"""Of items of ours, as bytes: more may look like one than are."""
+"""Matches ids of this API's items in JSON bytes; other texts may match too."""
 
 _Kind = TypeVar("_Kind")
 
@@ -66,14 +64,14 @@ class FunctionCallOutputItem(msgspec.Struct):
 
 
 def history_of(given: bytes, instructions: str | None) -> Sequence[Message]:
-    """The conversation of a request without references to earlier ones, instructions first; `given`
-    is its `input`. Who looks at an item that cannot be had gets the `InvalidArgument` naming it."""
+    """Returns the conversation of a request without references, instructions first; `given` is its
+    `input`. Reading an unsupported item raises `InvalidArgument` with its place."""
     array = given.strip()
     if not array.startswith(b"["):
         before = [Message(role="system", content=instructions)] if instructions else []
         return [*before, *messages_of(items_of(given))]
     if instructions:
-        # One array, so that a request is recognized by both.
+        # One array, so that the recognized prefix includes the instructions.
         item = msgspec.json.encode({"role": "system", "content": instructions})
         comma = b"" if array[1:].lstrip().startswith(b"]") else b","
         array = b"[" + item + comma + array[1:]
@@ -81,7 +79,7 @@ def history_of(given: bytes, instructions: str | None) -> Sequence[Message]:
 
 
 def items_of(given: bytes) -> str | list[dict[str, Any]]:
-    """The whole `input`; raises `InvalidArgument` for what is no input, or an empty one."""
+    """Decodes the complete `input`; raises `InvalidArgument` if it is invalid or empty."""
     try:
         items = msgspec.json.decode(given, type=str | list[dict[str, Any]] | None)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -94,12 +92,12 @@ def items_of(given: bytes) -> str | list[dict[str, Any]]:
 
 
 class _InputHistory(History):
-    """Several items make one message, so a mark holds only between whole ones."""
+    """The messages of an input; several items make one message, so a mark must not split one."""
 
     __slots__ = ()
 
     def known(self, marks: Iterable[Mark]) -> Mark | None:
-        """As `History.known`; None where an item behind the mark names a turn before it, too."""
+        """As `History.known`; None if an item after the mark belongs to a turn before it."""
         mark = super().known(marks)
         if mark is None:
             return None
@@ -108,7 +106,7 @@ class _InputHistory(History):
         return None if any(key in before for key in behind) else mark
 
     def mark(self) -> Mark:
-        """As `History.mark`; one that recognizes nothing where the last answer may still grow."""
+        """As `History.mark`; matches no request while the last answer may get more items."""
         mark = super().mark()
         read = self._all if self._all is not None else self._behind[1] if self._behind else ()
         return replace(mark, digest=b"") if read and read[-1].role == "assistant" else mark
@@ -116,17 +114,17 @@ class _InputHistory(History):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """Decodes the items of a request, or those at its end."""
+    """Decodes the items of a request, or its last ones."""
 
     array: bytes
-    """The whole of it."""
+    """All items."""
     instructed: bool
 
     def __call__(self, array: bytes, first: int) -> list[Message]:
         if first:
             with suppress(InvalidArgument, msgspec.MsgspecError, UnicodeDecodeError):
                 return messages_of(msgspec.json.decode(array, type=list[dict[str, Any]]))
-            # To say where the error is, all items have to be read.
+            # Only a decoding of all items gives the place of the error.
             return self(self.array, 0)[first:]
         items = items_of(array)
         assert isinstance(items, list)
@@ -136,14 +134,14 @@ class _Reader:
 
 
 def messages_of(items: str | Sequence[dict[str, Any]] | None, *, first: int = 0) -> list[Message]:
-    """The messages that `input` stands for, whose first item has this number. Raises
-    `InvalidArgument` naming the item."""
+    """Converts items to messages; `first` is the number of the first item. Raises `InvalidArgument`
+    with the number of the item."""
     if isinstance(items, str):
         return [Message(role="user", content=items)]
     history = _History()
     for at, item in enumerate(items or (), first):
         try:
-            history.add(item)
+            history.add_item(item)
         except InvalidArgument as error:
             raise InvalidArgument(f"input[{at}]: {error}") from None
     return history.messages()
@@ -151,7 +149,7 @@ def messages_of(items: str | Sequence[dict[str, Any]] | None, *, first: int = 0)
 
 @dataclass(slots=True, kw_only=True)
 class _Answer:
-    """One message of the assistant in the making."""
+    """One assistant message, built from items."""
 
     response: str | None
     """The key of the response its items come from; None while unknown."""
@@ -162,7 +160,7 @@ class _Answer:
     calls: list[ToolCall] = field(default_factory=list)
 
     def takes(self, kind: str, response: str | None) -> bool:
-        """Whether an item behind this answer is a part of it."""
+        """Returns True if the next item is a part of this answer."""
         if response and self.response:
             return response == self.response
         if kind == "reasoning":
@@ -179,17 +177,17 @@ class _Answer:
 
 
 class _History:
-    """Messages so far; the last answer may still grow."""
+    """Messages so far; the last answer may get more items."""
 
     def __init__(self) -> None:
         self._entries: list[Message | _Answer] = []
         self._answer: _Answer | None = None
-        """The last answer, while nothing but tool results stands behind it."""
+        """The last answer, while only tool results follow it."""
 
     def messages(self) -> list[Message]:
         return [entry.message() if isinstance(entry, _Answer) else entry for entry in self._entries]
 
-    def add(self, item: dict[str, Any]) -> None:
+    def add_item(self, item: dict[str, Any]) -> None:
         kind = item.get("type") or "message"
         match kind:
             case "message":
@@ -212,7 +210,7 @@ class _History:
     def _message(self, item: MessageItem) -> None:
         role = normal_role(item.role)
         if role == "tool":
-            raise InvalidArgument("the result of a tool is an item of type 'function_call_output'")
+            raise InvalidArgument("a tool result must be an item of type 'function_call_output'")
         content = _text(item.content)
         if role == "assistant":
             self._part("message", item.id).content.append(content)
@@ -221,11 +219,11 @@ class _History:
             self._entries.append(Message(role=role, content=content))
 
     def _reasoning(self, item: ReasoningItem) -> None:
-        # Of an item that has both, the summary is a shorter telling of the same.
+        # If an item has both, the summary repeats the content.
         self._part("reasoning", item.id).reasoning.append(_text(item.content or item.summary))
 
     def _part(self, kind: str, given_id: str | None) -> _Answer:
-        """The answer that an item of the assistant's belongs to."""
+        """Returns the answer of an assistant's item."""
         response = key_of_item(given_id)
         answer = self._answer
         if answer is None or not self._continues(answer, kind, response):
@@ -238,8 +236,8 @@ class _History:
     def _continues(self, answer: _Answer, kind: str, response: str | None) -> bool:
         if self._entries[-1] is answer:
             return answer.takes(kind, response)
-        # Some clients put each result directly behind its call. Without ids that is how several
-        # turns of one call each look, too.
+        # Some clients send each result directly after its call. Without ids, several turns with
+        # one call each have the same form.
         return response is not None and response == answer.response
 
 

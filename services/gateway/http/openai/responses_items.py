@@ -1,7 +1,7 @@
-"""OpenAI's response objects and their output items, made of answers.
+"""OpenAI's response objects and output items.
 
-Owns how an answer is split into items, and the ids by which they are put together again
-(`responses_history`). Owns no order of events: see `responses_events`.
+Owns the split of an answer into items, and the ids that `responses_history` joins them by.
+`responses_events` owns the order of events.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ _BLANK: dict[str, Any] = {
     "truncation": "disabled",
     "usage": None,
 }
-"""A response to a request that asked for nothing in particular."""
+"""The fields of a response to a request without options."""
 
 Item = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What is the same in a response from its first event to its last."""
+    """The fields of a response that are equal in all its events."""
 
     key: str
-    """32 hex digits that name the response; its id and those of its items are made of them."""
+    """32 hex digits in the ids of the response and its items."""
     created_at: float
     """Unix time, seconds."""
     model: str
     instructions: str | None
     tools: Sequence[Mapping[str, Any]]
-    """As the Responses API spells them."""
+    """Tools in the format of the Responses API."""
     echoed: Mapping[str, Any]
-    """What is repeated of the request."""
+    """Fields of the request that the response repeats."""
 
     @property
     def response_id(self) -> str:
         return f"resp_{self.key}"
 
     def item_id(self, kind: str, at: int) -> str:
-        """The id of the output item at `at`; `kind` is msg, rs or fc."""
+        """Returns the id of the output item at `at`; `kind` is msg, rs or fc."""
         return f"{kind}_{self.key}_{at}"
 
     def response(self, status: str, output: Sequence[Item], **changes: Any) -> dict[str, Any]:
-        """The response object as it stands."""
+        """Returns the response object in its current state."""
         return {
             "id": self.response_id,
             "object": "response",
@@ -84,19 +84,19 @@ class Head:
 
 
 def response_key(response_id: str) -> str:
-    """The key in a response's id; "" for what is no id of ours."""
-    found = _RESPONSE_ID.fullmatch(response_id)
-    return found[1] if found else ""
+    """Returns the key in a response id; "" for an id of another API."""
+    match = _RESPONSE_ID.fullmatch(response_id)
+    return match[1] if match else ""
 
 
 def key_of_item(item_id: str | None) -> str | None:
-    """The key of the response that an item comes from; None if its id does not tell."""
-    found = _ITEM_ID.fullmatch(item_id or "")
-    return found[1] if found else None
+    """Returns the key of an item's response; None if the id has no key."""
+    match = _ITEM_ID.fullmatch(item_id or "")
+    return match[1] if match else None
 
 
 def ending(finish_reason: common_pb2.FinishReason.ValueType) -> tuple[str, dict[str, Any]]:
-    """The status of a response whose answer ended like this, and what else it says of it."""
+    """Returns the status of a response, and the fields that give its reason."""
     if finish_reason == common_pb2.FINISH_REASON_LENGTH:
         return "incomplete", {"incomplete_details": {"reason": "max_output_tokens"}}
     return "completed", {}
@@ -115,12 +115,12 @@ def usage(
 
 
 def output_of(head: Head, answer: Message, status: str) -> list[Item]:
-    """The items of a whole answer; of an incomplete one the last text is what is incomplete."""
+    """Returns the items of an answer; if it is incomplete, its last text is incomplete."""
     items: list[Item] = []
     if answer.reasoning:
         items.append(reasoning_item(head.item_id("rs", 0), answer.reasoning))
     if answer.content or (status == "completed" and not answer.tool_calls):
-        # An empty answer is an answer: agents look for its message.
+        # Agents expect a message item, also in an empty answer.
         at = len(items)
         items.append(message_item(head.item_id("msg", at), answer.content))
     for call in answer.tool_calls:
@@ -131,15 +131,15 @@ def output_of(head: Head, answer: Message, status: str) -> list[Item]:
 
 
 def with_logprobs(items: Sequence[Item], logprobs: Sequence[Mapping[str, Any]]) -> list[Item]:
-    """The items, the first text with the log-probs of all tokens of the answer: reasoning and
-    calls were sampled, too, but have no place for them."""
-    given = list(items)
+    """Adds the log-probs of all tokens to the first text item. They include the tokens of reasoning
+    and calls, because those items have no field for log-probs."""
+    result = list(items)
     for at, item in enumerate(items):
         if item["type"] == "message":
             part = item["content"][0] | {"logprobs": list(logprobs)}
-            given[at] = item | {"content": [part]}
+            result[at] = item | {"content": [part]}
             break
-    return given
+    return result
 
 
 def reasoning_item(item_id: str, text: str | None, *, status: str = "completed") -> Item:

@@ -1,8 +1,8 @@
-"""OpenAI Responses requests: decoding and what is allowed in them.
+"""OpenAI Responses requests: schema and checks.
 
-Owns what a request asks for besides its conversation: tools, sampling, what is echoed, what is
-refused. `responses_history` reads the conversation. Unknown fields are ignored, as clients send
-many; a known field of the wrong type, or one whose effect cannot be had, is refused.
+Owns the fields besides the conversation: tools, sampling, echoed fields; `responses_history`
+decodes the conversation. Unknown fields are ignored, because clients send many. A known field with
+a wrong type or an unsupported effect is refused.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MAX_METADATA_VALUE_CHARS = 512
 LOGPROBS = "message.output_text.logprobs"
 
 _REFUSED = {
-    "background": "a response is made by the call that asks for it",
+    "background": "each response is made within its request",
     "conversation": "use previous_response_id, or send the items",
     "prompt": "no prompt templates are stored here",
-    "context_management": "an agent's context is never changed behind its back",
-    "moderation": "nothing is moderated here",
+    "context_management": "only agents change contexts",
+    "moderation": "there is no moderation here",
 }
-"""Fields that cannot be had, and why."""
+"""Refused fields, with the reason."""
 
 _ECHOED = (
     "max_output_tokens",
@@ -48,7 +48,7 @@ _ECHOED = (
     "top_p",
     "truncation",
 )
-"""Fields that the answer repeats."""
+"""Fields that the response repeats."""
 
 
 class AnswerFormat(msgspec.Struct):
@@ -60,7 +60,7 @@ class AnswerFormat(msgspec.Struct):
 class ResponsesRequest(msgspec.Struct):
     model: str
     input: msgspec.Raw = msgspec.Raw(b"null")
-    """A text or items, read by `responses_history` as far as they are new."""
+    """A text or items; `responses_history` decodes the new part."""
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -87,7 +87,7 @@ class ResponsesRequest(msgspec.Struct):
 
 
 def check(request: ResponsesRequest) -> None:
-    """Raises `InvalidArgument` for what no answer could satisfy."""
+    """Raises `InvalidArgument` for unsupported fields."""
     for name, why in _REFUSED.items():
         if getattr(request, name):
             raise InvalidArgument(f"{name} is not supported: {why}")
@@ -99,7 +99,7 @@ def check(request: ResponsesRequest) -> None:
 
 
 async def answer_grammar_of(request: ResponsesRequest) -> common_pb2.Grammar | None:
-    """The form that `text.format` asks for; raises `InvalidArgument` if it cannot be had."""
+    """Returns the grammar of `text.format`; raises `InvalidArgument` if not enforceable."""
     given = (request.text or {}).get("format")
     if given is None:
         return None
@@ -113,21 +113,21 @@ async def answer_grammar_of(request: ResponsesRequest) -> common_pb2.Grammar | N
 
 
 def tools_of(tools: Sequence[dict[str, Any]] | None) -> Tools:
-    """The tools as chat completions spell them, so that both protocols make the same prompts.
+    """Returns the tools in the format of chat completions, so both protocols make equal prompts.
 
-    Raises `InvalidArgument` for one that is not a function with a name.
+    Raises `InvalidArgument` for a tool that is not a function with a name.
     """
     return [_tool(tool, at) for at, tool in enumerate(tools or ())]
 
 
-def spelled_back(tools: Tools) -> list[dict[str, Any]]:
-    """Tools as the Responses API spells them."""
+def responses_tools(tools: Tools) -> list[dict[str, Any]]:
+    """Returns tools in the format of the Responses API."""
     blank = {"description": None, "parameters": None, "strict": None}
     return [{"type": "function", **blank, **tool["function"]} for tool in tools]
 
 
 def wanted_tool(request: ResponsesRequest) -> str | None:
-    """The tool the answer must call; "" for any; None leaves it to the model."""
+    """Returns the required tool; "" for any tool, None if no call is required."""
     choice = request.tool_choice
     if choice is None or choice in ("auto", "none"):
         return None
@@ -147,13 +147,13 @@ def wanted_tool(request: ResponsesRequest) -> str | None:
 
 
 def echoed(request: ResponsesRequest) -> dict[str, Any]:
-    """What the answer repeats of the request, as far as it was given."""
+    """Returns the fields of the request that the response repeats."""
     given = {name: getattr(request, name) for name in _ECHOED}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def remembered(echoed: Mapping[str, Any]) -> dict[str, Any]:
-    """What of it is kept with the turn: a schema may be large, and comes with every request."""
+    """Returns the echoed fields for the turn's record, without the schema, which may be large."""
     kept = dict(echoed)
     form = kept.get("text", {}).get("format")
     if isinstance(form, dict) and "schema" in form:

@@ -87,7 +87,7 @@ def test_answer_sent_back_is_the_answer(deltas: list[Delta], shown: Shown) -> No
     """Streamed or whole, what the agent has of an answer agrees with what was recorded."""
     recorded = recorded_of(deltas)
     blocks = Blocks(shown)
-    events = [event for delta in deltas for event in blocks.take(delta)] + [*blocks.finish()]
+    events = [event for delta in deltas for event in blocks.add_delta(delta)] + [*blocks.finish()]
     whole = json.loads(msgspec.json.encode(content_of(turn_of(recorded), shown)))
     for content in (accumulated(events), whole):
         echoed = sent_back(content)

@@ -34,8 +34,8 @@ official: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 def run(deltas: list[Delta], status: str = "completed") -> list[Event]:
     events = Events(HEAD)
     details = {"incomplete_details": {"reason": "max_output_tokens"}}
-    end = events.end(status, SPENT, details if status == "incomplete" else {})
-    return [*events.begin(), *events.take(deltas), *end]
+    end = events.finish(status, SPENT, details if status == "incomplete" else {})
+    return [*events.start(), *events.add_deltas(deltas), *end]
 
 
 def check(events: list[Event]) -> None:
@@ -111,7 +111,7 @@ def test_an_empty_answer_has_an_empty_message() -> None:
 def test_a_failure_in_the_middle_ends_the_stream_with_its_reason() -> None:
     """What was open is closed, and the last event has the error."""
     events = Events(HEAD)
-    seen = [*events.begin(), *events.take([TextDelta(text="I lo")])]
+    seen = [*events.start(), *events.add_deltas([TextDelta(text="I lo")])]
     seen += events.fail("server_error", "the router is gone")
     check(seen)
     response = Response.model_validate(seen[-1]["response"])
@@ -124,8 +124,8 @@ def test_logprobs_come_with_the_last_event() -> None:
     """The tokens of a text are known for certain only at the end."""
     events = Events(HEAD)
     logprobs = [{"token": "A", "logprob": -0.5, "bytes": [65], "top_logprobs": []}]
-    seen = [*events.begin(), *events.take([TextDelta(text="A")])]
-    seen += events.end("completed", SPENT, {}, logprobs)
+    seen = [*events.start(), *events.add_deltas([TextDelta(text="A")])]
+    seen += events.finish("completed", SPENT, {}, logprobs)
     check(seen)
     assert seen[-1]["response"]["output"][0]["content"][0]["logprobs"] == logprobs
 

@@ -231,7 +231,7 @@ def test_tools_are_spelled_as_in_chat_completions_and_back() -> None:
             "strict": True,
         },
     }
-    assert responses_schema.spelled_back([tool_given]) == [sent]
+    assert responses_schema.responses_tools([tool_given]) == [sent]
     with pytest.raises(InvalidArgument, match="'web_search'"):
         responses_schema.tools_of([sent, {"type": "web_search"}])
     with pytest.raises(InvalidArgument, match=r"tools\[0\]"):
