@@ -2,7 +2,7 @@
 
     python -m benchmarks.scheduler [--quick] [--adaptive S] [--json FILE]
     python -m benchmarks.scheduler --takeover [GROUPS] [--trained] [--json FILE]
-    python -m benchmarks.scheduler --settled [--quick] [--json FILE]
+    python -m benchmarks.scheduler --settled [GROUPS ...] [--json FILE]
 
 The real core (`forge.core.queue.generation_queue`) in one process on one core, in steady state:
 runners lease and complete in random order, a trainer takes batches of 512 from a window of 0.3 N
@@ -48,7 +48,8 @@ DOMAINS = ("code", "qa", "general", "reasoning")
 COMPLETE_ROLLOUTS = 32
 """Between two looks for a batch."""
 OPERATIONS = ("lease", "complete", "look", "take", "commit")
-SETTLED = 400_000
+SETTLED = (1_000, 100_000, 1_000_000)
+"""The first are next to none: what a process costs by itself."""
 LATE_S = 1e6
 """Long after the last group was added."""
 TARGET_MS = 1.0
@@ -206,12 +207,22 @@ def main() -> None:
     parser.add_argument(
         "--trained", action="store_true", help="with --takeover: groups that were trained on"
     )
-    parser.add_argument("--settled", action="store_true", help="groups that are over")
+    parser.add_argument(
+        "--settled",
+        type=int,
+        nargs="*",
+        metavar="GROUPS",
+        help=f"cold rebuilds with so many groups that are over (default {SETTLED})",
+    )
     options = parser.parse_args()
-    if options.settled:
-        numbers = measure_settled(SETTLED // 2 if options.quick else SETTLED)
-        show_numbers("Groups that are over", numbers)
-        keep(numbers, options.json)
+    if options.settled is not None:
+        over: dict[str, float] = {}
+        for groups in options.settled or SETTLED:
+            with tempfile.TemporaryDirectory() as folder:
+                numbers = asyncio.run(measure_settled(Path(folder), groups))
+            show_numbers(f"{groups:,} groups that are over", numbers)
+            over |= {f"{groups}.{name}": value for name, value in numbers.items()}
+        keep(over, options.json)
         return
     if options.takeover is not None:
         with tempfile.TemporaryDirectory() as folder:

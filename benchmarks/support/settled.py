@@ -1,81 +1,80 @@
-"""What a scheduler's term keeps of groups that are over, and how long it takes to read them.
+"""What groups that are over cost a scheduler: a cold rebuild, standing by, and submissions.
 
-Groups of eight sealed rollouts that were trained on, as a pool shard tells them at an election, are
-taken apart and put into a term, in one process. The pool's part of a scan is not in it.
+Real processes on loopback: etcd, a pool shard whose groups of one sealed rollout were all trained
+on, and two schedulers. The first one begins its term without having stood by; the second stands by.
+Then tasks are submitted whose ids the leader has to look up. Owns the measurement, not how its
+numbers are shown.
 """
 
 from __future__ import annotations
 
-import gc
-import os
+import asyncio
+import statistics
 import time
-from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
 
-from benchmarks.support.cpu import rss_bytes
-from forge.core.queue.admission import QueueSettings
-from forge.core.queue.generation_queue import GenerationQueue
-from forge.v1 import common_pb2, pool_pb2
-from services.scheduler.state import TermState
-from services.scheduler.stored import stored_group
+from benchmarks.support.cpu import cpu_s, rss_bytes
+from benchmarks.support.takeover import fill
+from forge.runtime.coordination import Coordinator
+from forge.runtime.telemetry import configure_logging
+from tests.support.etcd import EtcdServer
+from tests.support.scheduler_cluster import SchedulerCluster, make_task
 
-ROLLOUTS = 8
-BATCH_GROUPS = 512
-PART_GROUPS = 1000
-"""Restored at once, as a leader does."""
-
-
-def measure_settled(groups: int) -> dict[str, float]:
-    """Bytes that each group beyond the first half adds, and CPU seconds for 100,000 groups."""
-    state = TermState(GenerationQueue(QueueSettings(concurrency=8)), max_pending=1)
-    gc.disable()
-    half_bytes, rebuild_s = 0, 0.0
-    for start in range(0, groups, PART_GROUPS):
-        if not half_bytes and start >= groups // 2:
-            half_bytes = rss_bytes(os.getpid())
-        told = list(_told(start, PART_GROUPS))
-        started_s = time.process_time()
-        responses = map(pool_pb2.ScanGroupsResponse.FromString, told)
-        state.restore(map(stored_group, responses), now_s=0.0)
-        rebuild_s += time.process_time() - started_s
-    gc.enable()
-    grown_bytes = rss_bytes(os.getpid()) - half_bytes
-    assert state.queue.books.status().trained == groups
-    return {
-        "settled_groups": groups,
-        "bytes_per_settled_group": grown_bytes / (groups - groups // 2),
-        "rebuild_cpu_s_per_100k": rebuild_s * 100_000 / groups,
-    }
+CLUSTER = "settled"
+CALLS = 20
+TASKS_PER_CALL = 64
+_MB = 1e6
 
 
-def _told(start: int, count: int) -> Iterator[bytes]:
-    for index in range(start, start + count):
-        step = index // BATCH_GROUPS + 1
-        task_id = f"math-train-{index:08d}"
-        response = pool_pb2.ScanGroupsResponse()
-        response.group.CopyFrom(
-            common_pb2.GroupRecord(
-                task=common_pb2.Task(
-                    task_id=task_id,
-                    domain="math",
-                    scaffold="blackbox",
-                    group_size=ROLLOUTS,
-                    purpose=common_pb2.PURPOSE_TRAIN,
-                ),
-                queue_index=index,
-                state=common_pb2.GROUP_STATE_TRAINED,
-                batch_id=f"batch-0-{step}",
-                step=step,
-                pool_shard="s0",
-                task_digest=index.to_bytes(16, "little"),
-            )
-        )
-        for rollout in range(ROLLOUTS):
-            trajectory = response.trajectories.add(
-                trajectory_id=f"{task_id}:{rollout}:0",
-                state=common_pb2.TRAJECTORY_STATE_SEALED,
-                sealed_unix_s=1e9 + index,
-            )
-            trajectory.rewards.add(
-                name="outcome", kind=common_pb2.REWARD_KIND_OUTCOME, value=rollout % 2
-            )
-        yield response.SerializeToString()
+async def measure_settled(folder: Path, groups: int) -> dict[str, float]:
+    """CPU seconds and memory with so many groups; a shard that lies in `folder` already is used as
+    it is."""
+    configure_logging("benchmark", CLUSTER, level="warning", file="")
+    data_dir = folder / "pool-s0" / "data"
+    if not data_dir.exists():
+        await asyncio.to_thread(fill, data_dir, groups)
+    async with AsyncExitStack() as undo:
+        etcd = EtcdServer(folder / "etcd")
+        etcd.start()
+        undo.callback(etcd.stop)
+        coordinator = await Coordinator.connect(etcd.endpoint, cluster=CLUSTER)
+        undo.push_async_callback(coordinator.close)
+        cluster = SchedulerCluster(folder, etcd=etcd, cluster=CLUSTER, coordinator=coordinator)
+        undo.push_async_callback(cluster.close)
+        pool = cluster.start_pool()
+        leader = cluster.start_scheduler()
+        (began,) = await leader.until_logged("term_began")
+        (enlisted,) = leader.logged("pool_shard_enlisted")
+        pid = leader.process.pid
+        numbers = {
+            "cold_cpu_s": cpu_s(pid),
+            "cold_peak_mb": _peak_bytes(pid) / _MB,
+            "cold_rebuilt_s": began["rebuilt_s"],
+            "cold_pool_cpu_s": cpu_s(pool.pid),
+            "groups_read": enlisted["told"],
+        }
+        assert began["accepted"] == groups
+        standby = cluster.start_scheduler()
+        await standby.until_logged("pool_shard_scanned")
+        numbers["standby_mb"] = rss_bytes(standby.process.pid) / _MB
+        numbers["submit_ms"] = 1000 * await _submit(cluster)
+        return numbers
+
+
+async def _submit(cluster: SchedulerCluster) -> float:
+    """Median seconds of a call with new tasks."""
+    times_s = []
+    for call in range(CALLS):
+        tasks = [make_task(f"new-{call}-{number}") for number in range(TASKS_PER_CALL)]
+        started_s = time.monotonic()
+        await cluster.submit(tasks)
+        times_s.append(time.monotonic() - started_s)
+    return statistics.median(times_s)
+
+
+def _peak_bytes(pid: int) -> int:
+    """The most resident memory that a process ever had."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return 1024 * int(line.split()[1])

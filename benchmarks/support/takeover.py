@@ -34,6 +34,8 @@ MIN_GROUPS = 128
 """What so many kills use up."""
 GROUPS_PER_CALL = 256
 GROUPS_PER_COMMIT = 4096
+GROUPS_PER_STEP = 512
+"""Of those that were trained on before."""
 BATCH_GROUPS = 8
 CLAIMS = 8
 """Rollouts that are with a runner when the leader is killed."""
@@ -52,7 +54,7 @@ async def measure_takeover(folder: Path, groups: int, *, trained: bool) -> dict[
         cluster = SchedulerCluster(folder, etcd=etcd, cluster=CLUSTER, coordinator=coordinator)
         undo.push_async_callback(cluster.close)
         over = groups - MIN_GROUPS if trained else 0
-        await asyncio.to_thread(_fill, folder / "pool-s0" / "data", over)
+        await asyncio.to_thread(fill, folder / "pool-s0" / "data", over)
         cluster.start_pool()
         leader = _start(cluster)
         await leader.until_logged("term_began")
@@ -64,7 +66,7 @@ async def measure_takeover(folder: Path, groups: int, *, trained: bool) -> dict[
             standby = _start(cluster)
             (scanned,) = await standby.until_logged("pool_shard_scanned")
             waits_s["scan"].append(scanned["scan_s"])
-            for name, wait_s in (await _kill(cluster, leader, step)).items():
+            for name, wait_s in (await _kill(cluster, leader, _step(over) + step)).items():
                 waits_s[name].append(wait_s)
             (began,) = await standby.until_logged("term_began")
             waits_s["rebuild"].append(began["rebuilt_s"])
@@ -75,7 +77,7 @@ async def measure_takeover(folder: Path, groups: int, *, trained: bool) -> dict[
         return _summary(waits_s, groups)
 
 
-def _fill(data_dir: Path, groups: int) -> None:
+def fill(data_dir: Path, groups: int) -> None:
     """A shard with so many groups of one sealed rollout that were trained on."""
     data_dir.mkdir(parents=True)
     with closing(PoolStore(data_dir, shard="s0")) as store:
@@ -101,8 +103,8 @@ def _fill(data_dir: Path, groups: int) -> None:
                 change(
                     task.task_id,
                     common_pb2.GROUP_STATE_TRAINED,
-                    batch_id=f"earlier-{number // BATCH_GROUPS}",
-                    step=1,
+                    batch_id=f"earlier-{_step(number)}",
+                    step=_step(number),
                 )
                 for number, task in zip(numbers, tasks, strict=True)
             ]
@@ -117,6 +119,11 @@ def _fill(data_dir: Path, groups: int) -> None:
                 ]
             )
             assert not [one for one in answers if isinstance(one, Exception)]
+
+
+def _step(number: int) -> int:
+    """The step that trained a group before the measurement, as its number says."""
+    return 1 + number // GROUPS_PER_STEP
 
 
 def _start(cluster: SchedulerCluster) -> SchedulerProcess:

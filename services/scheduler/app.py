@@ -43,7 +43,8 @@ class SchedulerApp:
         self._pool = self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
         # They outlive a term that could not begin: what was not taken for it is as good as before.
         self._copies = ShardCopies(
-            ShardScans(self._pools, self._pool, timeout_s=config.pool_timeout_s)
+            ShardScans(self._pools, self._pool, timeout_s=config.pool_timeout_s),
+            most_settled=config.held_settled_groups,
         )
         self._servicer = SchedulerServicer(
             config, self._context.security.keyring, coordinator.discover("scheduler")

@@ -64,10 +64,6 @@ class Catalog:
         entry = self._entries.get(task_id)
         return entry.digest if entry else None
 
-    def known_digest(self, task_id: str) -> bytes:
-        """Of a task that is held."""
-        return self._entries[task_id].digest
-
     def task(self, task_id: str) -> common_pb2.Task:
         return common_pb2.Task.FromString(self._entries[task_id].task)
 
@@ -78,14 +74,13 @@ class Catalog:
         task.payload_json = ""
         self._entries[task_id] = Entry(entry.digest, task.SerializeToString())
 
-    def forget(self, task_id: str) -> str:
-        """Let go of a task; its tag."""
+    def forget(self, task_id: str) -> None:
+        """Let go of a task."""
         tag = common_pb2.Task.FromString(self._entries.pop(task_id).task).tag
         if tag:
             del self._tags[tag][task_id]
             if not self._tags[tag]:
                 del self._tags[tag]
-        return tag
 
     def tagged(self, tag: str) -> Sequence[str]:
         """Task ids in the order they were added; every task for no tag."""

@@ -43,6 +43,9 @@ class SchedulerConfig(ServiceConfig):
     """Validity of a session token."""
     max_queued_groups: Annotated[int, Meta(ge=1)] = 1_000_000
     """Most groups accepted and not yet consumed."""
+    held_settled_groups: Annotated[int, Meta(ge=1)] = 16_384
+    """Groups kept in memory of those that were trained on last, and as many that were tombstoned or
+    evaluated: some 15 MB each with eight rollouts. A rewind beyond them reads the pool."""
     max_group_size: Annotated[int, Meta(ge=1, le=65_536)] = 1024
     """Most rollouts of one task."""
     max_wait_s: Annotated[float, Meta(ge=0, le=600)] = 30.0

@@ -29,6 +29,10 @@ class EqualRewards:
         tombstoned = (group for group in groups if group.phase is Phase.TOMBSTONED)
         self.skipped += sum(group.reason == SAME_OUTCOME for group in tombstoned)
 
+    def left_out(self, skipped: int) -> None:
+        """So many groups were skipped by earlier terms, and are not restored."""
+        self.skipped += skipped
+
     def settled(self, group: Group) -> None:
         """Given up before all its rollouts had ended."""
         self._outcomes.pop(group.spec.task_id, None)

@@ -1,12 +1,21 @@
-"""The groups of a tag: those in memory, and those that were settled long ago, from the pool.
+"""The groups of a tag: those in memory, and settled groups that are not held, from the pool.
 
-Owns the reading of the latter, which goes through whole shards: only where there are any.
+Owns the reading of the latter, by the shards' index of tags; a list of every group reads whole
+shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Container,
+    Iterable,
+    Sequence,
+)
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 
 from forge.runtime.actor_system import ActorRef
 from forge.v1 import common_pb2
@@ -39,7 +48,7 @@ async def list_groups(
         fits = record.task.tag == tag or not tag
         return fits and record.state in _SETTLED and record.task.task_id not in held
 
-    async for part in _stored(shards, listed.shards, is_beyond):
+    async for part in _stored(shards, listed.shards, tag, is_beyond):
         yield part
     missed: set[str] = set()
     for start in range(0, len(listed.task_ids), LIST_GROUPS):
@@ -50,17 +59,25 @@ async def list_groups(
     if missed:
         # They left memory in between.
         listed = await queue.ask(ListTagged(tag=tag), timeout_s=ASK_S)
-        async for part in _stored(shards, listed.shards, lambda r: r.task.task_id in missed):
+        left = partial(_is_among, missed)
+        async for part in _stored(shards, listed.shards, tag, left):
             yield part
 
 
+def _is_among(task_ids: Container[str], record: common_pb2.GroupRecord) -> bool:
+    return record.task.task_id in task_ids
+
+
 async def _stored(
-    shards: ShardScans, names: Iterable[str], wanted: Callable[[common_pb2.GroupRecord], bool]
+    shards: ShardScans,
+    names: Iterable[str],
+    tag: str,
+    wanted: Callable[[common_pb2.GroupRecord], bool],
 ) -> AsyncIterator[Sequence[GroupView]]:
     part: list[GroupView] = []
     async with AsyncExitStack() as stack:
         scans = [
-            await stack.enter_async_context(aclosing(_scan(shards, shard, wanted)))
+            await stack.enter_async_context(aclosing(_scan(shards, shard, tag, wanted)))
             for shard in sorted(names)
         ]
         firsts = [(scan, await anext(scan, None)) for scan in scans]
@@ -81,9 +98,9 @@ async def _stored(
 
 
 async def _scan(
-    shards: ShardScans, shard: str, wanted: Callable[[common_pb2.GroupRecord], bool]
+    shards: ShardScans, shard: str, tag: str, wanted: Callable[[common_pb2.GroupRecord], bool]
 ) -> AsyncGenerator[StoredGroup, None]:
-    async with aclosing(shards.scan(shard)) as responses:
+    async with aclosing(shards.scan_settled(shard, tag=tag)) as responses:
         async for response in responses:
             if response.HasField("group") and wanted(response.group):
                 yield stored_group(response)

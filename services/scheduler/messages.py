@@ -9,6 +9,7 @@ from forge.core.queue.activity import Activity
 from forge.core.queue.failures import FailureKind
 from forge.runtime.actor_system import ActorRef
 from forge.v1 import common_pb2
+from services.scheduler.left_out import LeftOut
 from services.scheduler.stored import StoredGroup
 
 # To the queue
@@ -57,10 +58,36 @@ class RenewRollouts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LookUp:
+    """The answer to a question about groups that are not held and may be settled: to be asked again
+    with a LookedUp."""
+
+    task_ids: Sequence[str]
+    batch_ids: Sequence[str]
+    shards: frozenset[str]
+    """Pool shards that may have them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookedUp:
+    """What pool shards have of groups that are not held."""
+
+    task_ids: frozenset[str] = frozenset()
+    """Those that were looked up, found or not."""
+    batch_ids: frozenset[str] = frozenset()
+    groups: Mapping[str, common_pb2.GroupRecord] = field(default_factory=dict)
+    """By task id."""
+    commits: Mapping[str, int] = field(default_factory=dict)
+    """Step by batch id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocateRollouts:
-    """Answered by trajectory ids by pool shard. NotFound names an unknown one."""
+    """Answered by trajectory ids by pool shard, without those of settled groups that are not held,
+    or by a LookUp. NotFound names an unknown one."""
 
     trajectory_ids: Sequence[str]
+    looked_up: LookedUp = LookedUp()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +140,13 @@ class RenewBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareCommit:
-    """Answered by task ids by pool shard, to be stored as TRAINED; empty: nothing is left to do."""
+    """Answered by task ids by pool shard, to be stored as TRAINED, or by a LookUp; empty: nothing
+    is left to do."""
 
     batch_id: str
     step: int
     task_ids: Sequence[str]
+    looked_up: LookedUp = LookedUp()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,10 +213,13 @@ class ApplyRewind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindNew:
-    """Answered by the tasks that are not known. InvalidArgument for an id known with other
-    content, ResourceExhausted when there is no room for them."""
+    """Answered by the tasks that are not known, or by a LookUp. InvalidArgument for an id known
+    with other content, ResourceExhausted when there is no room for them."""
 
     tasks: Mapping[str, common_pb2.Task]
+    uncertain: frozenset[str] = frozenset()
+    """Tasks whose write had no certain outcome: they are new, be they stored."""
+    looked_up: LookedUp = LookedUp()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,9 +231,15 @@ class AddGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreGroups:
-    """Groups of an earlier term, found on a shard that joined."""
+    """Groups of an earlier term, found on shards that joined."""
 
-    groups: Sequence[StoredGroup]
+    number: int = 0
+    """Counts these messages in a term: one that is repeated changes nothing."""
+    groups: Sequence[StoredGroup] = ()
+    left_out: Sequence[LeftOut] = ()
+    """Of each of the shards, with their last groups."""
+    holds_all: bool = False
+    """One of them cannot look groups up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +265,7 @@ class Tagged:
     task_ids: Sequence[str]
     """Of those in memory, in the order they were submitted."""
     shards: frozenset[str]
-    """Pool shards that may have others, which were settled long ago."""
+    """Pool shards that may have others, which are settled and not held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +299,13 @@ class Submit:
     """Answered by how many were new, once they are durable."""
 
     tasks: Mapping[str, common_pb2.Task]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveIndices:
+    """A shard that joined has groups: no new one gets an index below these, by purpose."""
+
+    next_index: Mapping[int, int]
 
 
 # To the ledger

@@ -6,7 +6,7 @@ Evaluation has no part in it: what it measures is asked for by tag.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappush, heappushpop
 from math import fsum, inf
 
@@ -42,14 +42,29 @@ class Progress:
             self._completed[domain] += len(sealed) // 2
             if sealed[0] < oldest_unix_s.get(domain, -inf):
                 continue
-            recent = self._recent.setdefault(domain, [])
-            for rollout in zip(sealed[::2], sealed[1::2], strict=True):
-                if len(recent) < RECENT_ROLLOUTS:
-                    heappush(recent, rollout)
-                else:
-                    heappushpop(recent, rollout)
+            recent = self._note_recent(domain, sealed)
             if len(recent) == RECENT_ROLLOUTS:
                 oldest_unix_s[domain] = recent[0][0]
+
+    def recall_counted(
+        self, completed: Mapping[str, int], recent: Mapping[str, Sequence[float]]
+    ) -> None:
+        """Rollouts of groups that are not told one by one, by domain: how many, and the last of
+        them."""
+        for domain, count in completed.items():
+            if count:
+                self._completed[domain] += count
+        for domain, sealed in recent.items():
+            self._note_recent(domain, sealed)
+
+    def _note_recent(self, domain: str, sealed: Sequence[float]) -> list[tuple[float, float]]:
+        recent = self._recent.setdefault(domain, [])
+        for rollout in zip(sealed[::2], sealed[1::2], strict=True):
+            if len(recent) < RECENT_ROLLOUTS:
+                heappush(recent, rollout)
+            else:
+                heappushpop(recent, rollout)
+        return recent
 
     def completed(self, domain: str) -> int:
         return self._completed[domain]

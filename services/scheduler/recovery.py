@@ -4,7 +4,8 @@
     2. wait for every pool shard that ever held a group, but begin without one that stays away
     3. fence each shard, so that an earlier leader's writes are refused from then on
     4. scan each shard: what was changed on it since this instance, standing by, scanned it last
-       (`services.scheduler.standby`), or all of it; and add every group in queue order
+       (`services.scheduler.standby`), or what is pending and the newest settled groups; add these
+       in queue order, and the counters of the settled groups that are left out
 
 A shard is entered in the record before the first group is put on it, so none can be forgotten. One
 that is away in step 2 is read when it comes, in mid-term. Until then its groups are unknown: the
@@ -21,8 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from forge.runtime.telemetry import log
 from services.scheduler.shards import PoolShards, gathered
-from services.scheduler.standby import ShardCopies
-from services.scheduler.stored import StoredGroup
+from services.scheduler.standby import Enlisted, ShardCopies
 
 _REMIND_S = 10.0
 ANY = "any"
@@ -54,17 +54,15 @@ async def wait_for_shards(
     return live
 
 
-async def enlist(
-    shards: PoolShards, names: Iterable[str], copies: ShardCopies
-) -> list[StoredGroup]:
-    """Fence shards, and bring their copies up to date; their groups, taken from `copies`, in queue
-    order."""
+async def enlist(shards: PoolShards, names: Iterable[str], copies: ShardCopies) -> Enlisted:
+    """Fence shards, and bring their copies up to date; what is taken from `copies`."""
 
     async def enlist_one(shard: str) -> None:
-        # The fence first: after the scan, nobody else may write.
+        # The fence first: after the scan, no other scheduler may write.
         await shards.raise_fence(shard)
-        told = await copies.refresh(shard)
-        log.info("pool_shard_enlisted", pool_shard=shard, groups=copies.held(shard), told=told)
+        returned = await copies.refresh(shard, count=True)
+        log.info("pool_shard_enlisted", pool_shard=shard, groups=copies.held(shard), told=returned)
 
+    names = frozenset(names)
     await gathered(map(enlist_one, names))
     return copies.take(names)

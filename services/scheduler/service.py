@@ -20,6 +20,7 @@ from services.scheduler import messages as m
 from services.scheduler import validation
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.listing import list_groups
+from services.scheduler.look_up import ask_with_look_up
 from services.scheduler.term import Office
 
 FULL_NAME = "forge.v1.SchedulerService"
@@ -90,7 +91,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.FinishRolloutsResponse:
         office = await self._lead(context)
         ids = [validation.check_outcome(each, n) for n, each in enumerate(request.outcomes)]
-        by_shard = await office.queue.ask(m.LocateRollouts(trajectory_ids=ids), timeout_s=ASK_S)
+        locate = m.LocateRollouts(trajectory_ids=ids)
+        by_shard = await ask_with_look_up(office.queue, office.shards, locate, timeout_s=ASK_S)
         # The pool has the last word: a rollout that was sealed is complete, whatever went wrong
         # afterwards, and one that was not is not, whatever its runner believes.
         summaries = await office.shards.summaries(by_shard)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 MAX_WRITE_BYTES = 2 << 20
 MAX_WRITE_GROUPS = 512
 MAX_SUMMARIES = 1024
+MAX_LOOKED_UP = 4096
 
 Change = pool_pb2.SetGroupStatesRequest.Change
 
@@ -57,16 +58,35 @@ class ShardScans:
         await self._discovery.changed()
 
     async def scan(
-        self, shard: str, *, since: str = ""
+        self, shard: str, *, since: str = "", settled_limit: int = 0, count_settled: bool = False
     ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
         """How the scan begins, then every group of a shard in queue order, or, if `since` is a mark
-        that the shard knows, every group changed since.
+        that the shard knows, every group changed since. With `settled_limit`, a shard that can
+        leaves settled groups out beyond it, and begins with the counters of all if `count_settled`.
 
         Raises Unavailable, and DeadlineExceeded when the shard stops in the middle for longer than
         one call may take.
         """
+        request = pool_pb2.ScanGroupsRequest(
+            together=True, since=since, settled_limit=settled_limit, count_settled=count_settled
+        )
+        async for response in self._scan(shard, request):
+            yield response
+
+    async def scan_settled(
+        self, shard: str, *, tag: str = "", trained_after: int | None = None
+    ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
+        """The groups of a tag, or those trained after a step; every group for neither, and from a
+        shard of an earlier version. Raises as `scan` does."""
+        request = pool_pb2.ScanGroupsRequest(together=True, tag=tag, trained_after=trained_after)
+        async for response in self._scan(shard, request):
+            yield response
+
+    async def _scan(
+        self, shard: str, request: pool_pb2.ScanGroupsRequest
+    ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
         _, stub = await self._remote.pick(where=lambda i: shard_of(i) == shard)
-        groups = stub.ScanGroups(pool_pb2.ScanGroupsRequest(together=True, since=since))
+        groups = stub.ScanGroups(request)
         async for response in flowing(
             groups, silence_s=self._timeout_s, source=f"pool shard {shard}"
         ):
@@ -108,6 +128,47 @@ class PoolShards(ShardScans):
             for shard, changed in changes.items()
             for start in range(0, len(changed), MAX_WRITE_GROUPS)
         )
+
+    async def look_up(
+        self, names: Iterable[str], *, task_ids: Sequence[str], batch_ids: Sequence[str]
+    ) -> tuple[dict[str, common_pb2.GroupRecord], dict[str, int]]:
+        """What some shards have of tasks and batches: groups by task id, steps by batch id; what
+        none of them has is left out. Raises Unavailable when one that may have it does not
+        answer."""
+        answers = await asyncio.gather(
+            *(self._look_up(shard, task_ids, batch_ids) for shard in names),
+            return_exceptions=True,
+        )
+        groups: dict[str, common_pb2.GroupRecord] = {}
+        commits: dict[str, int] = {}
+        errors: list[BaseException] = []
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                errors.append(answer)
+                continue
+            groups |= {group.task.task_id: group for group in answer.groups}
+            commits |= {commit.batch_id: commit.step for commit in answer.commits}
+        if errors and (set(task_ids) - groups.keys() or set(batch_ids) - commits.keys()):
+            raise errors[0]
+        return groups, commits
+
+    async def _look_up(
+        self, shard: str, task_ids: Sequence[str], batch_ids: Sequence[str]
+    ) -> pool_pb2.LookUpGroupsResponse:
+        found = pool_pb2.LookUpGroupsResponse()
+        if shard not in self.live():
+            raise Unavailable(f"pool shard {shard} is away, and may have what is not in memory")
+        left = [*((True, each) for each in task_ids), *((False, each) for each in batch_ids)]
+        while left:
+            part = left[:MAX_LOOKED_UP]
+            request = pool_pb2.LookUpGroupsRequest(
+                task_ids=[each for is_task, each in part if is_task],
+                batch_ids=[each for is_task, each in part if not is_task],
+            )
+            answer = await self._call(shard, "LookUpGroups", request)
+            found.MergeFrom(answer)
+            left = left[answer.answered :]
+        return found
 
     async def summaries(
         self, trajectory_ids: Mapping[str, Sequence[str]]

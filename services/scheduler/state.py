@@ -9,28 +9,36 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Iterable
 
 from forge.core.errors import InvalidArgument, ResourceExhausted, Unavailable
 from forge.core.queue.failures import FailureKind
 from forge.core.queue.generation_queue import GenerationQueue
-from forge.core.queue.group_ledger import BookStatus
 from forge.core.queue.groups import Group, Phase
 from forge.core.tasks.validation import MAX_PAYLOAD_BYTES
-from forge.core.trajectory import TaskId, parse_trajectory_id
+from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.telemetry import log
-from forge.v1 import common_pb2, scheduler_pb2
+from forge.v1 import common_pb2
 from services.scheduler import metrics
 from services.scheduler.catalog import Catalog
+from services.scheduler.earlier_groups import EarlierGroups
 from services.scheduler.equal_rewards import EqualRewards
-from services.scheduler.messages import BatchView, Fate, Grant, GroupView, Report, RewindPlan
+from services.scheduler.messages import (
+    BatchView,
+    Fate,
+    FindNew,
+    Grant,
+    GroupView,
+    LookedUp,
+    LookUp,
+    PrepareCommit,
+    Report,
+    RewindPlan,
+)
 from services.scheduler.progress import Progress, outcome_of
-from services.scheduler.settled import MOST_SETTLED, SettledGroups
-from services.scheduler.stalls import Watch, head_of, why
-from services.scheduler.stored import StoredGroup
-from services.scheduler.validation import ACTIVITIES, digest_of
+from services.scheduler.settled import SettledGroups
+from services.scheduler.stalls import Watch
+from services.scheduler.validation import digest_of
 
 MAX_GRANT_BYTES = 3 << 20
 """Of the tasks in one answer, which must fit one gRPC message."""
@@ -40,8 +48,6 @@ _FATES = {
     Phase.TOMBSTONED: common_pb2.GROUP_STATE_TOMBSTONED,
     Phase.EVALUATED: common_pb2.GROUP_STATE_EVALUATED,
 }
-
-_ACTIVITIES = {each: number for number, each in ACTIVITIES.items()}
 
 
 class TermState:
@@ -54,19 +60,20 @@ class TermState:
         max_pending: int,
         skip_equal_rewards: bool = False,
         stall_after_s: float = math.inf,
-        most_settled: int = MOST_SETTLED,
+        most_settled: float = math.inf,
     ) -> None:
         """`most_settled`: groups trained on that are held, and as many others that are over."""
         self.queue = queue
         self.watch = Watch()
-        self._stall_after_s = stall_after_s
+        self.stall_after_s = stall_after_s
         self._unread: frozenset[str] = frozenset()
         """Pool shards that have not been read in this term."""
         self.catalog = Catalog()
         self.settled = SettledGroups(queue.books, self.catalog, most=most_settled)
         self.progress = Progress()
         self._max_pending = max_pending
-        self._equal = EqualRewards(queue.books, enabled=skip_equal_rewards)
+        self.equal = EqualRewards(queue.books, enabled=skip_equal_rewards)
+        self.earlier = EarlierGroups(queue, self.catalog, self.settled, self.progress, self.equal)
 
     # Groups
 
@@ -77,51 +84,15 @@ class TermState:
         self.catalog.add(record.task, digest=record.task_digest)
         self.queue.add(group, now_s=now_s)
 
-    def restore(self, groups: Iterable[StoredGroup], *, now_s: float) -> None:
-        """Groups of an earlier term in queue order, with what became of their rollouts; those that
-        are known are passed over."""
-        for at_rest, run in groupby(groups, key=attrgetter("at_rest")):
-            together = tuple(run)
-            task_ids = [one.group.spec.task_id for one in together]
-            if at_rest and self.queue.books.are_new(task_ids):
-                self._restore_at_rest(task_ids, together, now_s=now_s)
-            else:
-                for stored in together:
-                    self._restore_one(stored, now_s=now_s)
-        self.settled.forget()
-
-    def _restore_at_rest(
-        self, task_ids: Sequence[TaskId], stored: Sequence[StoredGroup], *, now_s: float
-    ) -> None:
-        """As `_restore_one` would one by one; a new leader has no time for that."""
-        groups, _, entries, tags, outcomes, _ = zip(*stored, strict=True)
-        self.catalog.enter(task_ids, entries, tags)
-        self.queue.add_at_rest(task_ids, groups, now_s=now_s)
-        self._equal.restored(groups)
-        # The latest first: of the earlier ones hardly any is among the recent.
-        domains = map(attrgetter("spec.domain"), reversed(groups))
-        self.progress.recall(domains, reversed(outcomes))
-
-    def _restore_one(self, stored: StoredGroup, *, now_s: float) -> None:
-        group = stored.group
-        task_id = group.spec.task_id
-        if task_id in self.queue.books:
-            return
-        self.catalog.enter((task_id,), (stored.entry,), (stored.tag,))
-        self.queue.add(group, now_s=now_s)
-        if not group.phase.open:
-            self.catalog.drop_payload(task_id)
-        self._equal.restored((group,))
-        self.progress.recall((group.spec.domain,), (stored.outcomes,))
-        for outcome in stored.outcomes[1::2]:
-            self._equal.sealed(group, outcome)
-
-    def find_new(self, tasks: Mapping[str, common_pb2.Task]) -> list[common_pb2.Task]:
+    def find_new(self, ask: FindNew) -> list[common_pb2.Task] | LookUp:
         """Those not known. Raises InvalidArgument for a known id with other content."""
+        asked = (task_id for task_id in ask.tasks if task_id not in ask.uncertain)
+        if missing := self.settled.missing(asked, ask.looked_up):
+            return missing
         fresh = []
-        for task_id, task in tasks.items():
+        for task_id, task in ask.tasks.items():
             digest = digest_of(task)
-            if (known := self.settled.is_known(task_id, digest)) is None:
+            if (known := self.settled.is_known(task_id, digest, ask.looked_up)) is None:
                 fresh.append(task)
             elif not known:
                 raise InvalidArgument(
@@ -141,7 +112,7 @@ class TermState:
         return fresh
 
     def view(self, task_ids: Iterable[str]) -> tuple[GroupView, ...]:
-        """Those that are forgotten are left out."""
+        """Those that are not held are left out."""
         groups = map(self.queue.books.group, self.settled.held(task_ids))
         return tuple(
             GroupView(record=self.catalog.record(group), trajectory_ids=group.sealed_ids())
@@ -161,7 +132,7 @@ class TermState:
         for group in self.queue.books.settled():
             task_id = group.spec.task_id
             self.catalog.drop_payload(task_id)
-            self._equal.settled(group)
+            self.equal.settled(group)
             if group.phase is Phase.TOMBSTONED:
                 metrics.TOMBSTONES.inc()
                 self.watch.tombstoned(group.reason)
@@ -233,19 +204,26 @@ class TermState:
         renew = rollouts.renew_unread if self._unread else rollouts.renew
         return tuple(lease for lease in lease_ids if not renew(lease, now_s=now_s))
 
-    def locate(self, trajectory_ids: Iterable[str]) -> dict[str, list[str]]:
-        """The ids by pool shard, without those of groups that are forgotten. Raises NotFound."""
+    def locate(
+        self, trajectory_ids: Iterable[str], looked_up: LookedUp
+    ) -> dict[str, list[str]] | LookUp:
+        """The ids by pool shard, without those of settled groups that are not held. Raises
+        NotFound."""
+        ids = tuple(trajectory_ids)
+        tasks = (parse_trajectory_id(trajectory_id).task_id for trajectory_id in ids)
+        if missing := self.settled.missing(tasks, looked_up):
+            return missing
         found: defaultdict[str, list[str]] = defaultdict(list)
-        for trajectory_id in trajectory_ids:
-            if self._is_forgotten(trajectory_id):
-                continue
-            found[self.queue.rollouts.group_of(trajectory_id).spec.shard].append(trajectory_id)
+        for trajectory_id in ids:
+            if parse_trajectory_id(trajectory_id).task_id not in looked_up.groups:
+                group = self.queue.rollouts.group_of(trajectory_id)
+                found[group.spec.shard].append(trajectory_id)
         return dict(found)
 
     def settle(self, report: Report, *, now_s: float) -> None:
-        """An attempt ended, and this is what the pool holds of it; for a group that is forgotten,
-        that changes nothing."""
-        if self._is_forgotten(report.trajectory_id):
+        """An attempt ended, and this is what the pool holds of it; for a group that is not held any
+        more, that changes nothing."""
+        if parse_trajectory_id(report.trajectory_id).task_id not in self.queue.books:
             return
         summary = report.summary
         if summary is not None and summary.state == common_pb2.TRAJECTORY_STATE_SEALED:
@@ -271,9 +249,6 @@ class TermState:
         if failed:
             self._failed(report.trajectory_id, report.kind, reason)
 
-    def _is_forgotten(self, trajectory_id: str) -> bool:
-        return self.queue.books.is_forgotten(parse_trajectory_id(trajectory_id).task_id)
-
     def _failed(self, trajectory_id: str, kind: FailureKind, reason: str) -> None:
         metrics.FAILURES.labels(kind.value).inc()
         if kind is FailureKind.INFRASTRUCTURE:
@@ -285,8 +260,12 @@ class TermState:
 
         Those on a shard that is away keep their place until it answers.
         """
-        expired = self.locate(self.queue.expire(now_s))
-        return {s: ids for s, ids in expired.items() if s not in self.queue.books.away}
+        expired: defaultdict[str, list[str]] = defaultdict(list)
+        for trajectory_id in self.queue.expire(now_s):
+            shard = self.queue.rollouts.group_of(trajectory_id).spec.shard
+            if shard not in self.queue.books.away:
+                expired[shard].append(trajectory_id)
+        return dict(expired)
 
     def _count(self, summary: common_pb2.TrajectorySummary) -> None:
         group = self.queue.rollouts.group_of(summary.trajectory_id)
@@ -295,7 +274,7 @@ class TermState:
             self.progress.record(
                 group.spec.domain, sealed_unix_s=summary.sealed_unix_s, outcome=outcome
             )
-            self._equal.sealed(group, outcome)
+            self.equal.sealed(group, outcome)
 
     # Batches
 
@@ -306,11 +285,22 @@ class TermState:
         self.watch.batch_taken(trainer_id, batch.batch_id, now_s)
         return BatchView(batch_id=batch.batch_id, groups=self.view(batch.task_ids))
 
-    def prepare_commit(
-        self, batch_id: str, *, step: int, task_ids: Sequence[str], now_s: float
-    ) -> dict[str, list[str]]:
-        prepared = self.queue.batches.prepare_commit(
-            batch_id, step=step, task_ids=task_ids, now_s=now_s
+    def prepare_commit(self, ask: PrepareCommit, *, now_s: float) -> dict[str, list[str]] | LookUp:
+        batches, looked_up = self.queue.batches, ask.looked_up
+        if batches.get(ask.batch_id) is None:
+            known = batches.committed_by(ask.batch_id) is not None
+            unheld = any(task_id not in self.queue.books for task_id in ask.task_ids)
+            # Where all groups are held, the batch was taken back, or is another leader's.
+            batch_id = "" if known or not (unheld or not ask.task_ids) else ask.batch_id
+            if missing := self.settled.missing(ask.task_ids, looked_up, batch_id=batch_id):
+                return missing
+        prepared = batches.prepare_commit(
+            ask.batch_id,
+            step=ask.step,
+            task_ids=ask.task_ids,
+            now_s=now_s,
+            committed_by=looked_up.commits.get(ask.batch_id),
+            settled=looked_up.groups.keys(),
         )
         return self.by_shard(prepared)
 
@@ -322,7 +312,7 @@ class TermState:
         """Pool shards to read for `recall` before a rewind to `step` is prepared; none when all
         that it takes back is held. Raises Unavailable, as `prepare_rewind` does."""
         self.check_all_read()
-        return self.settled.shards_to_recall(step)
+        return self.queue.books.shards_to_recall(step)
 
     def prepare_rewind(self, step: int) -> RewindPlan:
         """Raises Unavailable while a shard has not been read: it may have groups to take back."""
@@ -338,68 +328,3 @@ class TermState:
 
     def prepare_release(self, batch_id: str, *, now_s: float) -> dict[str, list[str]]:
         return self.by_shard(self.queue.batches.prepare_release(batch_id, now_s=now_s))
-
-    # Sight
-
-    def status(self, *, now_s: float) -> scheduler_pb2.GetSchedulerStatusResponse:
-        queue, books = self.queue, self.queue.books.status()
-        shares, adaptive = queue.shares.shares, self.queue.books.adaptive
-        return scheduler_pb2.GetSchedulerStatusResponse(
-            head=queue.books.window.head,
-            window=queue.books.window.width,
-            concurrency=queue.settings.concurrency,
-            queued=books.queued,
-            running_groups=books.running,
-            running_rollouts=len(queue.rollouts),
-            complete_in_window=books.complete_in_window,
-            complete_outside_window=books.complete_outside_window,
-            accepted=books.accepted,
-            trained=books.trained,
-            tombstoned=books.tombstoned,
-            pending=books.pending,
-            domains=[
-                scheduler_pb2.DomainStatus(
-                    domain=domain,
-                    share=shares.get(domain, 0.0),
-                    completed_rollouts=self.progress.completed(domain),
-                    recent_reward=self.progress.recent_reward(domain),
-                )
-                for domain in self.progress.domains(shares)
-            ],
-            eval_pending=books.eval_pending,
-            retries=queue.rollouts.retries,
-            activity=_ACTIVITIES[queue.books.activity],
-            mode=queue.settings.mode.value,
-            admission="adaptive" if adaptive else queue.settings.admission.value,
-            running_limit=adaptive.running_limit if adaptive else queue.settings.concurrency,
-            staleness_p99=adaptive.staleness_p99 if adaptive else 0.0,
-            shift_kl=adaptive.last_shift_kl if adaptive else 0.0,
-            skipped=self._equal.skipped,
-            surplus=queue.rollouts.surplus,
-            taking_over=now_s < queue.rollouts.hold_until_s,
-            stall=self._stall(books, now_s),
-            untrained_s=self.watch.idle_s(now_s),
-            shards_away=sorted(queue.books.away),
-            faults=self.watch.all_faults,
-        )
-
-    def _stall(self, books: BookStatus, now_s: float) -> scheduler_pb2.Stall | None:
-        if self.watch.idle_s(now_s) < self._stall_after_s:
-            return None
-        queue = self.queue
-        facts = self.watch.facts(
-            now_s,
-            batch_is_out=queue.batches.get(self.watch.batch_out()) is not None,
-            activity=queue.books.activity,
-            waiting=books.pending + books.eval_pending,
-            queued=books.queued,
-            running=books.running,
-            complete_in_window=books.complete_in_window,
-            assigned=queue.books.window.assigned,
-            complete_outside_window=books.complete_outside_window,
-            rollouts=len(queue.rollouts),
-            away=queue.books.away,
-            head=head_of(queue),
-        )
-        stall = why(facts, after_s=self._stall_after_s)
-        return scheduler_pb2.Stall(cause=stall.cause, text=stall.text) if stall else None

@@ -1,7 +1,7 @@
 """A group as the pool has it, taken apart into what a leader's term is rebuilt from.
 
 Owns the way from the pool's messages to the core's groups. What is taken out is small, and no
-message is kept: a standby holds as many of them as groups were ever stored.
+message is kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.catalog import Entry
 from services.scheduler.progress import outcome_of
 
-_PHASES = {
+PHASES = {
     common_pb2.GROUP_STATE_TRAINED: Phase.TRAINED,
     common_pb2.GROUP_STATE_TOMBSTONED: Phase.TOMBSTONED,
     common_pb2.GROUP_STATE_EVALUATED: Phase.EVALUATED,
@@ -44,6 +44,8 @@ class StoredGroup(NamedTuple):
     seconds), then its outcome."""
     at_rest: bool
     """Over, or not begun: nothing is to be found out about it."""
+    settled_unix_s: float
+    """When it was settled; 0 for one that is not, and for one that the pool cannot read."""
 
 
 def new_group(record: common_pb2.GroupRecord) -> Group:
@@ -51,13 +53,14 @@ def new_group(record: common_pb2.GroupRecord) -> Group:
     return Group(_spec(record))
 
 
-def stored_group(response: pool_pb2.ScanGroupsResponse) -> StoredGroup:
-    """A group as an earlier term left it."""
+def stored_group(response: pool_pb2.ScanGroupsResponse, *, counted: bool = False) -> StoredGroup:
+    """A group as an earlier term left it; `counted`: the outcomes of settled groups are counted
+    elsewhere."""
     record = response.group
     group = Group(_spec(record))
     if response.trajectories:
         group.recall(map(_attempt, response.trajectories))
-    group.phase = _PHASES.get(record.state, Phase.QUEUED)
+    group.phase = PHASES.get(record.state, Phase.QUEUED)
     if group.phase.consumed:
         group.batch_id, group.step = intern(record.batch_id), record.step
         group.reason = intern(record.reason)
@@ -67,8 +70,11 @@ def stored_group(response: pool_pb2.ScanGroupsResponse) -> StoredGroup:
         place=2 * record.queue_index + group.spec.evaluation,
         entry=Entry.of(record.task, digest=record.task_digest, payload=not group.phase.consumed),
         tag=intern(record.task.tag),
-        outcomes=_outcomes(group, response.trajectories),
+        outcomes=()
+        if counted and record.settled_unix_s
+        else _outcomes(group, response.trajectories),
         at_rest=group.phase.consumed or not group.rollouts,
+        settled_unix_s=record.settled_unix_s,
     )
 
 

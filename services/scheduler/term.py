@@ -11,8 +11,9 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from forge.core.errors import ForgeError
 from forge.core.queue.generation_queue import GenerationQueue
@@ -29,20 +30,24 @@ from services.scheduler.actors.queue import QueueActor
 from services.scheduler.actors.registrar import Registrar
 from services.scheduler.clock import ListeningClock
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.messages import Connect, GetStatus, NoteHead, RestoreGroups, SetAway
+from services.scheduler.messages import (
+    Connect,
+    GetStatus,
+    NoteHead,
+    ReserveIndices,
+    RestoreGroups,
+    SetAway,
+)
 from services.scheduler.record import OwnRecord, TermRecord
 from services.scheduler.recovery import enlist, wait_for_shards
 from services.scheduler.shards import PoolShards
 from services.scheduler.standby import ShardCopies
 from services.scheduler.state import TermState
-from services.scheduler.stored import StoredGroup
 
 RETRY_S = 1.0
 ASK_S = 30.0
 NOTE_HEAD_S = 10.0
 """How old the head in the term record may be."""
-RESTORED_AT_ONCE = 1000
-"""Groups; for as long as that takes, the process does nothing else."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,6 +94,8 @@ class Term:
         self._unread: frozenset[str] = frozenset()
         """Those that may hold groups and were away when the term began."""
         self._noting: asyncio.Task[None] | None = None
+        self._restored = 0
+        """Messages with the groups of shards that joined."""
 
     async def begin(self) -> Office:
         """Rebuild the queue and start the actors. Raises ForgeError when something gave way."""
@@ -165,6 +172,7 @@ class Term:
             max_pending=self._config.max_queued_groups,
             skip_equal_rewards=self._config.skip_equal_rewards,
             stall_after_s=self._config.stall_after_s,
+            most_settled=self._config.held_settled_groups,
         )
         state.set_away(self._unread, unread=self._unread, now_s=self._clock())
         # A million groups live as long as the term. The collector need not walk them each time, and
@@ -173,10 +181,17 @@ class Term:
         try:
             found = await enlist(self._shards, enlisted, self._copies)
             now_s = self._clock()
-            for part in _parts(found):
-                state.restore(part, now_s=now_s)
+            head = found.head()
+            if self._unread and last.head is not None:
+                head = min(head, last.head)
+            queue.books.begin_at(head)
+            if found.whole:
+                state.settled.hold_all()
+            for part in found.parts():
+                state.earlier.restore(part, now_s=now_s)
                 # The lease that leadership rests on has to be renewed meanwhile.
                 await asyncio.sleep(0)
+            state.earlier.leave_out(found.left_out)
             gc.freeze()
         finally:
             gc.enable()
@@ -249,10 +264,22 @@ class Term:
         # The record first: a shard it does not name would be forgotten by the next term.
         await self._record().add_shards(joined)
         found = await enlist(self._shards, joined, self._copies)
-        for part in _parts(found):
-            await office.queue.ask(RestoreGroups(groups=part), timeout_s=ASK_S)
+        next_index, next_eval_index = found.next_index(), found.next_eval_index()
+        holds_all = bool(found.whole)
+        for part in found.parts():
+            await self._restore(office, RestoreGroups(groups=part, holds_all=holds_all))
+        await self._restore(office, RestoreGroups(left_out=found.left_out, holds_all=holds_all))
+        indices: dict[int, int] = {
+            common_pb2.PURPOSE_TRAIN: next_index,
+            common_pb2.PURPOSE_EVAL: next_eval_index,
+        }
+        await _until_taken(office.registrar, ReserveIndices(next_index=indices))
         self._enlisted |= joined
         self._unread -= joined
+
+    async def _restore(self, office: Office, part: RestoreGroups) -> None:
+        await _until_taken(office.queue, replace(part, number=self._restored))
+        self._restored += 1
 
     async def _note_head(self, office: Office) -> None:
         """Keep the head in the term record: a later leader may have to begin without a shard."""
@@ -276,6 +303,13 @@ class Term:
                 await self._record().amend(claims=False)
 
 
-def _parts(groups: Sequence[StoredGroup]) -> Iterator[Sequence[StoredGroup]]:
-    for start in range(0, len(groups), RESTORED_AT_ONCE):
-        yield groups[start : start + RESTORED_AT_ONCE]
+async def _until_taken(actor: ActorRef, message: Any) -> None:
+    """Asks again when no answer came: what was read of a shard is not read again."""
+    while True:
+        try:
+            await actor.ask(message, timeout_s=ASK_S)
+        except ForgeError as error:
+            log.warning("groups_not_restored", error=str(error))
+            await asyncio.sleep(RETRY_S)
+        else:
+            return

@@ -51,10 +51,10 @@ class QueueInvariants(RuleBasedStateMachine):
     def only_what_is_settled_is_forgotten(self) -> None:
         """What is held and what is not are all groups there are."""
         books = self.queue.books
-        forgotten = [task_id for task_id in self.pool if books.is_forgotten(task_id)]
+        forgotten = [task_id for task_id in self.pool if task_id not in books]
         assert all(self.gone[task_id].phase.consumed for task_id in forgotten)
         assert books.held() + len(forgotten) == len(self.pool)
-        assert all(task_id in books for task_id in self.pool)
+        assert {self.pool[task_id].spec.shard for task_id in forgotten} <= books.forgotten_shards
 
     @invariant()
     def head_is_the_oldest_group_nobody_took(self) -> None:
@@ -215,7 +215,7 @@ class QueueInvariants(RuleBasedStateMachine):
     def _group(self, task_id: str) -> Group:
         """As the queue has it, or had it when it let go of it."""
         books = self.queue.books
-        return self.gone[TaskId(task_id)] if books.is_forgotten(task_id) else books.group(task_id)
+        return books.group(task_id) if task_id in books else self.gone[TaskId(task_id)]
 
     def _training(self) -> list[Group]:
         return [group for group in self._groups() if not group.spec.evaluation]

@@ -107,9 +107,7 @@ class QueueTrainers(QueueInvariants):
         batch_id, task_ids = self.batches.pop(trainer)
         step = self.step + 1
         try:
-            stored = self.queue.batches.prepare_commit(
-                batch_id, step=step, task_ids=task_ids if named else (), now_s=self.now_s
-            )
+            stored = self._prepare(batch_id, step, task_ids if named else ())
         except NotFound:
             return
         assert set(stored) <= set(task_ids)
@@ -142,20 +140,35 @@ class QueueTrainers(QueueInvariants):
 
     def _commit_once_more(self, batch_id: str) -> None:
         step, task_ids = self.done[batch_id]
-        again = self.queue.batches.prepare_commit(
-            batch_id, step=step, task_ids=task_ids, now_s=self.now_s
+        for named in (task_ids, ()):
+            assert self._prepare(batch_id, step, named) == (), "nothing is left to do"
+            with pytest.raises(FailedPrecondition):
+                self._prepare(batch_id, step + 1, named)
+
+    def _prepare(
+        self, batch_id: str, step: int, task_ids: tuple[TaskId, ...]
+    ) -> tuple[TaskId, ...]:
+        """With what the pool says of groups that are not held."""
+        books, batches = self.queue.books, self.queue.batches
+        unheld = {task_id for task_id in task_ids if task_id not in books}
+        trained = [
+            one.step
+            for one in self.pool.values()
+            if one.phase is Phase.TRAINED and one.batch_id == batch_id
+        ]
+        looked_up = batches.get(batch_id) is None and (unheld or not task_ids)
+        return batches.prepare_commit(
+            batch_id,
+            step=step,
+            task_ids=task_ids,
+            now_s=self.now_s,
+            committed_by=max(trained, default=None) if looked_up else None,
+            settled=unheld if looked_up else (),
         )
-        assert again == (), "nothing is left to do"
-        with pytest.raises(FailedPrecondition):
-            self.queue.batches.prepare_commit(
-                batch_id, step=step + 1, task_ids=task_ids, now_s=self.now_s
-            )
 
     def _commit_again(self, trainer: str, step: int) -> None:
         batch_id, task_ids = self.batches.pop(trainer)
-        left = self.queue.batches.prepare_commit(
-            batch_id, step=step, task_ids=task_ids, now_s=self.now_s
-        )
+        left = self._prepare(batch_id, step, task_ids)
         self.step = step
         self._store_trained(left, batch_id, step)
         self.queue.batches.commit(batch_id, step=step)
@@ -211,9 +224,7 @@ class QueueTrainers(QueueInvariants):
         """The leader freezes before it has stored a commit, and another takes office."""
         batch_id, task_ids = self.batches[data.draw(st.sampled_from(sorted(self.batches)))]
         try:
-            stored = self.queue.batches.prepare_commit(
-                batch_id, step=self.step + 1, task_ids=task_ids, now_s=self.now_s
-            )
+            stored = self._prepare(batch_id, self.step + 1, task_ids)
         except NotFound:
             return
         self.late_writes.append((self.term, batch_id, self.step + 1, stored))
@@ -259,9 +270,10 @@ class QueueTrainers(QueueInvariants):
         """What is to be taken back and was let go of, as the pool has it."""
         books = self.queue.books
         later = [task for task, trained in self.trained.items() if trained > step]
-        if books.must_recall(step):
-            books.recall([self.pool[task_id].restored() for task_id in later], after=step)
-        assert not any(map(books.is_forgotten, later))
+        shards = books.shards_to_recall(step)
+        found = [self.pool[task_id] for task_id in later]
+        books.recall([one.restored() for one in found if one.spec.shard in shards], after=step)
+        assert all(task_id in books for task_id in later)
 
     @precondition(lambda self: self.step > 0)
     @rule(back=st.integers(1, 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
@@ -21,7 +22,6 @@ from services.scheduler.actors.queue import QueueActor
 from services.scheduler.actors.registrar import Registrar
 from services.scheduler.clock import ListeningClock
 from services.scheduler.messages import Connect
-from services.scheduler.settled import MOST_SETTLED
 from services.scheduler.shards import Change
 from services.scheduler.state import TermState
 from services.scheduler.term import Office
@@ -44,6 +44,10 @@ class FakeShards:
         self.shards = {"s0", "s1"}
         self.scanned: list[pool_pb2.ScanGroupsResponse] = []
         """What s0 holds when a term begins."""
+        self.looked_up: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+        """Task and batch ids of each look-up."""
+        self.answers_look_ups = False
+        """Whether shards that are down answer these."""
         self.tells_all = False
         """Whether a scan tells what was put and changed since, in place of `scanned`."""
 
@@ -71,10 +75,39 @@ class FakeShards:
         await self._answer(shard)
 
     async def scan(
-        self, shard: str, *, since: str = ""
+        self, shard: str, *, since: str = "", settled_limit: int = 0, count_settled: bool = False
     ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
         await self._answer(shard)
         yield pool_pb2.ScanGroupsResponse(begin=pool_pb2.ScanGroupsResponse.Begin(mark="fake:0"))
+        async for response in self.scan_settled(shard):
+            yield response
+
+    async def look_up(
+        self, names: Iterable[str], *, task_ids: Sequence[str], batch_ids: Sequence[str]
+    ) -> tuple[dict[str, common_pb2.GroupRecord], dict[str, int]]:
+        self.looked_up.append((tuple(task_ids), tuple(batch_ids)))
+        groups: dict[str, common_pb2.GroupRecord] = {}
+        commits: dict[str, int] = {}
+        error: ForgeError | None = None
+        for shard in names:
+            try:
+                if not self.answers_look_ups:
+                    await self._answer(shard)
+            except ForgeError as refused:
+                error = refused
+                continue
+            records = [self._now(record).group for record in self.groups[shard]]
+            groups |= {one.task.task_id: one for one in records if one.task.task_id in task_ids}
+            commits |= {one.batch_id: one.step for one in records if one.batch_id in batch_ids}
+        if error is not None and (set(task_ids) - groups.keys() or set(batch_ids) - commits.keys()):
+            raise error
+        return groups, commits
+
+    async def scan_settled(
+        self, shard: str, *, tag: str = "", trained_after: int | None = None
+    ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
+        """Every group, as a shard of an earlier version does."""
+        await self._answer(shard)
         if self.tells_all:
             for record in self.groups[shard]:
                 yield self._now(record)
@@ -151,7 +184,7 @@ class TermActors:
         clock: Clock,
         *,
         skip_equal_rewards: bool = False,
-        most_settled: int = MOST_SETTLED,
+        most_settled: float = math.inf,
     ) -> None:
         self.shards = shards
         self.clock = clock

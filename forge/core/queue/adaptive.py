@@ -142,6 +142,10 @@ class Adaptive:
         """Whether one more group may start; `untrained` are started and not trained on."""
         return untrained < self.open_limit or untrained + queued <= self.most_open
 
+    def begin_at(self, head: int) -> None:
+        """Every group with a lower index has ended, and there is nothing to learn from it."""
+        self._frontier = head
+
     def started(self, group: Group, now_s: float) -> None:
         self._deadlines.started(group)
         self._started_s[group.spec.index] = now_s

@@ -8,7 +8,7 @@ choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -110,15 +110,25 @@ class Batches:
             self.release(batch.batch_id)
 
     def prepare_commit(
-        self, batch_id: str, *, step: int, task_ids: Sequence[str], now_s: float
+        self,
+        batch_id: str,
+        *,
+        step: int,
+        task_ids: Sequence[str],
+        now_s: float,
+        committed_by: int | None = None,
+        settled: Container[str] = (),
     ) -> tuple[TaskId, ...]:
         """The groups to store as TRAINED before `commit`; none when all of that is done.
 
         With `task_ids`, a batch that is not held any more is held again if all its groups are
         still there. Raises NotFound when they are not, FailedPrecondition when the batch was
-        committed by another step.
+        committed by another step. `committed_by` and `settled`: what is known elsewhere, the step
+        that committed the batch and tasks whose groups are settled.
         """
-        known = self._committed.get(batch_id)
+        known = self.committed_by(batch_id)
+        if known is None:
+            known = committed_by
         if known not in (None, step):
             raise FailedPrecondition(
                 f"batch_id {batch_id!r} was committed by step {known}, not by step {step}"
@@ -127,8 +137,8 @@ class Batches:
         if batch is None:
             named = list(dict.fromkeys(task_ids))
             if known is not None:
-                # They are settled, long ago: there is nothing left to do for them.
-                named = [each for each in named if not self._books.is_forgotten(each)]
+                # There is nothing left to do for what is settled and not held.
+                named = [each for each in named if each in self._books or each not in settled]
             groups = map(self._books.group, named)
             left = [group for group in groups if group.batch_id != batch_id]
             if known is not None and not left:
@@ -136,6 +146,10 @@ class Batches:
             batch = self._hold_again(batch_id, left, now_s)
         self._in_doubt.update(batch.task_ids)
         return self._pin(batch, now_s)
+
+    def committed_by(self, batch_id: str) -> int | None:
+        """The step; None for a batch that was not committed, or whose groups are not held."""
+        return self._committed.get(batch_id)
 
     def commit(self, batch_id: str, *, step: int) -> None:
         """Its groups are stored as TRAINED by `step`; `prepare_commit` came first."""
@@ -171,8 +185,8 @@ class Batches:
         for batch_id in tuple(self._open):
             self.release(batch_id)
         self.void_before = (self._term, self._issued)
-        # One that is forgotten was settled since.
-        left = (each for each in self._in_doubt if not self._books.is_forgotten(each))
+        # One that is not held was settled since.
+        left = (each for each in self._in_doubt if each in self._books)
         in_doubt = map(self._books.group, left)
         half_stored = [group for group in in_doubt if group.phase is Phase.COMPLETE]
         undone = self._books.trained_after(step) + half_stored

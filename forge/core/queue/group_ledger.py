@@ -2,8 +2,8 @@
 
     accepted = trained + tombstoned + pending
 
-Owns each change of phase, so that counts, window and order cannot disagree, and what is kept of a
-group that is settled: for a while all of it, then its share of the counts and a digest of its name.
+Owns each change of phase, so that counts, window and order cannot disagree, and what is held of a
+group that is settled: for a while all of it, then its share of the counts alone.
 Why a group changes phase is for `forge.core.queue.rollouts` (sampling) and
 `forge.core.queue.batches` (training) to say.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -20,7 +20,6 @@ from forge.core.errors import InvalidArgument, NotFound
 from forge.core.queue.activity import Activity
 from forge.core.queue.adaptive import Adaptive
 from forge.core.queue.dispatch import Dispatch
-from forge.core.queue.group_digests import Forgotten
 from forge.core.queue.groups import Group, Phase
 from forge.core.queue.window import Window
 from forge.core.trajectory import TaskId
@@ -84,34 +83,55 @@ class Books:
         self._settled: list[Group] = []
         self._over: deque[Group] = deque()
         """Tombstoned and evaluated groups that are held, and whose fate was told."""
-        self.forgotten = Forgotten()
-        """Groups that were settled long ago: some of them may be held again, by a rewind."""
-        self.forgotten_shards: set[str] = set()
-        """Pool shards that these are on."""
-        self._forgotten_step = 0
-        """No group that a later step trained is forgotten."""
+        self._forgotten_steps: dict[str, int] = {}
+        """By pool shard with groups that are settled and not held: no later step trained one of
+        them."""
         self._kept_after = math.inf
         """Groups of later steps are held, for a rewind that is under way."""
 
     def __contains__(self, task_id: str) -> bool:
-        """Whether a group of that id was ever added."""
-        return task_id in self._groups or task_id in self.forgotten
+        """Whether a group of that id is held."""
+        return task_id in self._groups
 
     def group(self, task_id: str) -> Group:
         """Raises NotFound for one that is not held."""
         try:
             return self._groups[TaskId(task_id)]
         except KeyError:
-            known = "is settled since long" if task_id in self.forgotten else "is not in the queue"
-            raise NotFound(f"task_id {task_id!r} {known}") from None
+            raise NotFound(f"task_id {task_id!r} is not in the queue") from None
 
-    def is_forgotten(self, task_id: str) -> bool:
-        """Whether a group was added and settled, and is not held any more."""
-        return task_id not in self._groups and task_id in self.forgotten
+    @property
+    def forgotten_shards(self) -> frozenset[str]:
+        """Pool shards with groups that are settled and not held."""
+        return frozenset(self._forgotten_steps)
 
     def held(self) -> int:
         """Groups in memory."""
         return len(self._groups)
+
+    def begin_at(self, head: int) -> None:
+        """Every training group with a lower index is settled. Comes before any group is added."""
+        self.window.begin_at(head)
+        if self.adaptive:
+            self.adaptive.begin_at(head)
+
+    def leave_out(
+        self,
+        shard: str,
+        counts: Mapping[tuple[bool, Phase], int],
+        *,
+        next_index: int,
+        next_eval_index: int,
+        last_step: int,
+    ) -> None:
+        """Settled groups of a pool shard that are counted, by (evaluation, phase), and not held;
+        all others of the shard are added. `next_index` is above each index on the shard;
+        `last_step`: none of them was trained by a later step."""
+        self._counts.update(counts)
+        self.window.reserve(next_index)
+        self.next_eval_index = max(self.next_eval_index, next_eval_index)
+        if any(counts.values()):
+            self._note_forgotten(shard, last_step)
 
     def add(self, group: Group, *, now_s: float) -> None:
         """Accept a group, new or as an earlier term left it. Raises InvalidArgument."""
@@ -134,7 +154,7 @@ class Books:
             self.dispatch.list_group(group)
 
     def are_new(self, task_ids: Sequence[TaskId]) -> bool:
-        """Whether none of them is known, and none is named twice."""
+        """Whether none of them is held, and none is named twice."""
         return len(set(task_ids)) == len(task_ids) and not any(each in self for each in task_ids)
 
     def add_at_rest(
@@ -268,12 +288,12 @@ class Books:
             elif group.phase.consumed:
                 self._over.append(group)
 
-    def forget(self, *, most: int, digest_of: Callable[[TaskId], bytes]) -> list[Group]:
+    def forget(self, *, most: float) -> list[Group]:
         """Let go of what was settled first, so that of groups trained on about `most` are held, and
-        of others as many. All counts stay. `digest_of` gives the content behind a task id.
+        of others as many; those that left. All counts stay.
 
         A step's groups go together, and those of the last step stay. What a later rewind needs of
-        them is to be held again first, see `must_recall`.
+        them is to be held again first, see `shards_to_recall`.
         """
         gone: list[Group] = []
         while len(self._over) > most:
@@ -284,31 +304,36 @@ class Books:
                 break
             trained = self._trained.pop(step)
             self._trained_held -= len(trained)
-            self._forgotten_step = max(self._forgotten_step, step)
             gone += trained
         for group in gone:
-            task_id = group.spec.task_id
-            del self._groups[task_id]
-            self.forgotten.add(task_id, digest_of(task_id))
-            self.forgotten_shards.add(group.spec.shard)
+            del self._groups[group.spec.task_id]
+            self._note_forgotten(group.spec.shard, group.step)
         return gone
 
-    def must_recall(self, step: int) -> bool:
-        """Whether a rewind to `step` takes back groups that are forgotten; from now until then,
-        none of those that it takes back is."""
-        self._kept_after = step
-        return step < self._forgotten_step
+    def _note_forgotten(self, shard: str, step: int) -> None:
+        self._forgotten_steps[shard] = max(self._forgotten_steps.get(shard, 0), step)
 
-    def recall(self, groups: Iterable[Group], *, after: int) -> None:
+    def shards_to_recall(self, step: int) -> frozenset[str]:
+        """Pool shards with groups that a rewind to `step` takes back and that are forgotten; from
+        now until then, none of those that it takes back is."""
+        self._kept_after = step
+        return frozenset(s for s, last in self._forgotten_steps.items() if last > step)
+
+    def recall(self, groups: Iterable[Group], *, after: int) -> list[Group]:
         """Hold again what was trained after a step: `groups` has each group of those that is
-        forgotten, and others are passed over. `must_recall` came first."""
+        forgotten, and others are passed over; those that came back. `shards_to_recall` came
+        first."""
+        recalled = []
         for group in groups:
             wanted = group.phase is Phase.TRAINED and group.step > after
-            if wanted and self.is_forgotten(group.spec.task_id):
+            if wanted and group.spec.task_id not in self._groups:
                 self._place(group)
                 self._groups[group.spec.task_id] = group
                 self._keep_settled((group,))
-        self._forgotten_step = min(self._forgotten_step, after)
+                recalled.append(group)
+        for shard, last in self._forgotten_steps.items():
+            self._forgotten_steps[shard] = min(last, after)
+        return recalled
 
     def complete(self) -> int:
         """Groups that are complete and in no batch."""

@@ -77,6 +77,16 @@ class Window:
         self._batch_groups = 0
         """The largest batch that was asked for."""
 
+    def begin_at(self, head: int) -> None:
+        """Every group with a lower index is consumed. Comes before any group is added."""
+        assert self.next_index == 0
+        self.head = self._edge = head
+
+    def reserve(self, next_index: int) -> None:
+        """Lower indices are of groups, held or not: the next group has none of them."""
+        self.next_index = max(self.next_index, next_index)
+        self._advance()
+
     def add(self, group: Group) -> None:
         """A group joined the queue, usually at its end."""
         index = group.spec.index

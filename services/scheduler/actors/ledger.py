@@ -14,6 +14,7 @@ from forge.runtime.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler import messages as m
+from services.scheduler.look_up import ask_with_look_up
 from services.scheduler.record import OwnRecord
 from services.scheduler.shards import Change, PoolShards
 from services.scheduler.stored import StoredGroup, stored_group
@@ -59,7 +60,7 @@ class Ledger(Actor):
             batch_id=request.batch_id, step=request.step, task_ids=request.task_ids
         )
         trained = common_pb2.GROUP_STATE_TRAINED
-        groups = await self._queue.ask(prepare, timeout_s=ASK_S)
+        groups = await ask_with_look_up(self._queue, self._shards, prepare, timeout_s=ASK_S)
         if not groups:
             return
         await self._shards.set_states(
@@ -82,14 +83,14 @@ class Ledger(Actor):
         await self._queue.ask(apply, timeout_s=ASK_S)
 
     async def _recall(self, step: int) -> None:
-        """Back into memory, what was trained after a step and is in the pool alone."""
+        """Hold again what was trained after a step and is in the pool alone."""
         shards = await self._queue.ask(m.FindForgotten(step=step), timeout_s=ASK_S)
         groups: list[StoredGroup] = []
         for shard in sorted(shards):
-            async for response in self._shards.scan(shard):
+            async for response in self._shards.scan_settled(shard, trained_after=step):
                 record = response.group
                 if record.state == common_pb2.GROUP_STATE_TRAINED and record.step > step:
-                    groups.append(stored_group(response))
+                    groups.append(stored_group(response, counted=True))
         if shards:
             log.info("groups_recalled", step=step, groups=len(groups))
             await self._queue.ask(m.RecallGroups(groups=groups, step=step), timeout_s=ASK_S)

@@ -22,6 +22,7 @@ from services.scheduler import messages as m
 from services.scheduler import metrics
 from services.scheduler.clock import ListeningClock
 from services.scheduler.state import TermState
+from services.scheduler.status import status_of
 from services.scheduler.stored import new_group
 from services.scheduler.waiting import WaitingRoom
 
@@ -98,15 +99,15 @@ class QueueActor(Actor):
             case m.RenewRollouts(lease_ids=ids):
                 state.watch.runner_called(now_s)
                 return state.renew(ids, now_s=now_s)
-            case m.LocateRollouts(trajectory_ids=ids):
-                return state.locate(ids)
+            case m.LocateRollouts(trajectory_ids=ids, looked_up=looked_up):
+                return state.locate(ids, looked_up)
             case m.SettleRollouts(reports=reports):
                 for report in reports:
                     state.settle(report, now_s=now_s)
             case m.Tick():
                 self._tick(now_s)
             case m.GetStatus():
-                return state.status(now_s=now_s)
+                return status_of(state, now_s=now_s)
             case m.ListTagged(tag=tag):
                 state.check_all_read()
                 return state.settled.tagged(tag)
@@ -123,13 +124,13 @@ class QueueActor(Actor):
         """What registrar, ledger and the keeper of shards ask for."""
         state = self._state
         match message:
-            case m.FindNew(tasks=tasks):
-                return state.find_new(tasks)
+            case m.FindNew():
+                return state.find_new(message)
             case m.AddGroups(records=records):
                 for record in records:
                     state.add(record, new_group(record), now_s=now_s)
-            case m.RestoreGroups(groups=groups):
-                state.restore(groups, now_s=now_s)
+            case m.RestoreGroups():
+                state.earlier.restore_joined(message, now_s=now_s)
             case m.SetActivity(activity=activity):
                 state.queue.books.activity = activity
             case m.SetAway(shards=shards, unread=unread):
@@ -139,8 +140,8 @@ class QueueActor(Actor):
             case m.RenewBatch(batch_id=batch_id):
                 state.watch.trainer_called(now_s)
                 state.queue.batches.renew(batch_id, now_s=now_s)
-            case m.PrepareCommit(batch_id=batch_id, step=step, task_ids=ids):
-                return state.prepare_commit(batch_id, step=step, task_ids=ids, now_s=now_s)
+            case m.PrepareCommit():
+                return state.prepare_commit(message, now_s=now_s)
             case m.ApplyCommit(batch_id=batch_id, step=step):
                 state.commit(batch_id, step=step, now_s=now_s)
             case m.PrepareRelease(batch_id=batch_id):
@@ -174,7 +175,7 @@ class QueueActor(Actor):
 
     def _tick(self, now_s: float) -> None:
         self._timer, self._tick_due_s = None, math.inf
-        status = self._state.status(now_s=now_s)
+        status = status_of(self._state, now_s=now_s)
         metrics.show(status)
         self._tell_stall(status, now_s)
         expired = self._state.expire(now_s)

@@ -18,7 +18,8 @@ from forge.runtime.actor import Actor
 from forge.runtime.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
-from services.scheduler.messages import AddGroups, FindNew, Submit
+from services.scheduler.look_up import ask_with_look_up
+from services.scheduler.messages import AddGroups, FindNew, ReserveIndices, Submit
 from services.scheduler.shards import PoolShards
 from services.scheduler.validation import digest_of
 
@@ -50,11 +51,16 @@ class Registrar(Actor):
         match message:
             case Submit(tasks=tasks):
                 return await self._submit(tasks)
+            case ReserveIndices(next_index=next_index):
+                for purpose, index in next_index.items():
+                    self._next_index[purpose] = max(self._next_index[purpose], index)
+                return None
             case _:
                 return await super().receive(message)
 
     async def _submit(self, tasks: Mapping[str, common_pb2.Task]) -> int:
-        fresh = await self._queue.ask(FindNew(tasks=tasks), timeout_s=ASK_S)
+        find = FindNew(tasks=tasks, uncertain=frozenset(self._unsettled))
+        fresh = await ask_with_look_up(self._queue, self._shards, find, timeout_s=ASK_S)
         unsettled = self._unsettled.keys() | {task.task_id for task in fresh}
         if len(unsettled) > MAX_UNSETTLED:
             raise ResourceExhausted(

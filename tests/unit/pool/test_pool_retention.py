@@ -28,7 +28,9 @@ from services.pool.storage.keys import group_key, trajectory_key
 from services.pool.storage.settled_index import SettledGroup
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
+from services.scheduler.messages import FindNew
 from services.scheduler.state import TermState
+from services.scheduler.status import status_of
 from services.scheduler.stored import stored_group
 from services.scheduler.validation import digest_of
 from tests.support.pool_records import make_group, make_reward, make_turn
@@ -310,19 +312,19 @@ def test_a_new_scheduler_keeps_the_same_books_from_a_freed_pool(store):
     before = scheduler_of(store)
     assert free_now(store, "a", "b", "c", "d", step=1).groups == 2
     after = scheduler_of(store)
-    assert after.status(now_s=0.0) == before.status(now_s=0.0)
+    assert status_of(after, now_s=0.0) == status_of(before, now_s=0.0)
     books = after.queue.books.status()
     assert (books.accepted, books.trained, books.tombstoned, books.pending) == (4, 2, 1, 1)
-    assert after.find_new(tasks) == []
+    assert after.find_new(FindNew(tasks=tasks)) == []
     tasks["a"].payload_json = "{}"
     with pytest.raises(InvalidArgument, match="'a' was submitted before with different"):
-        after.find_new(tasks)
+        after.find_new(FindNew(tasks=tasks))
 
 
 def scheduler_of(store: PoolStore) -> TermState:
     """What a scheduler that takes office makes of the shard."""
     state = TermState(GenerationQueue(QueueSettings(concurrency=8), term=1), max_pending=100)
-    state.restore(map(stored_group, groups_page(store).groups), now_s=0.0)
+    state.earlier.restore(map(stored_group, groups_page(store).groups), now_s=0.0)
     return state
 
 

@@ -134,7 +134,9 @@ async def test_a_term_that_could_not_begin_leaves_the_copies_as_they_were(
     """One shard does not answer: at the next attempt the other need not tell everything again."""
     scanned: list[tuple[str, str]] = []
 
-    async def scan(_: Shards, shard: str, *, since: str = "") -> AsyncIterator[Any]:
+    async def scan(
+        _: Shards, shard: str, *, since: str = "", **_bounds: object
+    ) -> AsyncIterator[Any]:
         scanned.append((shard, since))
         begin = pool_pb2.ScanGroupsResponse.Begin(mark="known", changes_only=bool(since))
         yield pool_pb2.ScanGroupsResponse(begin=begin)

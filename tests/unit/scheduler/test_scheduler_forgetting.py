@@ -7,10 +7,19 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from forge.core.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+)
+from forge.core.queue.groups import Phase
 from forge.v1 import common_pb2
 from services.scheduler import messages as m
+from services.scheduler.left_out import LeftOut
 from services.scheduler.listing import list_groups
+from services.scheduler.look_up import ask_with_look_up
 from tests.support.scheduler_cluster import make_task
 from tests.support.scheduler_term import ASK_S, Clock, FakeShards, TermActors
 
@@ -42,7 +51,8 @@ async def seal_next(term: TermActors) -> list[str]:
 
 
 async def report(term: TermActors, *ids: str) -> None:
-    by_shard = await term.queue.ask(m.LocateRollouts(trajectory_ids=ids), timeout_s=ASK_S)
+    locate = m.LocateRollouts(trajectory_ids=ids)
+    by_shard = await ask_with_look_up(term.queue, term.shards, locate, timeout_s=ASK_S)
     found = await term.shards.summaries(by_shard)
     reports = [m.Report(trajectory_id=each, summary=found.get(each)) for each in ids]
     await term.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
@@ -98,12 +108,60 @@ async def test_memory_does_not_grow_with_what_was_given_up(term: TermActors) -> 
 async def test_duplicate_of_a_forgotten_group_is_answered_as_ever(
     term: TermActors, shards: FakeShards
 ) -> None:
-    """Known by id, strict about content, and without the pool, which may be away."""
+    """Known by id, and strict about content. The shards are asked once for each submission, and
+    not for groups that are held."""
     await train(term)
-    shards.down |= {"s0", "s1"}
-    assert await submit(term, make_task("t0")) == 0
+    shards.looked_up.clear()
+    known = (make_task("t0"), make_task("t1", tag="odd"), make_task("t11", tag="odd"))
+    assert await submit(term, *known) == 0
+    assert shards.looked_up == [(("t0", "t1"), ())]
     with pytest.raises(InvalidArgument, match="'t0' was submitted before with different content"):
         await submit(term, make_task("t0", domain="qa"))
+
+
+async def test_new_task_waits_for_a_shard_that_may_have_it(
+    term: TermActors, shards: FakeShards
+) -> None:
+    """A shard with forgotten groups is away: what is held or found is known, all else may be there,
+    and a full queue accepts duplicates."""
+    await train(term)
+    where = {one.task.task_id: shard for shard, all_ in shards.groups.items() for one in all_}
+    shards.down.add(next(shard for shard in ("s0", "s1") if shard != where["t0"]))
+    assert await submit(term, make_task("t0"), make_task("t11", tag="odd")) == 0
+    with pytest.raises(Unavailable, match="does not answer"):
+        await submit(term, make_task("new"))
+    with pytest.raises(Unavailable, match="does not answer"):
+        await report(term, "new:0:0")
+    assert await counts(term) == (GROUPS, GROUPS, 0, 0)
+    shards.down.clear()
+    assert await submit(term, make_task("new")) == 1
+
+
+async def test_term_without_forgotten_groups_asks_no_shard(
+    term: TermActors, shards: FakeShards
+) -> None:
+    """Tasks are new, and reports of others are of unknown tasks."""
+    assert await submit(term, make_task("t0")) == 1
+    with pytest.raises(NotFound):
+        await report(term, "other:0:0")
+    assert shards.looked_up == []
+
+
+async def test_task_whose_write_was_uncertain_is_no_duplicate(
+    term: TermActors, shards: FakeShards
+) -> None:
+    """It may be stored, and counts once it is acknowledged; the shards need not be asked."""
+    await train(term)
+    shards.refusal = DeadlineExceeded
+    shards.down |= {"s0", "s1"}
+    shards.answers_look_ups = True
+    with pytest.raises(DeadlineExceeded):
+        await submit(term, make_task("new"))
+    for shard in ("s0", "s1"):
+        shards.groups[shard] += [common_pb2.GroupRecord(task=make_task("new"), pool_shard=shard)]
+    shards.down.clear()
+    assert await submit(term, make_task("new")) == 1
+    assert await counts(term) == (GROUPS + 1, GROUPS, 0, 1)
 
 
 async def test_late_word_of_a_forgotten_group_is_heard(term: TermActors) -> None:
@@ -125,6 +183,11 @@ async def test_repeated_commit_of_forgotten_groups_is_done(term: TermActors) -> 
     other = m.CommitBatch(batch_id=first.batch_id, step=5, task_ids=first.task_ids)
     with pytest.raises(FailedPrecondition, match="committed by step 1"):
         await term.ledger.ask(other, timeout_s=ASK_S)
+    unnamed = m.CommitBatch(batch_id=first.batch_id, step=1, task_ids=())
+    await term.ledger.ask(unnamed, timeout_s=ASK_S)
+    unknown = m.CommitBatch(batch_id="batch-0-99", step=1, task_ids=["other"])
+    with pytest.raises(NotFound):
+        await term.ledger.ask(unknown, timeout_s=ASK_S)
     assert await counts(term) == (GROUPS, GROUPS, 0, 0)
 
 
@@ -168,13 +231,63 @@ async def test_forgotten_groups_are_listed(term: TermActors) -> None:
     assert (first.record.step, first.record.task.payload_json) == (1, "")
 
 
-async def test_list_without_forgotten_groups_reads_no_shard(
+async def test_list_waits_for_a_shard_with_forgotten_groups(
     term: TermActors, shards: FakeShards
 ) -> None:
-    """Whoever waits for an evaluation asks again and again."""
-    await train(term)
+    """It may have groups of the tag. Without forgotten groups, no shard is asked."""
     await submit(term, make_task("e", evaluation=True, tag="new"))
     shards.down |= {"s0", "s1"}
     assert await listed(term, "new") == ["e"]
+    shards.down.clear()
+    await train(term)
+    shards.down |= {"s0", "s1"}
     with pytest.raises(Unavailable):
-        await listed(term, "odd")
+        await listed(term, "new")
+
+
+def left_out(count: int) -> LeftOut:
+    """So many trained groups of s0 that a scan left out, and as many that were skipped."""
+    return LeftOut(
+        shard="s0",
+        counts={(False, Phase.TRAINED): count, (False, Phase.TOMBSTONED): count},
+        skipped=count,
+        completed={"code": 8 * count},
+        recent={"code": (200.0, 1.0, 100.0, 0.5)},
+        next_index=4 * count,
+        next_eval_index=3,
+        last_step=count,
+    )
+
+
+async def test_what_a_scan_left_out_is_counted(term: TermActors) -> None:
+    """In the books, in progress, in the queue indices, and once, be the message repeated."""
+    for _ in range(2):
+        part = m.RestoreGroups(number=0, left_out=[left_out(100)])
+        await term.queue.ask(part, timeout_s=ASK_S)
+    assert await counts(term) == (200, 100, 100, 0)
+    status = await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+    assert status.skipped == 100
+    (domain,) = status.domains
+    assert (domain.completed_rollouts, domain.recent_reward) == (800, 0.75)
+    assert status.head == 400
+    assert await term.queue.ask(m.FindForgotten(step=50), timeout_s=ASK_S) == {"s0"}
+    assert await term.queue.ask(m.FindForgotten(step=100), timeout_s=ASK_S) == frozenset()
+
+
+async def test_shard_that_cannot_look_up_is_held_whole(term: TermActors) -> None:
+    """One of an earlier version has joined: from then on no group is forgotten."""
+    await term.queue.ask(m.RestoreGroups(number=0, holds_all=True), timeout_s=ASK_S)
+    await train(term)
+    assert term.state.queue.books.held() == GROUPS
+    assert await submit(term, make_task("t0")) == 0
+    assert term.shards.looked_up == []
+
+
+async def test_indices_of_a_shard_that_joined_are_not_given_again(
+    term: TermActors, shards: FakeShards
+) -> None:
+    """It was away when the term began: two groups with one index would be one to the window."""
+    reserve = m.ReserveIndices(next_index={common_pb2.PURPOSE_TRAIN: 7})
+    await term.registrar.ask(reserve, timeout_s=ASK_S)
+    await submit(term, make_task("new"))
+    assert [one.queue_index for all_ in shards.groups.values() for one in all_] == [7]

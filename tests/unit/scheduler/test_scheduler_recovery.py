@@ -11,11 +11,13 @@ from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import Phase
 from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.messages import PrepareCommit
 from services.scheduler.record import TermRecord
-from services.scheduler.standby import ShardCopies
+from services.scheduler.standby import PART_GROUPS, ShardCopies
 from services.scheduler.state import TermState
+from services.scheduler.status import status_of
 from services.scheduler.stored import stored_group
-from services.scheduler.term import RESTORED_AT_ONCE, Term
+from services.scheduler.term import Term
 from tests.support.pool_records import make_reward
 from tests.support.scheduler_cluster import make_task
 from tests.support.scheduler_term import FakeShards
@@ -56,7 +58,7 @@ def scanned(
 def rebuild(*responses: pool_pb2.ScanGroupsResponse) -> TermState:
     queue = GenerationQueue(QueueSettings(concurrency=8), term=1)
     state = TermState(queue, max_pending=100)
-    state.restore(map(stored_group, responses), now_s=0.0)
+    state.earlier.restore(map(stored_group, responses), now_s=0.0)
     return state
 
 
@@ -65,7 +67,9 @@ async def test_leader_keeps_its_lease_while_it_rebuilds_a_long_queue() -> None:
     their time after the last."""
     shards = FakeShards()
     shards.scanned = [scanned(f"t{index}", index) for index in range(5000)]
-    term = Term(SchedulerConfig(), None, None, shards, ShardCopies(shards), awaiting=None)
+    term = Term(
+        SchedulerConfig(), None, None, shards, ShardCopies(shards, most_settled=99), awaiting=None
+    )
     turns = 0
 
     async def count() -> None:
@@ -79,12 +83,12 @@ async def test_leader_keeps_its_lease_while_it_rebuilds_a_long_queue() -> None:
     state = await term._rebuild(frozenset({"s0"}), TermRecord(claims=True))
     counting.cancel()
     assert state.queue.books.status().queued == 5000
-    assert turns >= 5000 / RESTORED_AT_ONCE
+    assert turns >= 5000 / PART_GROUPS
     assert gc.isenabled()
     hold_until_s = state.queue.rollouts.hold_until_s
     assert hold_until_s > began_s
-    assert state.status(now_s=began_s).taking_over
-    assert not state.status(now_s=hold_until_s).taking_over
+    assert status_of(state, now_s=began_s).taking_over
+    assert not status_of(state, now_s=hold_until_s).taking_over
 
 
 def test_group_that_is_found_twice_is_counted_once() -> None:
@@ -147,7 +151,8 @@ def test_trained_and_tombstoned_groups_stay_consumed() -> None:
     assert (books.accepted, books.trained, books.tombstoned, books.pending) == (3, 1, 1, 1)
     assert state.queue.books.window.head == 2
     assert state.queue.books.group("b").reason == "gone"
-    done = state.prepare_commit("batch-0-0", step=3, task_ids=["a"], now_s=0.0)
+    again = PrepareCommit(batch_id="batch-0-0", step=3, task_ids=["a"])
+    done = state.prepare_commit(again, now_s=0.0)
     assert done == {}
     assert state.queue.batches.prepare_rewind(2) == ("a",)
 

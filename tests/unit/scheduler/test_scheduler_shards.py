@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from forge.core.errors import DeadlineExceeded, StaleFence, Unavailable
+from forge.runtime.coordination import Instance
 from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.shards import Change, PoolShards
 
@@ -57,3 +58,61 @@ async def test_write_of_a_leader_that_was_deposed_is_for_another_to_make() -> No
         await shards.set_states({"s0": [Change(task_id="a")]})
     with pytest.raises(Unavailable, match="does not lead any more"):
         await shards.put("s0", [common_pb2.GroupRecord()])
+
+
+class Registered:
+    """A directory of pool shards."""
+
+    def __init__(self, *shards: str) -> None:
+        self.instances = [
+            Instance(kind="pool", instance_id=s, address="", metadata={"shard": s}, revision=1)
+            for s in shards
+        ]
+
+
+class KnowingPool:
+    """A remote whose shards look up two ids in a call, or are away."""
+
+    def __init__(self, *, away: str = "") -> None:
+        self.away = away
+        self.calls = 0
+
+    async def call(self, _: str, request: Any, *, where: Any, **__: Any) -> Any:
+        self.calls += 1
+        (instance,) = filter(where, Registered("s0", "s1").instances)
+        shard = instance.metadata["shard"]
+        if shard == self.away:
+            raise DeadlineExceeded("no answer")
+        ids = [*request.task_ids, *request.batch_ids][:2]
+        answer = pool_pb2.LookUpGroupsResponse(answered=len(ids))
+        for each in ids:
+            if each in request.batch_ids and shard == "s1":
+                answer.commits.add(batch_id=each, step=7)
+            elif each.startswith(shard):
+                answer.groups.add(task=common_pb2.Task(task_id=each))
+        return answer
+
+
+async def look_up(pool: KnowingPool, *task_ids: str, live: tuple[str, ...] = ("s0", "s1")) -> Any:
+    shards = PoolShards(Registered(*live), pool, None, timeout_s=1.0)
+    return await shards.look_up({"s0", "s1"}, task_ids=task_ids, batch_ids=["batch-0-1"])
+
+
+async def test_ids_are_looked_up_on_every_shard() -> None:
+    """In as many calls as a shard needs for its answers."""
+    pool = KnowingPool()
+    groups, commits = await look_up(pool, "s0-a", "s1-a", "s0-b", "new")
+    assert sorted(groups) == ["s0-a", "s0-b", "s1-a"]
+    assert commits == {"batch-0-1": 7}
+    assert pool.calls == 6
+
+
+@pytest.mark.parametrize("live", [("s0", "s1"), ("s1",)])
+async def test_shard_that_does_not_answer_matters_for_what_is_not_found(
+    live: tuple[str, ...],
+) -> None:
+    """What the others have is known. Of the rest nothing is."""
+    groups, _ = await look_up(KnowingPool(away="s0"), "s1-a", live=live)
+    assert list(groups) == ["s1-a"]
+    with pytest.raises(Unavailable, match="pool shard s0"):
+        await look_up(KnowingPool(away="s0"), "s1-a", "new", live=live)

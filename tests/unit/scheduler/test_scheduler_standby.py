@@ -12,7 +12,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from forge.core.errors import FailedPrecondition, Unavailable
+from forge.core.queue.groups import Phase
 from forge.v1 import common_pb2, pool_pb2
+from services.pool import store as store_module
 from services.pool.store import PoolStore
 from services.scheduler import standby
 from services.scheduler.recovery import enlist
@@ -41,7 +43,7 @@ def names(groups: list[StoredGroup]) -> list[str]:
 
 async def test_only_what_was_changed_is_asked_for(scans: StoreScans) -> None:
     """The first look takes everything, later ones what was changed since, be it nothing."""
-    copies = ShardCopies(scans)
+    copies = ShardCopies(scans, most_settled=99)
     store = scans.stores["s0"]
     await copies.refresh("s0")
     await copies.refresh("s0")
@@ -49,24 +51,25 @@ async def test_only_what_was_changed_is_asked_for(scans: StoreScans) -> None:
     put_groups(store, make_group("d", 3))
     await copies.refresh("s0")
     await copies.refresh("s0")
-    assert scans.told == [3, 0, 2, 0]
-    assert names(copies.take(["s0"])) == ["a", "b", "c", "d"]
+    await copies.refresh("s0", count=True)
+    assert scans.told == [3, 0, 2, 0, 0]
+    assert names(copies.take(["s0"]).groups) == ["a", "b", "c", "d"]
 
 
 async def test_shard_of_another_process_is_scanned_anew(scans: StoreScans, tmp_path: Path) -> None:
     """After a restart, a fail-over, or with what a backup held, nothing of the copy is left."""
-    copies = ShardCopies(scans)
+    copies = ShardCopies(scans, most_settled=99)
     await copies.refresh("s0")
     scans.stores["s0"].close()
     scans.stores["s0"] = PoolStore(tmp_path / "restored", shard="s0")
     put_groups(scans.stores["s0"], make_group("older", 0))
-    await copies.refresh("s0")
-    assert names(copies.take(["s0"])) == ["older"]
+    await copies.refresh("s0", count=True)
+    assert names(copies.take(["s0"]).groups) == ["older"]
 
 
 async def test_whole_scans_alone_are_told_of(scans: StoreScans) -> None:
     """Not each look at a shard that holds nothing, or of which all is changed."""
-    copies = ShardCopies(scans)
+    copies = ShardCopies(scans, most_settled=99)
     with capture_logs() as logged:
         for _ in range(3):
             await copies._follow("s0")
@@ -81,20 +84,20 @@ async def test_whole_scans_alone_are_told_of(scans: StoreScans) -> None:
 
 async def test_scan_that_was_cut_short_changes_nothing(scans: StoreScans) -> None:
     """The copy stays at its mark: what the scan told is asked for again."""
-    copies = ShardCopies(scans)
+    copies = ShardCopies(scans, most_settled=99)
     await copies.refresh("s0")
     set_states(scans.stores["s0"], change("a", TRAINED, step=1), change("b", TRAINED, step=1))
     scans.break_after = 2
     with pytest.raises(Unavailable):
         await copies.refresh("s0")
     scans.break_after = None
-    assert await copies.refresh("s0") == 2
-    assert [stored.group.step for stored in copies.take(["s0"])] == [1, 1, 0]
+    assert await copies.refresh("s0", count=True) == 2
+    assert [stored.group.step for stored in copies.take(["s0"]).groups] == [1, 1, 0]
 
 
 async def test_first_scan_that_was_cut_short_leaves_no_copy(scans: StoreScans) -> None:
     """Half a shard is none."""
-    copies = ShardCopies(scans)
+    copies = ShardCopies(scans, most_settled=99)
     scans.break_after = 2
     with pytest.raises(Unavailable):
         await copies.refresh("s0")
@@ -104,8 +107,8 @@ async def test_first_scan_that_was_cut_short_leaves_no_copy(scans: StoreScans) -
 
 async def test_groups_are_handed_over_once(scans: StoreScans) -> None:
     """A term changes what it is built from: who stands again after one scans anew."""
-    copies = ShardCopies(scans)
-    await copies.refresh("s0")
+    copies = ShardCopies(scans, most_settled=99)
+    await copies.refresh("s0", count=True)
     copies.take(["s0"])
     assert await copies.refresh("s0") == 3
 
@@ -119,24 +122,30 @@ async def test_what_is_held_of_a_group_that_is_over_is_small(scans: StoreScans) 
     seal(store, "big:0:0", turns=0, rewards=[make_reward(value=0.25)])
     seal(store, "big:1:7", turns=0, rewards=[make_reward(value=0.5)], now_unix_s=200.0)
     set_states(store, change("big", TRAINED, batch_id="x", step=1))
-    copies = ShardCopies(scans)
+    copies = ShardCopies(scans, most_settled=99)
     await copies.refresh("s0")
     reward(store, make_reward("late", 0.125), trajectory_id="big:0:0")
-    await copies.refresh("s0")
-    *_, stored = copies.take(["s0"])
+    await copies.refresh("s0", count=True)
+    found = copies.take(["s0"])
+    *_, stored = found.groups
     assert len(stored.entry.task) < 100
     assert stored.entry.digest == b"digest"
     assert not stored.group.rollouts
     assert stored.group.counted == (0, 7)
-    assert list(stored.outcomes) == [200.0, 0.5, 100.0, 0.375]
     assert stored.at_rest
+    assert not stored.outcomes
+    (left_out,) = found.left_out
+    assert list(left_out.recent["code"]) == [200.0, 0.5, 100.0, 0.375]
 
 
 class OlderScans:
     """A shard that gives no marks."""
 
+    def live(self) -> frozenset[str]:
+        return frozenset({"s0"})
+
     async def scan(
-        self, shard: str, *, since: str = ""
+        self, shard: str, *, since: str = "", settled_limit: int = 0, count_settled: bool = False
     ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
         yield pool_pb2.ScanGroupsResponse(group=make_group())
 
@@ -144,7 +153,7 @@ class OlderScans:
 async def test_pool_of_an_earlier_version_is_named() -> None:
     """It ignores what it is asked: nobody could tell its answer from a whole scan."""
     with pytest.raises(FailedPrecondition, match="pool shard s0 gives no marks: upgrade it first"):
-        await ShardCopies(OlderScans()).refresh("s0")
+        await ShardCopies(OlderScans(), most_settled=99).refresh("s0")
 
 
 class FencedScans(StoreScans):
@@ -158,9 +167,9 @@ class FencedScans(StoreScans):
 async def test_last_write_of_the_leader_before_is_seen(scans: StoreScans) -> None:
     """The fence comes before the look that counts, however lately the standby looked."""
     fenced = FencedScans({"s0": scans.stores["s0"]})
-    copies = ShardCopies(fenced)
+    copies = ShardCopies(fenced, most_settled=99)
     await copies.refresh("s0")
-    found = await enlist(fenced, ["s0"], copies)
+    found = (await enlist(fenced, ["s0"], copies)).groups
     assert names(found) == ["a", "b", "c"]
     assert found[2].group.batch_id == "x"
     assert fenced.told == [3, 1]
@@ -182,7 +191,7 @@ async def test_standby_follows_the_shards_that_are_there(scans: StoreScans, quic
     """One that goes is forgotten, one that comes is scanned, one that fails is tried again; the
     collector is on in between."""
     gone = scans.stores.pop("s1")
-    copies = ShardCopies(scans)
+    copies = ShardCopies(scans, most_settled=99)
     scans.break_after = 1
     following = asyncio.create_task(copies.follow())
     await until(lambda: len(scans.told) > 2)
@@ -198,4 +207,91 @@ async def test_standby_follows_the_shards_that_are_there(scans: StoreScans, quic
     await asyncio.wait({following})
     assert following.cancelled()
     assert gc.isenabled()
-    assert names(copies.take(["s0", "s1"])) == ["a", "b", "c"]
+    for shard in ("s0", "s1"):
+        await copies.refresh(shard, count=True)
+    assert names(copies.take(["s0", "s1"]).groups) == ["a", "b", "c"]
+
+
+def settle_all(store: PoolStore, count: int, *, at: int = 100) -> None:
+    """So many groups, each trained by a step of its own, and as many that were given up."""
+    put_groups(store, *(make_group(f"t{number}", at + number) for number in range(count)))
+    put_groups(store, *(make_group(f"g{number}", at + count + number) for number in range(count)))
+    for number in range(count):
+        trained = change(f"t{number}", TRAINED, batch_id=f"batch-0-{number}", step=number + 1)
+        given_up = change(f"g{number}", common_pb2.GROUP_STATE_TOMBSTONED, reason="died")
+        set_states(store, trained, given_up, now_unix_s=1000.0 + number)
+
+
+@pytest.mark.parametrize("settled", [20, 60])
+async def test_election_reads_a_bounded_number_of_groups(scans: StoreScans, settled: int) -> None:
+    """What is pending, and the newest settled groups, however many there are; the others are
+    counted."""
+    settle_all(scans.stores["s0"], settled)
+    copies = ShardCopies(scans, most_settled=8)
+    for shard in ("s0", "s1"):
+        await copies.refresh(shard, count=True)
+    found = copies.take(["s0", "s1"])
+    assert scans.told == [3 + 4 + 4, 0]
+    # Each of two shards has its half of the bound.
+    newest = range(settled - 4, settled)
+    assert names(found.groups) == [
+        *("a", "b", "c"),
+        *(f"t{number}" for number in newest),
+        *(f"g{number}" for number in newest),
+    ]
+    first, second = found.left_out
+    assert first.counts == {
+        (False, Phase.TRAINED): settled - 4,
+        (False, Phase.TOMBSTONED): settled - 4,
+    }
+    assert not any(second.counts.values())
+    assert first.last_step == settled - 4
+    assert first.next_index == 100 + 2 * settled
+
+
+async def test_copy_stays_bounded_while_groups_are_settled(scans: StoreScans) -> None:
+    """Each look leaves out what is beyond the bound; so does a change of a group that is left
+    out."""
+    store = scans.stores["s0"]
+    copies = ShardCopies(scans, most_settled=4)
+    settle_all(store, 1)
+    await copies.refresh("s0")
+    settle_all(store, 30, at=200)
+    await copies.refresh("s0")
+    assert copies.held("s0") == 3 + 2 + 2
+    reward(store, make_reward("late"), trajectory_id="t3:0:0")
+    seal(store, "t3:0:0", turns=0)
+    seal(store, "g3:0:0", turns=0)
+    assert await copies.refresh("s0", count=True) == 2
+    assert copies.held("s0") == 3 + 2 + 2
+    (left_out,) = copies.take(["s0"]).left_out
+    assert left_out.counts[False, Phase.TRAINED] == 28
+    assert left_out.completed["code"] == 2
+
+
+async def test_group_that_is_taken_back_comes_back(scans: StoreScans) -> None:
+    """One that was left out is pending by a rewind: the next look has it."""
+    store = scans.stores["s0"]
+    settle_all(store, 10)
+    copies = ShardCopies(scans, most_settled=2)
+    await copies.refresh("s0")
+    set_states(store, change("t2", common_pb2.GROUP_STATE_PENDING))
+    await copies.refresh("s0", count=True)
+    found = copies.take(["s0"])
+    assert names(found.groups) == ["a", "b", "c", "t2", "t9", "g9"]
+    (left_out,) = found.left_out
+    assert left_out.counts[False, Phase.TRAINED] == 8
+
+
+async def test_shard_that_cannot_count_is_read_whole(
+    scans: StoreScans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its counters are damaged, nothing of it is left out."""
+    settle_all(scans.stores["s0"], 10)
+    copies = ShardCopies(scans, most_settled=2)
+    await copies.refresh("s0")
+    assert copies.held("s0") == 3 + 1 + 1
+    monkeypatch.setattr(store_module, "count_settled", lambda records, found: False)
+    await copies.refresh("s0", count=True)
+    found = copies.take(["s0"])
+    assert (len(found.groups), found.left_out, found.whole) == (23, [], {"s0"})

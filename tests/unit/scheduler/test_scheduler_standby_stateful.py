@@ -2,7 +2,7 @@
 
 Two real stores are written to as leaders, gateways and retention write to them, and now and then
 opened again, compacted, or made to forget. The standby looks when it looks. Whenever it is elected
-its term must be the very one that an instance which never stood by would build, group by group.
+its term must hold and count what an instance would that reads every group there is.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from forge.core.errors import ForgeError
 from forge.core.queue.admission import Mode, QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
-from forge.core.queue.groups import SAME_OUTCOME
-from forge.v1 import common_pb2
+from forge.core.queue.groups import SAME_OUTCOME, Phase
+from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import FreeGroups, MarkOrphans
 from services.pool.maintenance.compaction import NOTED_BYTES, Compactor
 from services.pool.storage.change_trackers import RecentChanges
 from services.pool.store import PoolStore
-from services.scheduler.standby import ShardCopies
+from services.scheduler.standby import Enlisted, ShardCopies
 from services.scheduler.state import TermState
-from services.scheduler.stored import StoredGroup
+from services.scheduler.status import status_of
 from services.scheduler.validation import digest_of
 from tests.support.pool_records import make_reward, make_turn
 from tests.support.pool_store import append, change, commit, put_groups, reward, seal, set_states
 from tests.support.scheduler_cluster import make_task
-from tests.support.scheduler_standby import StoreScans, everything_in
+from tests.support.scheduler_standby import StoreScans, WholeScans, everything_in
 
 SHARDS = ("s0", "s1")
 TASKS = 12
@@ -43,6 +43,8 @@ STATES = ("BATCHED", "TRAINED", "TRAINED", "TRAINED", "TOMBSTONED", "PENDING")
 MODES = {mode: QueueSettings(concurrency=4, window=4, mode=mode) for mode in Mode}
 
 shards = st.sampled_from(SHARDS)
+BATCHES = ["batch-0-1", "batch-0-2", "batch-0-3", "other"]
+
 numbers = st.integers(0, TASKS - 1)
 rollouts = st.tuples(st.integers(0, 1), st.sampled_from([0, 0, 1, 1000]))
 values = st.sampled_from([0.0, 0.25, 1.0])
@@ -51,8 +53,13 @@ values = st.sampled_from([0.0, 0.25, 1.0])
 class StandbyMachine(RuleBasedStateMachine):
     """See the module's docstring."""
 
-    @initialize(mode=st.sampled_from(Mode), skip=st.booleans(), remembered=st.sampled_from([2, 99]))
-    def begin(self, mode: Mode, skip: bool, remembered: int) -> None:
+    @initialize(
+        mode=st.sampled_from(Mode),
+        skip=st.booleans(),
+        remembered=st.sampled_from([2, 99]),
+        most=st.sampled_from([1, 4, 99]),
+    )
+    def begin(self, mode: Mode, skip: bool, remembered: int, most: int) -> None:
         shared = Path("/dev/shm")
         self.root = Path(tempfile.mkdtemp(dir=shared if shared.is_dir() else None))
         self.loop = asyncio.new_event_loop()
@@ -61,7 +68,8 @@ class StandbyMachine(RuleBasedStateMachine):
         self.known: dict[int, str] = {}
         """Where each group is, by number."""
         self.scans = StoreScans({shard: self._open(shard) for shard in SHARDS})
-        self.copies = ShardCopies(self.scans)
+        self.most = most
+        self.copies = ShardCopies(self.scans, most_settled=most)
 
     def _open(self, shard: str) -> PoolStore:
         store = PoolStore(self.root / shard, shard=shard)
@@ -204,46 +212,70 @@ class StandbyMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.known) > 2)
     @rule(joins=st.booleans())
     def take_office(self, joins: bool) -> None:
-        """With both shards, or with one that the other joins. And stand by anew."""
-        cold, warm = (self._enlisted(copies) for copies in (ShardCopies(self.scans), self.copies))
-        assert [everything_in(one) for one in warm] == [everything_in(one) for one in cold]
-        if joins:
-            for found in (cold, warm):
-                found.sort(key=attrgetter("group.spec.shard"))
-        expected = self._term(cold, one_by_one=True)
-        assert everything_in(self._term(warm, one_by_one=False)) == everything_in(expected)
-        again = self._enlisted(ShardCopies(self.scans))
-        self._check_forgetful(again, expected.status(now_s=1.0))
-        self.copies = ShardCopies(self.scans)
+        """With both shards, or with one that the other joins. And stand by anew.
 
-    def _enlisted(self, copies: ShardCopies) -> list[StoredGroup]:
+        A term of a standby's copies, and one that scans what is pending and the newest settled
+        groups, count what a term counts that reads every group of shards that cannot count.
+        """
+        every = self._enlisted(ShardCopies(WholeScans(self.scans.stores), most_settled=99))
+        expected = self._term(every, joins=joins, one_by_one=True)
+        for copies in (ShardCopies(self.scans, most_settled=self.most), self.copies):
+            state = self._term(self._enlisted(copies), joins=joins)
+            assert status_of(state, now_s=1.0) == status_of(expected, now_s=1.0)
+            self._check_groups(state, expected)
+            self._check_commits(state, expected)
+        self.copies = ShardCopies(self.scans, most_settled=self.most)
+
+    def _enlisted(self, copies: ShardCopies) -> Enlisted:
         for shard in SHARDS:
-            self.loop.run_until_complete(copies.refresh(shard))
+            self.loop.run_until_complete(copies.refresh(shard, count=True))
         return copies.take(SHARDS)
 
-    def _check_forgetful(self, groups: list[StoredGroup], expected: Any) -> None:
-        """A term that holds hardly any group that is settled has the same books."""
-        state = TermState(
-            GenerationQueue(MODES[self.mode], term=1),
-            max_pending=100,
-            skip_equal_rewards=self.skip,
-            most_settled=1,
-        )
-        for stored in groups:
-            state.restore((stored,), now_s=1.0)
-        assert state.status(now_s=1.0) == expected
-        state.restore(groups, now_s=1.0)
-        assert state.status(now_s=1.0) == expected
+    def _check_groups(self, state: TermState, expected: TermState) -> None:
+        """What is held is the same; what is not is settled, on a shard that is named, and read
+        again by a rewind."""
+        books, whole = state.queue.books, expected.queue.books
+        for number, shard in self.known.items():
+            group = whole.group(f"t{number}")
+            if group.spec.task_id in books:
+                held = books.group(group.spec.task_id)
+                assert everything_in(held) == everything_in(group)
+                continue
+            assert group.phase.consumed
+            assert shard in books.forgotten_shards
+            if group.phase is Phase.TRAINED:
+                assert shard in books.shards_to_recall(group.step - 1)
+        assert books.window.next_index == whole.window.next_index
+        assert books.next_eval_index == whole.next_eval_index
+        assert books.window.head == whole.window.head
 
-    def _term(self, groups: list[StoredGroup], *, one_by_one: bool) -> TermState:
+    def _check_commits(self, state: TermState, expected: TermState) -> None:
+        """A batch is committed by the same step, be it known to the shards alone."""
+        request = pool_pb2.LookUpGroupsRequest(batch_ids=BATCHES)
+        answers = [store.look_up(request) for store in self.scans.stores.values()]
+        stored = {one.batch_id: one.step for answer in answers for one in answer.commits}
+        for batch_id in BATCHES:
+            step = expected.queue.batches.committed_by(batch_id)
+            assert stored.get(batch_id) == step
+            assert state.queue.batches.committed_by(batch_id) in (step, None)
+
+    def _term(self, found: Enlisted, *, joins: bool, one_by_one: bool = False) -> TermState:
         queue = GenerationQueue(MODES[self.mode], term=1)
-        state = TermState(queue, max_pending=100, skip_equal_rewards=self.skip)
+        state = TermState(
+            queue, max_pending=100, skip_equal_rewards=self.skip, most_settled=self.most
+        )
+        if found.whole:
+            state.settled.hold_all()
+        queue.books.begin_at(found.head())
+        if joins:
+            found.groups.sort(key=attrgetter("group.spec.shard"))
         if one_by_one:
-            for stored in groups:
-                state._restore_one(stored, now_s=1.0)
+            for stored in found.groups:
+                state.earlier.restore_one(stored, now_s=1.0)
         else:
-            for _, found in groupby(groups, key=attrgetter("group.spec.shard")):
-                state.restore(found, now_s=1.0)
+            for _, groups in groupby(found.groups, key=attrgetter("group.spec.shard")):
+                state.earlier.restore(groups, now_s=1.0)
+        state.earlier.leave_out(found.left_out)
         return state
 
     def teardown(self) -> None:

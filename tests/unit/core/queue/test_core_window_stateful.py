@@ -7,6 +7,7 @@ what was durable, while runners and trainers go on with what they held.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -123,8 +124,10 @@ class GenerationQueueMachine(QueueTrainers):
     @precondition(lambda self: self.pool)
     @rule(data=st.data())
     def submit_again(self, data: st.DataObject) -> None:
-        """An id is accepted once, whatever became of it."""
+        """An id is accepted once; whether one that is not held was, the pool tells."""
         known = self.pool[data.draw(st.sampled_from(sorted(self.pool)))].spec
+        if known.task_id not in self.queue.books:
+            return
         with pytest.raises(InvalidArgument, match="was submitted before"):
             self.queue.add(Group(replace(known, index=len(self.pool))), now_s=self.now_s)
 
@@ -238,7 +241,7 @@ class GenerationQueueMachine(QueueTrainers):
         self, trajectory_id: str, *, permanent: bool, kind: FailureKind = FailureKind.TASK
     ) -> None:
         """What the service does with a report: the pool has the last word."""
-        if self.queue.books.is_forgotten(parse_trajectory_id(trajectory_id).task_id):
+        if parse_trajectory_id(trajectory_id).task_id not in self.queue.books:
             return
         if self._is_sealed(trajectory_id):
             self.queue.rollouts.complete(trajectory_id, now_s=self.now_s)
@@ -265,7 +268,7 @@ class GenerationQueueMachine(QueueTrainers):
     def forgetting_leaves_the_books_alone(self) -> None:
         """Memory is bounded: the oldest groups that are settled leave it, and their counts stay."""
         before = self.queue.books.status()
-        for group in self.queue.books.forget(most=self.most_settled, digest_of=str.encode):
+        for group in self.queue.books.forget(most=self.most_settled):
             self.gone[group.spec.task_id] = group
         assert self.queue.books.status() == before
 
@@ -281,8 +284,33 @@ class GenerationQueueMachine(QueueTrainers):
         activity = self.queue.books.activity
         self.queue = GenerationQueue(self.settings, term=self.term, void_before=self.void_before)
         self.queue.books.activity = activity
-        for durable in sorted(self.pool.values(), key=lambda one: one.spec.index):
-            self.queue.add(durable.restored(), now_s=self.now_s)
+        in_order = sorted(self.pool.values(), key=lambda one: one.spec.index)
+        left_out = [one for one in in_order if self._is_left_out(one)]
+        pending = (
+            one.spec.index for one in in_order if not one.phase.consumed and not one.spec.evaluation
+        )
+        self.queue.books.begin_at(min(pending, default=self.next_index[False]))
+        for durable in in_order:
+            if durable in left_out:
+                self.gone[durable.spec.task_id] = durable.restored()
+            else:
+                self.queue.add(durable.restored(), now_s=self.now_s)
+        for shard in SHARDS:
+            there = [one for one in left_out if one.spec.shard == shard]
+            self.queue.books.leave_out(
+                shard,
+                Counter((one.spec.evaluation, one.phase) for one in there),
+                next_index=self.next_index[False],
+                next_eval_index=self.next_index[True],
+                last_step=max((one.step for one in there), default=0),
+            )
+
+    def _is_left_out(self, durable: Durable) -> bool:
+        """Of what was trained on, the last steps are scanned; of what is over otherwise, all or
+        nothing."""
+        if durable.phase is Phase.TRAINED:
+            return durable.step <= self.step - self.most_settled
+        return durable.phase.consumed and self.most_settled == 0
 
     def teardown(self) -> None:
         """From wherever this went, the queue can be worked off to its end."""

@@ -1,29 +1,8 @@
-"""What is kept of groups and batches that are over."""
+"""What is kept of batches that were committed."""
 
 from __future__ import annotations
 
 from forge.core.queue.commits import Commits
-from forge.core.queue.group_digests import Forgotten
-
-
-def test_forgotten_names_are_found_with_their_content() -> None:
-    """Each of many, and none of those that were not added."""
-    forgotten = Forgotten()
-    for number in range(20_000):
-        forgotten.add(f"task-{number}", number.to_bytes(16, "little"))
-    assert len(forgotten) == 20_000
-    for number in range(20_000):
-        assert forgotten.content(f"task-{number}") == number.to_bytes(8, "little")
-        assert f"other-{number}" not in forgotten
-
-
-def test_forgotten_name_takes_24_bytes() -> None:
-    """However long it is, and however often it is forgotten."""
-    forgotten = Forgotten()
-    for _ in range(3):
-        forgotten.add("task" * 100, b"content of a task")
-    assert forgotten.size_bytes() == 24
-    assert forgotten.content("task" * 100) == b"content "
 
 
 def test_commit_is_known_by_term_and_number() -> None:

@@ -1,0 +1,68 @@
+"""Settled groups that a scan of a pool shard leaves out: their counters in place of the groups.
+
+Owns the way from the shard's counters to what a term counts. The shard counts all groups that are
+settled; those of them that a copy holds are counted with the copy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from forge.core.queue.groups import SAME_OUTCOME, Phase
+from forge.v1 import common_pb2, pool_pb2
+from services.scheduler.stored import PHASES, StoredGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """Of one pool shard."""
+
+    shard: str
+    counts: Mapping[tuple[bool, Phase], int]
+    """Groups that are not held, by (evaluation, phase)."""
+    skipped: int
+    """Those of them that dynamic sampling gave up."""
+    completed: Mapping[str, int]
+    """By domain: sealed rollouts of settled training groups, held or not."""
+    recent: Mapping[str, Sequence[float]]
+    """By domain, the last of these rollouts, as `StoredGroup.outcomes` has them."""
+    next_index: int
+    """Above the queue index of each training group of the shard."""
+    next_eval_index: int
+    last_step: int
+    """No group that is not held was trained by a later step."""
+
+
+def left_out(
+    shard: str, settled: pool_pb2.SettledGroups, groups: Iterable[StoredGroup], *, last_step: int
+) -> LeftOut:
+    """What `settled` counts beyond `groups`, which are those that are held."""
+    counts: Counter[tuple[bool, Phase]] = Counter()
+    completed: Counter[str] = Counter()
+    skipped = 0
+    for row in settled.counts:
+        evaluation = row.purpose == common_pb2.PURPOSE_EVAL
+        counts[evaluation, PHASES[row.state]] += row.groups
+        completed[row.domain] += row.rollouts
+        skipped += row.groups if row.reason == SAME_OUTCOME else 0
+    for stored in groups:
+        if stored.settled_unix_s:
+            group = stored.group
+            counts[group.spec.evaluation, group.phase] -= 1
+            skipped -= group.reason == SAME_OUTCOME
+    return LeftOut(
+        shard=shard,
+        counts=counts,
+        skipped=skipped,
+        completed=completed,
+        recent={
+            one.domain: tuple(chain(*zip(one.sealed_unix_s, one.outcomes, strict=True)))
+            for one in settled.recent
+        },
+        next_index=settled.next_train_index,
+        next_eval_index=settled.next_eval_index,
+        last_step=last_step,
+    )

@@ -1,0 +1,45 @@
+"""Questions to the queue about groups that it does not hold: looked up in the pool, then asked
+again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from forge.runtime.actor_system import ActorRef
+from services.scheduler.messages import (
+    FindNew,
+    LocateRollouts,
+    LookedUp,
+    LookUp,
+    PrepareCommit,
+)
+from services.scheduler.shards import PoolShards
+
+
+async def ask_with_look_up(
+    queue: ActorRef,
+    shards: PoolShards,
+    message: FindNew | LocateRollouts | PrepareCommit,
+    *,
+    timeout_s: float,
+) -> Any:
+    """The answer of the queue. Raises what the queue raises, and Unavailable when something is not
+    found and a shard that may have it does not answer."""
+    while True:
+        answer = await queue.ask(message, timeout_s=timeout_s)
+        if not isinstance(answer, LookUp):
+            return answer
+        groups, commits = await shards.look_up(
+            answer.shards, task_ids=answer.task_ids, batch_ids=answer.batch_ids
+        )
+        known = message.looked_up
+        message = replace(
+            message,
+            looked_up=LookedUp(
+                task_ids=known.task_ids.union(answer.task_ids),
+                batch_ids=known.batch_ids.union(answer.batch_ids),
+                groups={**known.groups, **groups},
+                commits={**known.commits, **commits},
+            ),
+        )
