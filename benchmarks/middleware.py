@@ -33,7 +33,7 @@ from forge.client.scheduler import SyncScheduler
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.security import Security
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
-from tests.support.scheduler_cluster import CALL_S, ids_of, make_task
+from tests.support.scheduler.cluster import CALL_S, ids_of, make_task
 
 TURNS = 4
 GROUP_SIZE = 8

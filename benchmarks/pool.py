@@ -29,7 +29,7 @@ from benchmarks.support.report import arguments, keep, show
 from services.pool.data.commands import AppendTurns
 from services.pool.store import PoolStore
 from services.pool.validation import new_turn
-from tests.support.pool_records import make_turn
+from tests.support.pool.records import make_turn
 
 IN_FLIGHT = 64
 BATCHES = {

@@ -15,8 +15,8 @@ from hypothesis import settings
 from rich.console import Console
 
 from forge.runtime.coordination import Coordinator
-from tests.support.etcd import EtcdServer
-from tests.support.process_guard import start_guard
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.suite.process_guard import start_guard
 
 # Before torch comes: two workers whose threads spin for each other on two cores take ten times as
 # long. Processes that tests start have one thread each, too.

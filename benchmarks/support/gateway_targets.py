@@ -29,9 +29,9 @@ from benchmarks.support.processes import ended, started
 from forge.runtime.coordination import Coordinator
 from forge.runtime.processes import dying_with_parent
 from forge.runtime.security import Claims
-from tests.support.chat_templates import save_model
-from tests.support.etcd import EtcdServer, free_port
-from tests.support.pool_process import PoolProcess
+from tests.support.gateway.chat_templates import save_model
+from tests.support.pool.process import PoolProcess
+from tests.support.runtime.etcd import EtcdServer, free_port
 
 CLUSTER = "benchmark"
 SHARD = "s0"

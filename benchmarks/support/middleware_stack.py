@@ -15,9 +15,9 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.remote import Remote
 from forge.v1.pool_pb2_grpc import PoolServiceStub
 from services.gateway.model.chat_model import ChatModel
-from tests.support.chat_templates import save_model
-from tests.support.etcd import EtcdServer
-from tests.support.scheduler_cluster import START_S, SchedulerCluster
+from tests.support.gateway.chat_templates import save_model
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.scheduler.cluster import START_S, SchedulerCluster
 
 CLUSTER = "middleware"
 LEASE_S = "60"

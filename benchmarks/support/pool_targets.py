@@ -28,8 +28,8 @@ from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.runtime.coordination import Coordinator
 from forge.runtime.processes import dying_with_parent
 from forge.v1 import common_pb2, pool_pb2
-from tests.support.etcd import EtcdServer, free_port
-from tests.support.pool_process import PoolClient, PoolProcess
+from tests.support.pool.process import PoolClient, PoolProcess
+from tests.support.runtime.etcd import EtcdServer, free_port
 
 PEER_PYTHON = Path(".venv-peers/bin/python")
 STREAMS = 4

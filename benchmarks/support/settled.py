@@ -18,8 +18,8 @@ from benchmarks.support.cpu import cpu_s, rss_bytes
 from benchmarks.support.takeover import fill
 from forge.runtime.coordination import Coordinator
 from forge.runtime.telemetry import configure_logging
-from tests.support.etcd import EtcdServer
-from tests.support.scheduler_cluster import SchedulerCluster, make_task
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.scheduler.cluster import SchedulerCluster, make_task
 
 CLUSTER = "settled"
 CALLS = 20

@@ -22,10 +22,10 @@ from services.pool import validation
 from services.pool.store import PoolStore
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.validation import digest_of
-from tests.support.etcd import EtcdServer
-from tests.support.pool_records import make_reward
-from tests.support.pool_store import change
-from tests.support.scheduler_cluster import START_S, SchedulerCluster, SchedulerProcess, make_task
+from tests.support.pool.records import make_reward
+from tests.support.pool.store import change
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.scheduler.cluster import START_S, SchedulerCluster, SchedulerProcess, make_task
 
 CLUSTER = "takeover"
 TTL_S = SchedulerConfig().lease_ttl_s

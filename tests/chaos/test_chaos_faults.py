@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forge_run import ForgeRun
+from tests.support.suite.forge_run import ForgeRun
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -19,10 +19,10 @@ from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.security import Keyring, Security
 from forge.v1 import pool_pb2_grpc
-from tests.support.etcd import EtcdServer
-from tests.support.pool_account import Ledger
-from tests.support.pool_load import Writer
-from tests.support.pool_shard import ReplicatedShard
+from tests.support.pool.account import Ledger
+from tests.support.pool.load import Writer
+from tests.support.pool.shard import ReplicatedShard
+from tests.support.runtime.etcd import EtcdServer
 
 pytestmark = pytest.mark.timeout(1800)
 

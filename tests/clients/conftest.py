@@ -9,10 +9,10 @@ import pytest
 import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator, Instance
-from tests.support.client_matrix import Row
-from tests.support.client_programs import NODE_DIR, VENV
-from tests.support.etcd import EtcdServer
-from tests.support.gateway_stack import GatewayStack
+from tests.support.clients.matrix import Row
+from tests.support.clients.programs import NODE_DIR, VENV
+from tests.support.gateway.stack import GatewayStack
+from tests.support.runtime.etcd import EtcdServer
 
 CLUSTER = "clients"
 CONTEXT_TOKENS = 1 << 16

@@ -19,9 +19,9 @@ from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.security import Security
 from forge.v1 import common_pb2, scheduler_pb2
-from tests.support import coding_job
-from tests.support.client_matrix import Row
-from tests.support.client_programs import (
+from tests.support.clients import coding_job
+from tests.support.clients.matrix import Row
+from tests.support.clients.programs import (
     PROGRAMS_DIR,
     STEPS,
     VENV,
@@ -34,8 +34,8 @@ from tests.support.client_programs import (
     run_program,
     sealed,
 )
-from tests.support.gateway_stack import GatewayStack, check_exact, recorded, token_tree
-from tests.support.script import scripted
+from tests.support.gateway.script import scripted
+from tests.support.gateway.stack import GatewayStack, check_exact, recorded, token_tree
 
 RETRY_S = 240.0
 IN_PATH = [
@@ -67,7 +67,7 @@ def runner(stack: GatewayStack, tmp_path: Path) -> Iterator[None]:
         "MSWEA_COST_TRACKING": "ignore_errors",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
-    reward = "--reward-functions=repair=tests.support.coding_job:repaired"
+    reward = "--reward-functions=repair=tests.support.clients.coding_job:repaired"
     argv = [sys.executable, "-m", "forge.agents", *shared, reward, f"--command={mini}"]
     stack.processes["scheduler"] = subprocess.Popen(
         [sys.executable, "-m", "services.scheduler", *shared]

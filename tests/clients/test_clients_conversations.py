@@ -14,7 +14,7 @@ import pytest
 
 from forge.core.trajectory import NO_PARENT
 from forge.runtime.coordination import Coordinator, Instance
-from tests.support.client_programs import (
+from tests.support.clients.programs import (
     SEEN,
     STEPS,
     Client,
@@ -26,7 +26,7 @@ from tests.support.client_programs import (
     run_program,
     sealed,
 )
-from tests.support.gateway_stack import GatewayStack
+from tests.support.gateway.stack import GatewayStack
 
 
 def ways(name: str, program: str, *protocols: str, **fields: Any) -> list[Client]:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from forge.runtime.coordination import Coordinator, Instance
-from tests.support.client_matrix import Row
-from tests.support.client_programs import check_linear, scripted
-from tests.support.example_run import EXAMPLES, run_example
-from tests.support.gateway_stack import GatewayStack
+from tests.support.clients.example_run import EXAMPLES, run_example
+from tests.support.clients.matrix import Row
+from tests.support.clients.programs import check_linear, scripted
+from tests.support.gateway.stack import GatewayStack
 
 ROW = Row(client="grpc++", protocol="grpc", stream=True, tools=False)
 NEEDED = ("cmake", "g++", "pkg-config", "protoc", "grpc_cpp_plugin")

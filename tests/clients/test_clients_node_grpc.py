@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from forge.runtime.coordination import Coordinator, Instance
-from tests.support.client_matrix import Row
-from tests.support.client_programs import VENV, check_linear, scripted
-from tests.support.example_run import EXAMPLES, ROOT, run_example
-from tests.support.gateway_stack import GatewayStack
+from tests.support.clients.example_run import EXAMPLES, ROOT, run_example
+from tests.support.clients.matrix import Row
+from tests.support.clients.programs import VENV, check_linear, scripted
+from tests.support.gateway.stack import GatewayStack
 
 INSTALL_S = 120
 ROW = Row(client="@grpc/grpc-js", protocol="grpc", stream=True, tools=False)

@@ -25,7 +25,7 @@ from tests.contract.engines import (
     save_tokenizer,
     text_of,
 )
-from tests.support.masked_logprobs import masked_logprobs
+from tests.support.inference.masked_logprobs import masked_logprobs
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 

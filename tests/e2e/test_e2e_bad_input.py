@@ -12,7 +12,7 @@ import pytest
 
 from forge.cli.stack import etcd_binary
 from forge.core.errors import NotFound
-from tests.support.forge_run import FORGE, ForgeRun
+from tests.support.suite.forge_run import FORGE, ForgeRun
 
 pytestmark = pytest.mark.timeout(600)
 

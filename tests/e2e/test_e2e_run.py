@@ -12,7 +12,7 @@ import pytest
 from forge.cli.connection import of_run
 from forge.client.pool import PoolReader
 from forge.v1 import common_pb2, pool_pb2
-from tests.support.forge_run import ForgeRun, still_alive, wait_for_death
+from tests.support.suite.forge_run import ForgeRun, still_alive, wait_for_death
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -15,7 +15,7 @@ from forge.client.operator import Operator
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.security import Keyring, Security
 from forge.v1 import scheduler_pb2
-from tests.support.forge_run import LIMIT_S, ForgeRun
+from tests.support.suite.forge_run import LIMIT_S, ForgeRun
 
 pytestmark = pytest.mark.timeout(900)
 

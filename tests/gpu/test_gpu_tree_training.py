@@ -24,7 +24,7 @@ from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy
 from forge.rl.tree.batch import build_tree_batch
 from forge.rl.tree.parts import cut_part
-from tests.support.rl_models import CAP, Gradient, gradients, make_sample, relative_errors
+from tests.support.rl.models import CAP, Gradient, gradients, make_sample, relative_errors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 VOCABULARY = 512

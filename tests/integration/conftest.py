@@ -9,9 +9,9 @@ import pytest
 import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator, Instance
-from tests.support.etcd import EtcdServer
-from tests.support.gateway_stack import GatewayStack
-from tests.support.scheduler_cluster import SchedulerCluster
+from tests.support.gateway.stack import GatewayStack
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.scheduler.cluster import SchedulerCluster
 
 
 @pytest_asyncio.fixture

@@ -11,9 +11,9 @@ import pytest_asyncio
 from forge.core.trajectory import NO_PARENT
 from forge.runtime.coordination import Coordinator
 from forge.v1 import common_pb2
-from tests.support.etcd import EtcdServer
-from tests.support.example_run import EXAMPLES, ExampleRun, run_example
-from tests.support.gateway_stack import GatewayStack, token_tree
+from tests.support.clients.example_run import EXAMPLES, ExampleRun, run_example
+from tests.support.gateway.stack import GatewayStack, token_tree
+from tests.support.runtime.etcd import EtcdServer
 
 CLUSTER = "examples"
 

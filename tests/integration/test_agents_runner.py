@@ -23,16 +23,16 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.security import Keyring, Security
 from forge.v1 import common_pb2, scheduler_pb2
-from tests.support.etcd import EtcdServer
-from tests.support.gateway_stack import START_S, GatewayStack, recorded
-from tests.support.log_lines import log_lines
+from tests.support.gateway.stack import START_S, GatewayStack, recorded
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.log_lines import log_lines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENDED = (common_pb2.GROUP_STATE_EVALUATED, common_pb2.GROUP_STATE_TOMBSTONED)
 SHORT_LEASES = pytest.mark.parametrize("system", [("--queue.rollout-lease-s=3",)], indirect=True)
 """What a killed runner held is free soon; elsewhere no runner is so slow as to lose its claims."""
-REWARDED = "--reward-functions=manners=tests.support.agent_tasks:polite"
-CRASHING = "crashing=tests.support.reward_functions:crashes"
+REWARDED = "--reward-functions=manners=tests.support.agents.tasks:polite"
+CRASHING = "crashing=tests.support.agents.reward_functions:crashes"
 
 
 @dataclass(kw_only=True)
@@ -245,7 +245,7 @@ async def test_agent_that_blocks_the_event_loop_keeps_its_claim(
 ) -> None:
     """It blocks its runner for longer than a lease, and its first attempt counts all the same."""
     began, until = tmp_path / "began", tmp_path / "until"
-    domain = "--domains=blocking=tests.support.agent_tasks:BlockingDomain"
+    domain = "--domains=blocking=tests.support.agents.tasks:BlockingDomain"
     system.start_runner("runner-0", domain, "--concurrency=1")
     blocked = task("blocked", size=1, domain="blocking", began=str(began), until=str(until))
     ending = asyncio.create_task(system.ended(blocked))
@@ -312,7 +312,7 @@ async def test_a_key_of_another_cluster_is_one_line(system: Cluster) -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("--reward-functions=manners=tests.support.agent_tasks:rude", "agent_tasks has no rude"),
+        ("--reward-functions=manners=tests.support.agents.tasks:rude", "tasks has no rude"),
         ("--command=no-such-program", "there is no program 'no-such-program'"),
         ("--concurrency=0", "concurrency = '0' is not allowed"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from forge.runtime.coordination import Coordinator
 from forge.runtime.security import Keyring
-from tests.support.etcd import EtcdServer
+from tests.support.runtime.etcd import EtcdServer
 
 ADDRESS = "a-host-with-a-long-name.in.some.rack.example:65535"
 

@@ -14,12 +14,12 @@ import pytest
 import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator
-from tests.support.etcd import EtcdServer
-from tests.support.pool_process import PoolProcess
-from tests.support.scheduler_cluster import START_S, SchedulerCluster, ids_of, make_task
+from tests.support.pool.process import PoolProcess
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.scheduler.cluster import START_S, SchedulerCluster, ids_of, make_task
 
 ROOT = Path(__file__).parents[2]
-SHIM = ROOT / "tests" / "support" / "skewed_clock"
+SHIM = ROOT / "tests" / "support" / "runtime" / "skewed_clock"
 HOURS_S = 3600.0
 
 

@@ -31,9 +31,9 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.security import Security
 from forge.v1 import common_pb2
-from tests.support.doc_blocks import ROOT, Block, blocks
-from tests.support.etcd import EtcdServer
-from tests.support.gateway_stack import START_S, GatewayStack
+from tests.support.gateway.stack import START_S, GatewayStack
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.suite.doc_blocks import ROOT, Block, blocks
 
 QUICK_START, OPENAI = blocks("README.md")
 RUNNER, PROGRAM, ANTHROPIC, AGENTS_SDK, FOLD, DOMAIN, GRADE, REWARD, OPERATOR = blocks(

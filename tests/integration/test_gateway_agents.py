@@ -14,7 +14,7 @@ from forge.core.errors import FailedPrecondition
 from forge.core.token_columns import float32_array, int32_array
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2
-from tests.support.gateway_stack import GatewayStack, check_exact, recorded, token_tree
+from tests.support.gateway.stack import GatewayStack, check_exact, recorded, token_tree
 
 LOOK = {
     "type": "function",

@@ -12,8 +12,8 @@ from anthropic.types import Message
 
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2
-from tests.support.chat_templates import make_model
-from tests.support.gateway_stack import GatewayStack, check_exact, recorded, token_tree
+from tests.support.gateway.chat_templates import make_model
+from tests.support.gateway.stack import GatewayStack, check_exact, recorded, token_tree
 
 FAMILY = "qwen3"
 LOOK: dict[str, Any] = {

@@ -17,8 +17,7 @@ from openai import APIError, APIStatusError, RateLimitError
 from forge.core.token_columns import int32_bytes
 from forge.runtime.coordination import Coordinator
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc, pool_pb2
-from tests.support.etcd import EtcdServer
-from tests.support.gateway_stack import (
+from tests.support.gateway.stack import (
     SHARD,
     START_S,
     GatewayStack,
@@ -26,6 +25,7 @@ from tests.support.gateway_stack import (
     recorded,
     token_tree,
 )
+from tests.support.runtime.etcd import EtcdServer
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from openai import (
 from forge.core.errors import InvalidArgument, Unauthenticated
 from forge.runtime.coordination import Instance
 from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from tests.support.gateway_stack import START_S, GatewayStack
+from tests.support.gateway.stack import START_S, GatewayStack
 
 
 def user(text: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from openai.types.responses import Response
 
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2, pool_pb2
-from tests.support.gateway_stack import START_S, GatewayStack, check_exact, recorded, token_tree
+from tests.support.gateway.stack import START_S, GatewayStack, check_exact, recorded, token_tree
 
 FAMILY = "qwen3"
 TOOL: Any = {

@@ -21,7 +21,7 @@ from forge.core.token_columns import int32_array
 from forge.v1 import common_pb2, inference_pb2
 from services.gateway.router.sample_call import MAX_QUEUED_RESPONSES, join_responses
 from services.inference.router import sample_stream as router_side
-from tests.support.sample_router import (
+from tests.support.gateway.sample_router import (
     WAIT_S,
     Router,
     begin,

@@ -22,11 +22,11 @@ from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2
 from services.inference.engines.base import Grammar
 from tests.contract.engines import published
-from tests.support.chat_templates import make_tokenizer
-from tests.support.etcd import EtcdServer
-from tests.support.gateway_stack import GatewayStack, recorded, token_tree
-from tests.support.inference_cluster import InferenceCluster
-from tests.support.masked_logprobs import masked_logprobs
+from tests.support.gateway.chat_templates import make_tokenizer
+from tests.support.gateway.stack import GatewayStack, recorded, token_tree
+from tests.support.inference.cluster import InferenceCluster
+from tests.support.inference.masked_logprobs import masked_logprobs
+from tests.support.runtime.etcd import EtcdServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 

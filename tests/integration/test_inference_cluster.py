@@ -16,8 +16,8 @@ from forge.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from tests.contract import engines
 from tests.contract.engines import prompt_ids, published, reference
 from tests.contract.test_contract_engines import greedy_of, is_greedy
-from tests.support.etcd import EtcdServer
-from tests.support.inference_cluster import CALL_S, InferenceCluster, Sample
+from tests.support.inference.cluster import CALL_S, InferenceCluster, Sample
+from tests.support.runtime.etcd import EtcdServer
 
 LONG = 450
 

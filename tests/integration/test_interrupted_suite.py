@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.interrupted_suite import PIDS
+from tests.support.suite.interrupted_suite import PIDS
 
 ROOT = Path(__file__).parents[2]
-SUITE = "tests/support/interrupted_suite.py"
+SUITE = "tests/support/suite/interrupted_suite.py"
 START_S = 240.0
 """Until processes have started or ended, on a machine with ten others to run."""
 WORKER = ("-n", "1")

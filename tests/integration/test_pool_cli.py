@@ -21,9 +21,9 @@ from forge.core.token_columns import float32_array, int32_array
 from forge.runtime.coordination import Coordinator
 from forge.v1 import pool_pb2
 from services.pool.storage.file_locks import lock_directory
-from tests.support.etcd import EtcdServer
-from tests.support.pool_process import PoolClient, PoolProcess
-from tests.support.pool_records import make_group, make_reward, make_turn
+from tests.support.pool.process import PoolClient, PoolProcess
+from tests.support.pool.records import make_group, make_reward, make_turn
+from tests.support.runtime.etcd import EtcdServer
 
 CLUSTER = "pool-cli"
 

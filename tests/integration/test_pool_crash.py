@@ -21,8 +21,7 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.status import translated
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.maintenance import backup
-from tests.support.etcd import EtcdServer
-from tests.support.pool_account import (
+from tests.support.pool.account import (
     TURNS,
     Ledger,
     audit,
@@ -34,7 +33,8 @@ from tests.support.pool_account import (
     trajectory_of,
     turn_of,
 )
-from tests.support.pool_process import PoolClient, PoolProcess
+from tests.support.pool.process import PoolClient, PoolProcess
+from tests.support.runtime.etcd import EtcdServer
 
 ROUNDS = int(os.environ.get("FORGE_CRASH_ROUNDS", "10"))
 WRITERS = 4

@@ -11,10 +11,10 @@ from pathlib import Path
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.status import translated
-from tests.support.etcd import EtcdServer
-from tests.support.log_lines import log_lines
-from tests.support.pool_process import PoolClient, PoolProcess
-from tests.support.pool_records import make_turn
+from tests.support.pool.process import PoolClient, PoolProcess
+from tests.support.pool.records import make_turn
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.log_lines import log_lines
 
 
 async def test_a_panic_ends_the_process_and_the_next_one_has_everything(
@@ -22,7 +22,7 @@ async def test_a_panic_ends_the_process_and_the_next_one_has_everything(
 ) -> None:
     """The first MDB_PANIC ends the process with exit code 1; no sender sees INTERNAL, and a fresh
     process has what was acknowledged."""
-    pool = PoolProcess(tmp_path, etcd=etcd, cluster=cluster, module="tests.support.lmdb_panic")
+    pool = PoolProcess(tmp_path, etcd=etcd, cluster=cluster, module="tests.support.pool.lmdb_panic")
     pool.start()
     try:
         client = await PoolClient.connect(pool, coordinator)

@@ -15,9 +15,9 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.status import translated
 from forge.runtime.security import Claims
 from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc
-from tests.support.etcd import EtcdServer
-from tests.support.pool_process import CALL_S, PoolClient, PoolProcess
-from tests.support.pool_records import make_group, make_reward, make_turn, recorded_tree
+from tests.support.pool.process import CALL_S, PoolClient, PoolProcess
+from tests.support.pool.records import make_group, make_reward, make_turn, recorded_tree
+from tests.support.runtime.etcd import EtcdServer
 
 
 @pytest_asyncio.fixture(scope="module")

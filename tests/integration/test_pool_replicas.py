@@ -22,12 +22,12 @@ from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import translated
 from forge.runtime.security import Keyring, Security
 from forge.v1 import pool_pb2, pool_pb2_grpc
-from tests.support.etcd import EtcdServer
-from tests.support.pool_account import Ledger, audit
-from tests.support.pool_load import Writer
-from tests.support.pool_process import CALL_S, START_S, PoolClient, PoolProcess
-from tests.support.pool_records import make_group
-from tests.support.pool_shard import ReplicatedShard
+from tests.support.pool.account import Ledger, audit
+from tests.support.pool.load import Writer
+from tests.support.pool.process import CALL_S, START_S, PoolClient, PoolProcess
+from tests.support.pool.records import make_group
+from tests.support.pool.shard import ReplicatedShard
+from tests.support.runtime.etcd import EtcdServer
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -27,9 +27,9 @@ from forge.runtime.rpc.chunks import split
 from forge.runtime.rpc.status import translated
 from forge.runtime.security import Claims
 from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc
-from tests.support.etcd import EtcdServer
-from tests.support.pool_process import CALL_S, START_S, PoolClient, PoolProcess
-from tests.support.pool_records import damage, make_group, make_reward, make_turn
+from tests.support.pool.process import CALL_S, START_S, PoolClient, PoolProcess
+from tests.support.pool.records import damage, make_group, make_reward, make_turn
+from tests.support.runtime.etcd import EtcdServer
 
 Start = Callable[..., Awaitable[PoolClient]]
 HELD_COPY = """

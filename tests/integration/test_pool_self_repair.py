@@ -17,11 +17,11 @@ from forge.runtime.rpc.status import translated
 from forge.runtime.security import Keyring
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.maintenance import backup
-from tests.support.etcd import EtcdServer
-from tests.support.pool_damage import flip_served
-from tests.support.pool_process import CALL_S, PoolClient, PoolProcess
-from tests.support.pool_records import make_group, make_reward, make_turn
-from tests.support.pool_shard import ReplicatedShard
+from tests.support.pool.damage import flip_served
+from tests.support.pool.process import CALL_S, PoolClient, PoolProcess
+from tests.support.pool.records import make_group, make_reward, make_turn
+from tests.support.pool.shard import ReplicatedShard
+from tests.support.runtime.etcd import EtcdServer
 
 pytestmark = pytest.mark.timeout(300)
 

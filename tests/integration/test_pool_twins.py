@@ -10,9 +10,9 @@ import pytest
 
 from forge.runtime.coordination import Coordinator
 from services.pool.maintenance.backup import backup, restore
-from tests.support.etcd import EtcdServer
-from tests.support.pool_process import PoolClient, PoolProcess
-from tests.support.pool_records import make_turn
+from tests.support.pool.process import PoolClient, PoolProcess
+from tests.support.pool.records import make_turn
+from tests.support.runtime.etcd import EtcdServer
 
 MakePool = Callable[[str], PoolProcess]
 

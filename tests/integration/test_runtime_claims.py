@@ -12,7 +12,7 @@ import pytest
 
 from forge.core.errors import Conflict
 from forge.runtime.coordination import Coordinator, Owner
-from tests.support.etcd import EtcdServer
+from tests.support.runtime.etcd import EtcdServer
 
 LIVE = Owner.of(os.getppid())
 """Another process of this host that outlives the test."""

@@ -13,7 +13,7 @@ from forge.client.operator import Operator
 from forge.core.errors import ConfigError, StaleFence, Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.security import Keyring, Security
-from tests.support.etcd import Certificates, EtcdServer, free_port
+from tests.support.runtime.etcd import Certificates, EtcdServer, free_port
 
 
 async def test_registered_instance_is_discovered_with_address_and_metadata(

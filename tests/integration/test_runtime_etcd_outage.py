@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from forge.core.errors import Unavailable
 from forge.runtime.coordination import Coordinator
-from tests.support.etcd import EtcdServer
+from tests.support.runtime.etcd import EtcdServer
 
 TTL_S = 2.0
 """The shortest lease that etcd grants."""

@@ -20,8 +20,8 @@ from forge.core.errors import ConfigError, InvalidArgument, NotFound, StaleFence
 from forge.runtime.rpc import Channels, RpcServer, from_rpc_error, translated
 from forge.runtime.security import Claims, Keyring, Security
 from forge.v1 import pool_pb2, pool_pb2_grpc
-from tests.support.echo import FULL_NAME, SCOPES, EchoServicer, EchoStub, add_to_server
-from tests.support.etcd import Certificates
+from tests.support.runtime.echo import FULL_NAME, SCOPES, EchoServicer, EchoStub, add_to_server
+from tests.support.runtime.etcd import Certificates
 
 KEYRING = Keyring.from_bytes(b"k" * 32)
 

@@ -23,10 +23,10 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.coordination.etcd import Etcd
 from forge.runtime.security import Keyring
 from forge.runtime.service import _Process
-from tests.support.echo import EchoStub
-from tests.support.echo_service import EchoApp, EchoConfig
-from tests.support.etcd import EtcdServer, free_port
-from tests.support.log_lines import log_lines
+from tests.support.runtime.echo import EchoStub
+from tests.support.runtime.echo_service import EchoApp, EchoConfig
+from tests.support.runtime.etcd import EtcdServer, free_port
+from tests.support.runtime.log_lines import log_lines
 
 START_S = 240.0
 """Until a process has started or ended, on a machine with ten others to run."""
@@ -40,7 +40,7 @@ class Process:
         self.log = folder / "echo.log"
         self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._notify.bind(str(folder / "notify"))
-        command = [sys.executable, "-m", "tests.support.echo_service"]
+        command = [sys.executable, "-m", "tests.support.runtime.echo_service"]
         command += ["--etcd", endpoint, "--cluster", cluster, "--key-file", str(folder / "key")]
         command += ["--log-file", str(self.log), "--instance-id", "echo-1"]
         # A stall of some seconds shall not put it out of discovery.

@@ -10,7 +10,7 @@ import pytest
 from forge.core.errors import Unavailable
 from forge.v1 import scheduler_pb2
 from services.scheduler.record import TermRecord
-from tests.support.scheduler_cluster import (
+from tests.support.scheduler.cluster import (
     START_S,
     SchedulerCluster,
     assert_books_balance,

@@ -13,8 +13,8 @@ from forge.core.errors import NotFound, StaleFence, Unavailable
 from forge.core.placement.sharding import choose_shard
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
-from tests.support.etcd import EtcdServer
-from tests.support.scheduler_cluster import (
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.scheduler.cluster import (
     START_S,
     SchedulerCluster,
     assert_books_balance,

@@ -13,7 +13,7 @@ from forge.core.errors import (
     ResourceExhausted,
 )
 from forge.v1 import common_pb2, scheduler_pb2
-from tests.support.scheduler_cluster import (
+from tests.support.scheduler.cluster import (
     SchedulerCluster,
     assert_books_balance,
     ids_of,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from forge.v1 import common_pb2, pool_pb2
-from tests.support.pool_records import damage, make_reward
-from tests.support.scheduler_cluster import SchedulerCluster, make_task
+from tests.support.pool.records import damage, make_reward
+from tests.support.scheduler.cluster import SchedulerCluster, make_task
 
 
 async def test_damaged_trajectory_costs_its_group_and_no_leader(forge: SchedulerCluster) -> None:

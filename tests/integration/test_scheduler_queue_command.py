@@ -9,8 +9,8 @@ from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
 from forge.v1 import scheduler_pb2
-from tests.support.etcd import EtcdServer
-from tests.support.scheduler_cluster import SchedulerCluster, ids_of, make_task
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.scheduler.cluster import SchedulerCluster, ids_of, make_task
 
 
 class Operator:

@@ -6,7 +6,7 @@ import pytest
 
 from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from forge.v1 import scheduler_pb2
-from tests.support.scheduler_cluster import (
+from tests.support.scheduler.cluster import (
     START_S,
     SchedulerCluster,
     SchedulerProcess,

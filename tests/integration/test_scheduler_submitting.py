@@ -8,7 +8,7 @@ from pathlib import Path
 from forge.cli.submitting import Submission, Submitter
 from forge.client.operator import Operator
 from forge.v1 import common_pb2
-from tests.support.scheduler_cluster import SchedulerCluster
+from tests.support.scheduler.cluster import SchedulerCluster
 
 
 async def test_submission_goes_on_after_the_leader_was_killed(

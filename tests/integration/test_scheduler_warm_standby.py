@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.scheduler_cluster import (
+from tests.support.scheduler.cluster import (
     START_S,
     SchedulerCluster,
     SchedulerProcess,

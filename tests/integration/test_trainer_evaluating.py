@@ -14,9 +14,9 @@ import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc, trainer_pb2
-from tests.support.etcd import EtcdServer
-from tests.support.scheduler_cluster import SchedulerCluster, assert_books_balance, make_task
-from tests.support.trainer_process import START_S, TrainerClient, TrainerProcess
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.scheduler.cluster import SchedulerCluster, assert_books_balance, make_task
+from tests.support.trainer.process import START_S, TrainerClient, TrainerProcess
 
 pytestmark = pytest.mark.timeout(900)
 

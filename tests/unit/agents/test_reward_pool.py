@@ -16,9 +16,9 @@ from forge.agents.environments.base import Reward, Transcript
 from forge.agents.reward_pool import RewardError, RewardLimits, RewardPool
 from forge.agents.rewards import RewardTask
 from forge.core.errors import ConfigError, ResourceExhausted
-from tests.support.forge_run import wait_for_death
+from tests.support.suite.forge_run import wait_for_death
 
-MODULE = "tests.support.reward_functions"
+MODULE = "tests.support.agents.reward_functions"
 FUNCTIONS = (
     "right", "detailed", "waiting", "arguments", "evaluated", "fails", "leaves", "talks",
     "own_pid", "hangs", "hangs_with_company", "crashes", "killed", "spoils", "fragile", "greedy",

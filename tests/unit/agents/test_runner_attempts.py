@@ -24,8 +24,7 @@ from forge.runtime.rpc.channel import Channels
 from forge.runtime.security import Keyring, Security
 from forge.v1 import common_pb2
 from forge.v1 import scheduler_pb2 as pb
-from tests.support.agent_tasks import SumDomain, SumEpisode, lease
-from tests.support.scripted_gateway import (
+from tests.support.agents.scripted_gateway import (
     Instances,
     Message,
     ScriptedGateway,
@@ -33,6 +32,7 @@ from tests.support.scripted_gateway import (
     replay,
     text,
 )
+from tests.support.agents.tasks import SumDomain, SumEpisode, lease
 
 
 class Bench:
@@ -52,8 +52,8 @@ class Bench:
         domain: Any = None,
         reward_s: float = 60.0,
     ) -> Any:
-        """`reward` names a function of `tests.support.reward_functions`."""
-        reference = f"tests.support.reward_functions:{reward}"
+        """`reward` names a function of `tests.support.agents.reward_functions`."""
+        reference = f"tests.support.agents.reward_functions:{reward}"
         rewards = RewardPool(
             {claim.task.domain: reference} if reward else {},
             limits=RewardLimits(call_s=reward_s, memory_bytes=0, processes=0),

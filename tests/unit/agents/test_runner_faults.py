@@ -15,8 +15,8 @@ from forge.agents.own_time import OutOfTime, most_to_run, within
 from forge.core.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from forge.core.queue.failures import FailureKind, kind_of_abandoned
 from forge.v1 import scheduler_pb2 as pb
-from tests.support.agent_tasks import SumDomain, lease
-from tests.support.scripted_gateway import Message, ScriptedGateway, replay, text
+from tests.support.agents.scripted_gateway import Message, ScriptedGateway, replay, text
+from tests.support.agents.tasks import SumDomain, lease
 from tests.unit.agents.test_runner_attempts import Bench
 
 TASK, INFRASTRUCTURE = pb.FAILURE_KIND_TASK, pb.FAILURE_KIND_INFRASTRUCTURE

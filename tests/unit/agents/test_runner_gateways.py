@@ -12,7 +12,7 @@ from forge.core.errors import Unavailable
 from forge.runtime.coordination import Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.security import Keyring, Security
-from tests.support.scripted_gateway import Instances
+from tests.support.agents.scripted_gateway import Instances
 
 
 def instances(count: int) -> tuple[Instance, ...]:

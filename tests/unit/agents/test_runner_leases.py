@@ -19,7 +19,7 @@ from forge.agents import runner as runner_module
 from forge.agents.runner import Outcome, Runner
 from forge.core.errors import Unauthenticated, Unavailable
 from forge.v1 import scheduler_pb2 as pb
-from tests.support.agent_tasks import lease
+from tests.support.agents.tasks import lease
 
 HELD_UP_S = 30.0
 """Longest that a test blocks the event loop: until it fails."""

@@ -13,8 +13,8 @@ import trustme
 
 from forge.agents.scaffolds.blackbox import BlackBox
 from forge.core.errors import InvalidArgument, Unavailable
-from tests.support.agent_tasks import ADD_TOOL, SumEpisode, rollout
-from tests.support.scripted_gateway import Message, ScriptedGateway, calls, replay, text
+from tests.support.agents.scripted_gateway import Message, ScriptedGateway, calls, replay, text
+from tests.support.agents.tasks import ADD_TOOL, SumEpisode, rollout
 
 
 @pytest_asyncio.fixture

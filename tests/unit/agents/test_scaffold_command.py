@@ -14,9 +14,9 @@ import structlog
 
 from forge.agents.scaffolds.command import LOGGED_CHARS, OUTPUT_BYTES, Command, Limits
 from forge.core.errors import ConfigError, InvalidArgument, ResourceExhausted
-from tests.support.agent_tasks import SumEpisode, rollout
-from tests.support.forge_run import wait_for_death
-from tests.support.scripted_gateway import ScriptedGateway, replay, text
+from tests.support.agents.scripted_gateway import ScriptedGateway, replay, text
+from tests.support.agents.tasks import SumEpisode, rollout
+from tests.support.suite.forge_run import wait_for_death
 
 NO_LIMITS = Limits(memory_bytes=0, processes=0)
 AGENT = """

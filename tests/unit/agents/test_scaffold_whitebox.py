@@ -6,8 +6,8 @@ import pytest
 
 from forge.agents.scaffolds.whitebox import WhiteBox
 from forge.core.errors import InvalidArgument
-from tests.support.agent_tasks import SumEpisode, rollout
-from tests.support.scripted_gateway import Message, ScriptedGateway, calls, replay, text
+from tests.support.agents.scripted_gateway import Message, ScriptedGateway, calls, replay, text
+from tests.support.agents.tasks import SumEpisode, rollout
 
 ADD = calls(("add", '{"a": 1, "b": 3}'))
 

@@ -18,7 +18,7 @@ from forge.runtime.security import Keyring, Security
 from forge.v1 import scheduler_pb2 as pb
 from forge.v1 import scheduler_pb2_grpc
 from services.scheduler.service import FULL_NAME, SCOPES
-from tests.support.scripted_gateway import Instances
+from tests.support.agents.scripted_gateway import Instances
 
 SECURITY = Security(Keyring.from_bytes(b"k" * 32), subject="runner-0")
 REQUEST = pb.RenewRolloutsRequest(lease_ids=["t0:0:0"])

@@ -22,7 +22,7 @@ from forge.core.errors import (
     InvalidArgument,
     Unauthenticated,
 )
-from tests.support.scripted_gateway import Message, ScriptedGateway, calls, replay, text
+from tests.support.agents.scripted_gateway import Message, ScriptedGateway, calls, replay, text
 
 QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]
 

@@ -8,7 +8,7 @@ from tests.clients import (
     test_clients_cpp_grpc,
     test_clients_node_grpc,
 )
-from tests.support.client_matrix import documented, table_of
+from tests.support.clients.matrix import documented, table_of
 
 
 def test_the_table_of_clients_is_what_the_tests_show() -> None:

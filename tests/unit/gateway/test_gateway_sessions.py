@@ -22,7 +22,7 @@ from services.gateway.actors.session import BeginChat, Describe, EndCall, Sessio
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.conversation import SampledAnswer
 from services.gateway.sessions import Session, SessionLimits, Sessions
-from tests.support.chat_templates import make_model
+from tests.support.gateway.chat_templates import make_model
 
 TIMEOUT_S = 60.0
 

@@ -10,8 +10,8 @@ import pytest_asyncio
 
 from services.pool.readers import Readers
 from services.pool.store import PoolStore
-from tests.support.pool_replicas import Node
-from tests.support.pool_sweeper import Sweeper
+from tests.support.pool.replicas import Node
+from tests.support.pool.sweeper import Sweeper
 
 
 @pytest.fixture

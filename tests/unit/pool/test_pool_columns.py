@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from forge.core.errors import InvalidArgument
 from forge.core.token_columns import float32_bytes, int32_bytes
 from services.pool.validation import new_turn
-from tests.support.pool_records import make_turn
+from tests.support.pool.records import make_turn
 
 INT32 = st.integers(min_value=-(2**31), max_value=2**31 - 1)
 FLOAT32 = st.floats(width=32) | st.sampled_from([math.inf, -math.inf, math.nan, 3.4e38, -1e-45])

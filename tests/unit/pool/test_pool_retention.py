@@ -33,8 +33,8 @@ from services.scheduler.state import TermState
 from services.scheduler.status import status_of
 from services.scheduler.stored import stored_group
 from services.scheduler.validation import digest_of
-from tests.support.pool_records import make_group, make_reward, make_turn
-from tests.support.pool_store import (
+from tests.support.pool.records import make_group, make_reward, make_turn
+from tests.support.pool.store import (
     ABANDONED,
     append,
     change,
@@ -47,7 +47,7 @@ from tests.support.pool_store import (
     set_states,
     summary,
 )
-from tests.support.pool_sweeper import MAX_AGE_S, SETTLED_S, records_of
+from tests.support.pool.sweeper import MAX_AGE_S, SETTLED_S, records_of
 
 TRAINED = common_pb2.GROUP_STATE_TRAINED
 TOMBSTONED = common_pb2.GROUP_STATE_TOMBSTONED

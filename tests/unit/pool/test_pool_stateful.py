@@ -32,9 +32,9 @@ from services.pool.storage.change_log import changes_after
 from services.pool.storage.file_locks import DATA
 from services.pool.storage.keys import name_of_trajectory_key
 from services.pool.store import PoolStore
-from tests.support.pool_model import TRAINED, PoolModel
-from tests.support.pool_records import make_group, make_reward, make_turn
-from tests.support.pool_store import counted, groups_page, is_left_out, pages
+from tests.support.pool.model import TRAINED, PoolModel
+from tests.support.pool.records import make_group, make_reward, make_turn
+from tests.support.pool.store import counted, groups_page, is_left_out, pages
 
 SHARD = "s0"
 TASKS = ["a", "b"]

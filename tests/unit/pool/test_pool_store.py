@@ -19,8 +19,8 @@ from services.pool.data.commands import AppendTurns
 from services.pool.maintenance import backup
 from services.pool.storage.keys import trajectory_key
 from services.pool.storage.tables import Table
-from tests.support.pool_records import make_group, make_reward, make_turn
-from tests.support.pool_store import (
+from tests.support.pool.records import make_group, make_reward, make_turn
+from tests.support.pool.store import (
     ABANDONED,
     SEALED,
     append,

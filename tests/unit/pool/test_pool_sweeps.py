@@ -15,9 +15,9 @@ from services.pool.data.freeing import Freed
 from services.pool.maintenance.backup import check
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
-from tests.support.pool_records import make_group, make_turn
-from tests.support.pool_store import append, change, put_groups, set_states
-from tests.support.pool_sweeper import MAX_AGE_S, SETTLED_S, Sweeper
+from tests.support.pool.records import make_group, make_turn
+from tests.support.pool.store import append, change, put_groups, set_states
+from tests.support.pool.sweeper import MAX_AGE_S, SETTLED_S, Sweeper
 
 TRAINED = common_pb2.GROUP_STATE_TRAINED
 TOMBSTONED = common_pb2.GROUP_STATE_TOMBSTONED

@@ -11,7 +11,7 @@ from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import validation
 from services.pool.storage.keys import MAX_EVENT_ID_BYTES
-from tests.support.pool_records import make_group, make_reward, make_turn
+from tests.support.pool.records import make_group, make_reward, make_turn
 
 SEALED = common_pb2.TRAJECTORY_STATE_SEALED
 

@@ -14,7 +14,7 @@ from forge.rl.config import OPTIMIZERS, LearnerConfig, OptimizerConfig, Optimize
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.rl.optimizers import Optimizers
-from tests.support.rl_models import make_sample, tiny_model
+from tests.support.rl.models import make_sample, tiny_model
 
 
 def learner(name: OptimizerName, **constants: Any) -> Learner:

@@ -21,7 +21,7 @@ from forge.core.errors import (
 from forge.runtime.actor import Actor, ThreadActor
 from forge.runtime.actor_system import ActorSystem
 from forge.runtime.supervision import Restart
-from tests.support.actors import Crash, Double, Doubler, Gate, Refuse, ThreadDoubler
+from tests.support.runtime.actors import Crash, Double, Doubler, Gate, Refuse, ThreadDoubler
 
 AT_ONCE = Restart(max_restarts=3, backoff_s=0.0)
 

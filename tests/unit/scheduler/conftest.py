@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.support.scheduler_term import Clock, FakeShards, TermActors
+from tests.support.scheduler.term import Clock, FakeShards, TermActors
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from forge.core.errors import InvalidArgument, NotFound, ResourceExhausted, Unav
 from forge.core.placement.sharding import choose_shard
 from forge.v1 import common_pb2
 from services.scheduler import messages as m
-from tests.support.scheduler_cluster import make_task
-from tests.support.scheduler_term import ASK_S, Clock, FakeShards, TermActors
+from tests.support.scheduler.cluster import make_task
+from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
 
 
 def name_on(shard: str, prefix: str = "task") -> str:

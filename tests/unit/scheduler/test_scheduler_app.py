@@ -18,7 +18,7 @@ from services.scheduler import app, term
 from services.scheduler.app import SchedulerApp
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.state import TermState
-from tests.support.scheduler_term import FakeShards
+from tests.support.scheduler.term import FakeShards
 
 
 class Office:

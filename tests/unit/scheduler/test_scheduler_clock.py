@@ -13,8 +13,8 @@ from forge.v1 import scheduler_pb2
 from services.scheduler import messages as m
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import SchedulerServicer
-from tests.support.scheduler_cluster import make_task
-from tests.support.scheduler_term import ASK_S, Clock, TermActors
+from tests.support.scheduler.cluster import make_task
+from tests.support.scheduler.term import ASK_S, Clock, TermActors
 
 NOON_S = 1.8e9
 DAY_S = 86_400.0

@@ -20,8 +20,8 @@ from services.scheduler import messages as m
 from services.scheduler.left_out import LeftOut
 from services.scheduler.listing import list_groups
 from services.scheduler.look_up import ask_with_look_up
-from tests.support.scheduler_cluster import make_task
-from tests.support.scheduler_term import ASK_S, Clock, FakeShards, TermActors
+from tests.support.scheduler.cluster import make_task
+from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
 
 GROUPS = 12
 

@@ -12,8 +12,8 @@ from services.scheduler import messages as m
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import SchedulerServicer
 from services.scheduler.shards import PoolShards
-from tests.support.scheduler_cluster import make_task
-from tests.support.scheduler_term import ASK_S, FakeShards, TermActors
+from tests.support.scheduler.cluster import make_task
+from tests.support.scheduler.term import ASK_S, FakeShards, TermActors
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from services.scheduler.state import TermState
 from services.scheduler.status import status_of
 from services.scheduler.stored import stored_group
 from services.scheduler.term import Term
-from tests.support.pool_records import make_reward
-from tests.support.scheduler_cluster import make_task
-from tests.support.scheduler_term import FakeShards
+from tests.support.pool.records import make_reward
+from tests.support.scheduler.cluster import make_task
+from tests.support.scheduler.term import FakeShards
 
 SEALED = common_pb2.TRAJECTORY_STATE_SEALED
 ABANDONED = common_pb2.TRAJECTORY_STATE_ABANDONED

@@ -11,8 +11,8 @@ from forge.core.queue.activity import Activity
 from forge.core.queue.failures import FailureKind
 from services.scheduler import messages as m
 from services.scheduler.stalls import Facts, Head, why
-from tests.support.scheduler_cluster import make_task
-from tests.support.scheduler_term import ASK_S, Clock, FakeShards, TermActors
+from tests.support.scheduler.cluster import make_task
+from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
 
 AFTER_S = 120.0
 

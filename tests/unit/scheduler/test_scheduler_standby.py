@@ -20,9 +20,9 @@ from services.scheduler import standby
 from services.scheduler.recovery import enlist
 from services.scheduler.standby import ShardCopies
 from services.scheduler.stored import StoredGroup
-from tests.support.pool_records import make_group, make_reward
-from tests.support.pool_store import change, put_groups, reward, seal, set_states
-from tests.support.scheduler_standby import StoreScans
+from tests.support.pool.records import make_group, make_reward
+from tests.support.pool.store import change, put_groups, reward, seal, set_states
+from tests.support.scheduler.standby import StoreScans
 
 TRAINED = common_pb2.GROUP_STATE_TRAINED
 

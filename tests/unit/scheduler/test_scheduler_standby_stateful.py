@@ -32,10 +32,10 @@ from services.scheduler.standby import Enlisted, ShardCopies
 from services.scheduler.state import TermState
 from services.scheduler.status import status_of
 from services.scheduler.validation import digest_of
-from tests.support.pool_records import make_reward, make_turn
-from tests.support.pool_store import append, change, commit, put_groups, reward, seal, set_states
-from tests.support.scheduler_cluster import make_task
-from tests.support.scheduler_standby import StoreScans, WholeScans, everything_in
+from tests.support.pool.records import make_reward, make_turn
+from tests.support.pool.store import append, change, commit, put_groups, reward, seal, set_states
+from tests.support.scheduler.cluster import make_task
+from tests.support.scheduler.standby import StoreScans, WholeScans, everything_in
 
 SHARDS = ("s0", "s1")
 TASKS = 12

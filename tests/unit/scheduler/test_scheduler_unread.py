@@ -8,8 +8,8 @@ import pytest
 
 from forge.core.errors import NotFound, Unavailable
 from services.scheduler import messages as m
-from tests.support.scheduler_cluster import make_task
-from tests.support.scheduler_term import ASK_S, FakeShards, TermActors
+from tests.support.scheduler.cluster import make_task
+from tests.support.scheduler.term import ASK_S, FakeShards, TermActors
 
 AWAY = frozenset({"s1"})
 

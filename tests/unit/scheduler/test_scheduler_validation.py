@@ -13,7 +13,7 @@ from forge.runtime.config import load
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler import validation
 from services.scheduler.config import SchedulerConfig
-from tests.support.scheduler_cluster import make_task
+from tests.support.scheduler.cluster import make_task
 
 
 def changed(**fields: object) -> common_pb2.Task:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.evaluations import Run, System, held_out
-from tests.support.rl_models import tiny_model
+from tests.support.rl.models import tiny_model
+from tests.support.trainer.evaluations import Run, System, held_out
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from forge.runtime.config import load, to_toml
 from services.trainer.actors.learner import LearnerActor, Step
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
-from tests.support.rl_models import make_sample, tiny_model
+from tests.support.rl.models import make_sample, tiny_model
 
 
 def configured(*argv: str) -> TrainerConfig:

@@ -13,7 +13,7 @@ from services.trainer.config import EvaluationSettings
 from services.trainer.evaluation import Evaluator, run_id_in
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.sinks import scalars
-from tests.support.evaluations import Run, System, held_out
+from tests.support.trainer.evaluations import Run, System, held_out
 
 
 async def test_every_so_many_steps_held_out_tasks_are_scored(run: Run, system: System) -> None:

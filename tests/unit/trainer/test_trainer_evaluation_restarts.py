@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.evaluations import Run, System, held_out
+from tests.support.trainer.evaluations import Run, System, held_out
 
 
 async def test_a_restart_follows_what_was_begun_and_samples_nothing_twice(

@@ -14,7 +14,7 @@ from services.trainer.weight_publisher import (
     Superseded,
     WeightServicer,
 )
-from tests.support.published_weights import FakeRegister, fetch
+from tests.support.trainer.published_weights import FakeRegister, fetch
 
 
 def snapshot(step: int) -> Snapshot:

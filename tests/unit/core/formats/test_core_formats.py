@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.core.formats import Parser, ThinkParser, get_format
-from tests.support.format_samples import CALLING, cut_up, read, said, some_calls, some_mess
+from tests.support.core.format_samples import CALLING, cut_up, read, said, some_calls, some_mess
 
 seeds = given(seed=st.integers(0, 2**32 - 1))
 quick = settings(max_examples=40, deadline=None)

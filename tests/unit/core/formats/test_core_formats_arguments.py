@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from forge.core.formats import CallDelta, get_format
 from forge.core.formats.calls import typed, untyped
-from tests.support.format_samples import read, said
+from tests.support.core.format_samples import read, said
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False),

@@ -12,7 +12,7 @@ from forge.core.formats import (
     get_format,
     get_reasoning,
 )
-from tests.support.format_samples import read
+from tests.support.core.format_samples import read
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 

@@ -18,7 +18,7 @@ from forge.core.formats import (
 )
 from forge.core.formats.hermes import HermesFormat
 from forge.core.formats.think import ReasoningFormat
-from tests.support.format_samples import CALLING
+from tests.support.core.format_samples import CALLING
 
 
 class ShoutingFormat(HermesFormat):

@@ -8,7 +8,7 @@ import pytest
 
 from forge.core.errors import InvalidArgument
 from forge.core.formats import TextDelta, get_format
-from tests.support.format_samples import read, said
+from tests.support.core.format_samples import read, said
 
 LOOK = ("look", {"at": "a"})
 BAR, SPACE = "\uff5c", "\u2581"

@@ -23,8 +23,8 @@ from forge.core.queue.failures import FailureKind
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import AttemptState, Group, GroupSpec, Phase
 from forge.core.trajectory import TaskId, parse_trajectory_id
-from tests.support.durable_group import Durable
-from tests.support.queue_trainers import QueueTrainers
+from tests.support.core.durable_group import Durable
+from tests.support.core.queue_trainers import QueueTrainers
 
 DOMAINS = ("code", "qa", "general")
 SHARDS = ("s0", "s1")

@@ -35,7 +35,7 @@ from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.conversation import Prompt, SampledAnswer
 from services.gateway.conversation.handles import Handle, deletion
 from services.gateway.errors import ContextTooLong, SessionClosed
-from tests.support.chat_templates import make_model
+from tests.support.gateway.chat_templates import make_model
 
 CLAIMS = Claims(subject="t:0:0", scopes=frozenset({"session"}), trajectory_id="t:0:0")
 TIMEOUT_S = 60.0

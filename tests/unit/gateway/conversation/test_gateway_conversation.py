@@ -9,7 +9,7 @@ import pytest
 from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import InvalidArgument
 from forge.core.token_columns import int32_bytes
-from tests.support.conversations import LINEAR, TOOLS, Session, result, user
+from tests.support.gateway.conversations import LINEAR, TOOLS, Session, result, user
 
 
 @pytest.mark.parametrize("family", LINEAR)

@@ -17,9 +17,9 @@ from forge.core.conversation.messages import Message
 from forge.core.errors import InvalidArgument
 from forge.core.token_columns import int32_bytes
 from services.gateway.conversation.conversation import Conversation, Draft
-from tests.support.chat_templates import FAMILIES
-from tests.support.conversations import TOOLS, Session
-from tests.support.wild_agents import WildAgent
+from tests.support.gateway.chat_templates import FAMILIES
+from tests.support.gateway.conversations import TOOLS, Session
+from tests.support.gateway.wild_agents import WildAgent
 
 seeds = st.integers(0, 2**32 - 1)
 

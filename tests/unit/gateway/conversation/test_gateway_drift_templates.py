@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.core.conversation.messages import Message, ToolCall, agree
-from tests.support.chat_templates import FAMILIES
-from tests.support.conversations import TOOLS, Session, as_sent, result, user
+from tests.support.gateway.chat_templates import FAMILIES
+from tests.support.gateway.conversations import TOOLS, Session, as_sent, result, user
 
 WORDS = ["a", "12.", "é日", "x y", "{1}", "ok"]
 THINKING = ("qwen3", "minimax", "kimi")

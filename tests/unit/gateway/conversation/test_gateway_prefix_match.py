@@ -15,7 +15,7 @@ from forge.v1 import common_pb2
 from services.gateway.conversation.conversation import Conversation, Prompt, SampledAnswer
 from services.gateway.http import request_body
 from services.gateway.http.openai import chat_schema
-from tests.support.chat_templates import make_model
+from tests.support.gateway.chat_templates import make_model
 
 SAID = Message(role="assistant", content="1")
 

@@ -15,8 +15,8 @@ from forge.v1 import common_pb2
 from services.gateway.conversation.conversation import Conversation, Prompt, SampledAnswer
 from services.gateway.conversation.handles import Handle
 from services.gateway.conversation.rebase import rebase
-from tests.support.chat_templates import make_model
-from tests.support.pool_records import recorded_tree
+from tests.support.gateway.chat_templates import make_model
+from tests.support.pool.records import recorded_tree
 
 MODEL = make_model("chatml")
 

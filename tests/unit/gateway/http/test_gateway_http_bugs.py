@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from forge.core.errors import DataLoss
-from tests.support.scripted_turns import ScriptedTurns, served
+from tests.support.gateway.scripted_turns import ScriptedTurns, served
 
 INTERNAL = "internal error; the gateway's log has the cause"
 WAIT_S = 30.0

@@ -12,7 +12,7 @@ from forge.core.conversation.continuation import TemplateRefused
 from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import ConfigError
 from services.gateway.model.chat_model import ChatModel, template_message
-from tests.support.chat_templates import FAMILIES, make_model, save_model
+from tests.support.gateway.chat_templates import FAMILIES, make_model, save_model
 
 
 def test_torch_is_never_imported(tmp_path: Path) -> None:

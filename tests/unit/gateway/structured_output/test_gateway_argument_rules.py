@@ -28,8 +28,8 @@ from services.gateway.model.chat_model import ChatModel
 from services.gateway.structured_output import turn_grammar as turn_grammar_module
 from services.gateway.structured_output.call_syntax import notation_of
 from services.gateway.structured_output.turn_grammar import turn_grammar
-from tests.support.chat_templates import make_tokenizer
-from tests.support.format_samples import CALLING, all_marks
+from tests.support.core.format_samples import CALLING, all_marks
+from tests.support.gateway.chat_templates import make_tokenizer
 
 MAX_TOKENS = 600
 TEXTS = ["5", "-1.5", "null", "None", "true", " False", "[", "[1]", '{"a": 1}', '"', "a", "é", "\n"]

@@ -19,7 +19,7 @@ from services.gateway.model.chat_model import ChatModel
 from services.gateway.structured_output.call_syntax import notation_of
 from services.gateway.structured_output.response_format import answer_grammar
 from services.gateway.structured_output.turn_grammar import check, turn_grammar
-from tests.support.chat_templates import make_model, make_tokenizer
+from tests.support.gateway.chat_templates import make_model, make_tokenizer
 
 POINT = {
     "type": "object",

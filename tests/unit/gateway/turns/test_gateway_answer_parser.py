@@ -16,7 +16,7 @@ from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2
 from services.gateway.model.chat_model import TextStream
 from services.gateway.turns.answer_parser import AnswerParser
-from tests.support.chat_templates import make_model
+from tests.support.gateway.chat_templates import make_model
 
 MODEL = make_model("chatml")
 END = min(MODEL.stop_ids)

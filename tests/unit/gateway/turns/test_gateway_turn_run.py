@@ -18,7 +18,7 @@ from services.gateway.errors import SessionClosed
 from services.gateway.router.sample_call import SampleCall
 from services.gateway.turns.run import Turns
 from services.gateway.turns.types import Turn
-from tests.support.chat_templates import make_model
+from tests.support.gateway.chat_templates import make_model
 
 
 class Session:

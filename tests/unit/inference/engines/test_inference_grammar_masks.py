@@ -25,7 +25,7 @@ from services.inference.engines import grammar_masks as grammar_module
 from services.inference.engines.base import Grammar, Prompt, Sampling
 from services.inference.engines.embedded.sampler import draw
 from services.inference.engines.grammar_masks import Grammars, Matcher, mask_words
-from tests.support.chat_templates import make_tokenizer, save_model
+from tests.support.gateway.chat_templates import make_tokenizer, save_model
 
 TOKENIZER = make_tokenizer("chatml")
 STOP = TOKENIZER.eos_token_id

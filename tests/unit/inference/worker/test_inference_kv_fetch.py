@@ -17,7 +17,7 @@ from forge.v1.common_pb2 import SampledTokens, SamplingParams
 from services.inference import codec
 from services.inference.engines.base import FetchKv, KvSpan, ModelLimits, Piece
 from services.inference.worker.service import DecodeServicer
-from tests.support.weight_sources import SECURITY
+from tests.support.inference.weight_sources import SECURITY
 
 DATA = bytes(range(256)) * 8192
 SPAN = KvSpan(

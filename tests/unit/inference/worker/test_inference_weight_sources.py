@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tests.support.weight_sources import Source, Worker
+from tests.support.inference.weight_sources import Source, Worker
 
 FIRST = {"a": bytes(range(256)) * 8192, "b": b"tail"}
 SECOND = {"a": b"\1" * (3 << 20), "b": b"next"}

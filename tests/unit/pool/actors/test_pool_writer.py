@@ -17,7 +17,7 @@ from services.pool.actors.writer import COMMIT_BYTES, Writer
 from services.pool.data.commands import AppendTurns, PutGroups
 from services.pool.readers import MAX_PENDING_READS, Readers
 from services.pool.streams.append import BATCH_TURNS, WINDOW_BYTES, AppendStream
-from tests.support.pool_records import make_group, make_turn
+from tests.support.pool.records import make_group, make_turn
 
 MIB = 1 << 20
 

@@ -13,7 +13,7 @@ from forge.v1 import common_pb2
 from services.pool import validation
 from services.pool.data.commands import AppendTurns, SealTrajectory
 from services.pool.store import PoolStore
-from tests.support.pool_records import make_reward, make_turn
+from tests.support.pool.records import make_reward, make_turn
 
 NAME = parse_trajectory_id("task:0:0")
 TURNS = [make_turn(index=index, prefix=5 * index, version=index) for index in range(6)]

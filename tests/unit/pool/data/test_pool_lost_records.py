@@ -17,9 +17,9 @@ from services.pool.storage.keys import queue_key, reward_key, trajectory_key, tu
 from services.pool.storage.records import Records, TrajectoryHeader, decode_header, encode_header
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
-from tests.support.pool_damage import delete_record, flip_key, put_raw, raw_value
-from tests.support.pool_records import make_group, make_reward, make_turn
-from tests.support.pool_store import (
+from tests.support.pool.damage import delete_record, flip_key, put_raw, raw_value
+from tests.support.pool.records import make_group, make_reward, make_turn
+from tests.support.pool.store import (
     ABANDONED,
     append,
     change,

@@ -18,8 +18,8 @@ from services.pool.storage.keys import trajectory_key
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from services.pool.validation import new_turn
-from tests.support.pool_records import make_group, make_reward, make_turn
-from tests.support.pool_store import (
+from tests.support.pool.records import make_group, make_reward, make_turn
+from tests.support.pool.store import (
     append,
     change,
     commit,
@@ -31,7 +31,7 @@ from tests.support.pool_store import (
     set_states,
     summary,
 )
-from tests.support.pool_sweeper import MAX_AGE_S, SETTLED_S, Sweeper, records_of
+from tests.support.pool.sweeper import MAX_AGE_S, SETTLED_S, Sweeper, records_of
 
 
 def add_orphan(store: PoolStore, task_id: str = "lost") -> None:

@@ -19,9 +19,9 @@ from services.pool.storage.keys import group_key, queue_key, reward_key, traject
 from services.pool.storage.record_copies import answer, copied_records, units_of
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Key, Table
-from tests.support.pool_records import make_group, make_reward, make_turn
-from tests.support.pool_replicas import LINEAGE, SHARD, Node
-from tests.support.pool_store import append, change, commit, put_groups, reward, seal, set_states
+from tests.support.pool.records import make_group, make_reward, make_turn
+from tests.support.pool.replicas import LINEAGE, SHARD, Node
+from tests.support.pool.store import append, change, commit, put_groups, reward, seal, set_states
 
 KEY = trajectory_key(parse_trajectory_id("a:0:0"))
 OPEN = trajectory_key(parse_trajectory_id("b:0:0"))

@@ -20,8 +20,8 @@ from services.pool.storage.lmdb_env import Environment
 from services.pool.storage.records import decode_header, encode_header
 from services.pool.storage.tables import Table
 from services.pool.streams.tail import read_log
-from tests.support.pool_records import damage, make_group, make_reward, make_turn
-from tests.support.pool_store import (
+from tests.support.pool.records import damage, make_group, make_reward, make_turn
+from tests.support.pool.store import (
     ABANDONED,
     append,
     change,

@@ -18,8 +18,8 @@ from services.pool.storage.file_locks import data_kept
 from services.pool.storage.lmdb_env import Environment
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
-from tests.support.pool_records import make_group, make_turn
-from tests.support.pool_store import append, change, commit, fetch, put_groups, seal, set_states
+from tests.support.pool.records import make_group, make_turn
+from tests.support.pool.store import append, change, commit, fetch, put_groups, seal, set_states
 
 MIB = 1 << 20
 

@@ -23,9 +23,9 @@ from services.pool.storage.keys import (
 )
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
-from tests.support.pool_damage import delete_record, flip_key
-from tests.support.pool_records import make_group, make_reward, make_turn
-from tests.support.pool_store import append, groups_page, put_groups, reward, seal
+from tests.support.pool.damage import delete_record, flip_key
+from tests.support.pool.records import make_group, make_reward, make_turn
+from tests.support.pool.store import append, groups_page, put_groups, reward, seal
 
 KEY = trajectory_key(parse_trajectory_id("b:0:0"))
 PLACE = queue_key(common_pb2.PURPOSE_TRAIN, 1, "b")

@@ -15,8 +15,8 @@ from forge.runtime.rpc.chunks import split
 from forge.v1 import replica_pb2 as pb
 from services.pool.readers import Readers
 from services.pool.replication.follower import Following
-from tests.support.pool_replicas import LINEAGE, SHARD, Node
-from tests.support.pool_store import commit
+from tests.support.pool.replicas import LINEAGE, SHARD, Node
+from tests.support.pool.store import commit
 
 
 @dataclass

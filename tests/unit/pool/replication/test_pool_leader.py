@@ -24,9 +24,9 @@ from services.pool.readers import Readers
 from services.pool.replication.leader import Leader
 from services.pool.replication.replica import serve_alone
 from services.pool.replication.replica_set import ReplicaSet
-from tests.support.pool_records import make_group
-from tests.support.pool_replicas import LINEAGE, SHARD, Node, catching_up, delivering, settle
-from tests.support.pool_store import put_groups
+from tests.support.pool.records import make_group
+from tests.support.pool.replicas import LINEAGE, SHARD, Node, catching_up, delivering, settle
+from tests.support.pool.store import put_groups
 
 FENCE = 7
 

@@ -18,8 +18,8 @@ from services.pool.readers import Readers
 from services.pool.replication.follower import Following
 from services.pool.replication.replica import Replica
 from services.pool.store import PoolStore
-from tests.support.pool_replicas import LINEAGE, Node
-from tests.support.pool_store import commit
+from tests.support.pool.replicas import LINEAGE, Node
+from tests.support.pool.store import commit
 
 
 @dataclass

@@ -17,9 +17,9 @@ from services.pool.replication.replica_set import ReplicaSet, may_lead
 from services.pool.storage import journal
 from services.pool.storage.journal import ReplicaState, keys_changed
 from services.pool.storage.tables import Table
-from tests.support.pool_records import make_group, make_turn
-from tests.support.pool_replicas import LINEAGE, Node, Writes, catching_up, linked, settle
-from tests.support.pool_store import append, change, fetch, put_groups, set_states
+from tests.support.pool.records import make_group, make_turn
+from tests.support.pool.replicas import LINEAGE, Node, Writes, catching_up, linked, settle
+from tests.support.pool.store import append, change, fetch, put_groups, set_states
 
 
 @pytest.fixture

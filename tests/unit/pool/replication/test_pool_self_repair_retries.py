@@ -19,9 +19,9 @@ from services.pool.storage.record_copies import CopiedRecords, copied_records
 from services.pool.storage.records import DamagedRecord
 from services.pool.storage.tables import Key, Table
 from services.pool.store import PoolStore
-from tests.support.pool_records import make_group, make_turn
-from tests.support.pool_replicas import Node
-from tests.support.pool_store import append, commit, put_groups
+from tests.support.pool.records import make_group, make_turn
+from tests.support.pool.replicas import Node
+from tests.support.pool.store import append, commit, put_groups
 
 KEY = turn_key(trajectory_key(parse_trajectory_id("a:0:0")), 0)
 MET = DamagedRecord("met", table=Table.TURNS, key=KEY)

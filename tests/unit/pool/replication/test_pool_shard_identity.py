@@ -12,7 +12,7 @@ from services.pool.storage.file_locks import set_hand_over_mark
 from services.pool.storage.keys import LINEAGE_KEY
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
-from tests.support.pool_replicas import LINEAGE, linked, settle
+from tests.support.pool.replicas import LINEAGE, linked, settle
 
 
 def test_a_lineage_is_drawn_once(open_store):

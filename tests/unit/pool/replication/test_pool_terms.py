@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from services.pool.storage import journal
-from tests.support.pool_records import make_group, make_turn
-from tests.support.pool_replicas import catching_up, linked
-from tests.support.pool_store import append, put_groups
+from tests.support.pool.records import make_group, make_turn
+from tests.support.pool.replicas import catching_up, linked
+from tests.support.pool.store import append, put_groups
 
 
 async def test_commits_of_another_leadership_are_none_in_common(node):

@@ -12,8 +12,8 @@ from services.pool.storage.change_trackers import RecentChanges
 from services.pool.storage.records import seal_value
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
-from tests.support.pool_records import make_group, make_reward, make_turn
-from tests.support.pool_store import append, change, commit, put_groups, reward, seal, set_states
+from tests.support.pool.records import make_group, make_reward, make_turn
+from tests.support.pool.store import append, change, commit, put_groups, reward, seal, set_states
 
 TRAINED = common_pb2.GROUP_STATE_TRAINED
 

@@ -23,9 +23,9 @@ from services.pool.storage.migrations import SCHEMA_VERSION, stored_version
 from services.pool.storage.records import Records
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
-from tests.support.pool_damage import delete_record, flip_key, put_raw
-from tests.support.pool_records import make_group, make_reward, make_turn
-from tests.support.pool_store import (
+from tests.support.pool.damage import delete_record, flip_key, put_raw
+from tests.support.pool.records import make_group, make_reward, make_turn
+from tests.support.pool.store import (
     append,
     change,
     commit,

@@ -25,8 +25,8 @@ from services.pool.storage.lmdb_env import Environment
 from services.pool.storage.migrations import SCHEMA_VERSION
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
-from tests.support.pool_records import damage, make_group, make_turn
-from tests.support.pool_store import change, commit, groups_page, put_groups, set_states
+from tests.support.pool.records import damage, make_group, make_turn
+from tests.support.pool.store import change, commit, groups_page, put_groups, set_states
 
 KIB, MIB = 1 << 10, 1 << 20
 

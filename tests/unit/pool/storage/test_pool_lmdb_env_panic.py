@@ -7,9 +7,9 @@ import pytest
 from forge.core.errors import ResourceExhausted, Unavailable
 from services.pool.actors.writer import Writer
 from services.pool.data.commands import PutGroups
-from tests.support.lmdb_panic import break_meta_page
-from tests.support.pool_records import make_group, make_turn
-from tests.support.pool_store import append
+from tests.support.pool.lmdb_panic import break_meta_page
+from tests.support.pool.records import make_group, make_turn
+from tests.support.pool.store import append
 
 
 def test_the_first_panic_is_reported_once(open_store, tmp_path):

@@ -12,8 +12,8 @@ from services.pool.storage.keys import trajectory_key
 from services.pool.storage.lmdb_env import Environment
 from services.pool.storage.migrations import SCHEMA_VERSION, migrate, stored_version
 from services.pool.storage.tables import Table
-from tests.support.pool_records import make_reward, make_turn
-from tests.support.pool_store import append, fetch, reward, seal, summary
+from tests.support.pool.records import make_reward, make_turn
+from tests.support.pool.store import append, fetch, reward, seal, summary
 
 MIB = 1 << 20
 FIELDS_OF_VERSION_1 = 8

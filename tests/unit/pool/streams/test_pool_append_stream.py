@@ -15,7 +15,7 @@ from forge.runtime.rpc.chunks import CHUNK_BYTES, split
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import AppendTurns
 from services.pool.streams.append import AppendStream
-from tests.support.pool_records import make_turn
+from tests.support.pool.records import make_turn
 
 MAX_TURN_BYTES = 4096
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT.value[0]

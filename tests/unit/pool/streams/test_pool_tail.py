@@ -11,8 +11,8 @@ from forge.v1 import pool_pb2
 from services.pool.readers import Readers
 from services.pool.streams import tail
 from services.pool.streams.tail import Tails
-from tests.support.pool_records import make_reward, make_turn
-from tests.support.pool_store import append, reward, seal
+from tests.support.pool.records import make_reward, make_turn
+from tests.support.pool.store import append, reward, seal
 
 CLOSED = pool_pb2.TRAJECTORY_CHANGE_CLOSED
 REWARDED = pool_pb2.TRAJECTORY_CHANGE_REWARDED

@@ -18,7 +18,7 @@ from forge.rl.attention.kernels import Portable
 from forge.rl.attention.schedule import AttentionSchedule
 from forge.rl.tree.batch import build_tree_batch
 from forge.rl.tree.parts import cut_part
-from tests.support.rl_models import make_sample
+from tests.support.rl.models import make_sample
 
 WINDOWS = [None, 70]
 

@@ -14,7 +14,7 @@ from forge.rl.attention import schedule as schedule_module
 from forge.rl.attention.schedule import AttentionSchedule, schedule_attention
 from forge.rl.tree.batch import build_tree_batch
 from forge.rl.tree.parts import cut_part
-from tests.support.rl_models import make_sample
+from tests.support.rl.models import make_sample
 
 
 def ancestry(plan: TreePlan) -> torch.Tensor:

@@ -19,7 +19,7 @@ from forge.rl.config import CriticConfig, LearnerConfig, ObjectiveConfig, Optimi
 from forge.rl.learner.critic import Credit, Critic, critic_stats, gae
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
-from tests.support.rl_models import (
+from tests.support.rl.models import (
     Gradient,
     gradients,
     make_sample,

@@ -24,7 +24,7 @@ from forge.rl.config import LearnerConfig, OptimizerConfig, Schedule
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy
-from tests.support.rl_models import make_sample, tiny_model
+from tests.support.rl.models import make_sample, tiny_model
 
 SMALL = {
     "vocab_size": 13,

@@ -13,8 +13,8 @@ from forge.core.prefix_tree import Sample
 from forge.rl.config import LearnerConfig, OptimizerConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
-from tests.support.rl_models import make_sample, tiny_model
-from tests.support.short_memory import NO_MACHINE_HAS, memory_for
+from tests.support.rl.models import make_sample, tiny_model
+from tests.support.rl.short_memory import NO_MACHINE_HAS, memory_for
 
 
 def learner(budget: int, **settings: Any) -> Learner:

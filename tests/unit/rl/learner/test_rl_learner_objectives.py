@@ -18,7 +18,7 @@ from forge.rl.config import Correction, LearnerConfig, ObjectiveConfig, Optimize
 from forge.rl.learner.learner import Learner
 from forge.rl.losses import TrainedTokens
 from forge.rl.model.policy import TreePolicy
-from tests.support.rl_models import make_sample, tiny_model
+from tests.support.rl.models import make_sample, tiny_model
 
 
 def learner(

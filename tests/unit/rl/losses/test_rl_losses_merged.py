@@ -22,7 +22,7 @@ from forge.rl.config import LearnerConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
-from tests.support.rl_models import (
+from tests.support.rl.models import (
     Gradient,
     gradients,
     make_sample,

@@ -17,7 +17,7 @@ import torch
 from benchmarks.support.trl_peer import HAS_TRL, bare_trainer
 from forge.core.credit.advantages import AdvantageRules, GroupReturns, batch_advantages
 from forge.rl.algorithms import preset
-from tests.support.rl_models import tiny_model
+from tests.support.rl.models import tiny_model
 
 pytestmark = pytest.mark.skipif(not HAS_TRL, reason="TRL is not installed (extra: trl)")
 

@@ -20,7 +20,7 @@ from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.rl.config import Correction, LearnerConfig, ObjectiveConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
-from tests.support.rl_models import gradients, tiny_model
+from tests.support.rl.models import gradients, tiny_model
 
 pytestmark = pytest.mark.skipif(not HAS_TRL, reason="TRL is not installed (extra: trl)")
 

@@ -22,8 +22,8 @@ from forge.rl.learner.batch_plan import BatchPlan, plan_batch
 from forge.rl.learner.learner import Learner
 from forge.rl.losses import ObjectiveConfig
 from forge.rl.model.policy import TreePolicy
-from tests.support.rl_forests import KINDS, forest
-from tests.support.rl_models import (
+from tests.support.rl.forests import KINDS, forest
+from tests.support.rl.models import (
     CAP,
     Gradient,
     gradients,

@@ -32,8 +32,8 @@ from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy, kinds_of_modules, small_copy
 from forge.rl.tree.separate_samples import separated
 from forge.rl.tree.states import TreeStates
-from tests.support.rl_forests import KINDS, forest
-from tests.support.rl_models import SHAPE, tiny_model
+from tests.support.rl.forests import KINDS, forest
+from tests.support.rl.models import SHAPE, tiny_model
 
 NAMED = {one.name: one for one in VARIANTS}
 WAYS = {

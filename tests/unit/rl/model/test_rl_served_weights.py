@@ -12,7 +12,7 @@ from forge.rl.config import LearnerConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.served_weights import ServedValues
-from tests.support.rl_models import make_sample, tiny_model
+from tests.support.rl.models import make_sample, tiny_model
 
 SAMPLES = [make_sample([1, 2, 3, n, n + 1], (3, 5), rng=Random(n)) for n in range(4)]
 

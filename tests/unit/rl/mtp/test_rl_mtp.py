@@ -31,8 +31,8 @@ from forge.rl.model.probe import check_policy
 from forge.rl.mtp import MtpHeads, training
 from forge.rl.mtp.losses import acceptance, topk_kl, total_variation
 from forge.rl.tree.states import TreeStates
-from tests.support.rl_forests import KINDS, forest
-from tests.support.rl_models import CAP, SHAPE, gradients, make_sample, tiny_model, wide_norms
+from tests.support.rl.forests import KINDS, forest
+from tests.support.rl.models import CAP, SHAPE, gradients, make_sample, tiny_model, wide_norms
 
 HEADS, TOP_K = 2, 3
 WAYS = {"whole": 1 << 30, "split": 24, "relayed": 5}

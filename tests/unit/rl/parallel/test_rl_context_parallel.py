@@ -18,7 +18,7 @@ LIMITS = {"fp64": 1e-12, "fp32": 1e-5}
 def found() -> dict[str, float]:
     """All cases, from one start of four ranks over gloo."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.support.rl_ranks"],
+        [sys.executable, "-m", "tests.support.rl.ranks"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -14,8 +14,8 @@ from forge.core.prefix_tree import Sample
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.parallel.partition import held_tokens, rank_spans
 from forge.rl.tree.parts import TreeLayout
-from tests.support.rl_forests import KINDS, forest, random_forest
-from tests.support.rl_models import make_sample
+from tests.support.rl.forests import KINDS, forest, random_forest
+from tests.support.rl.models import make_sample
 
 FORESTS = [*map(forest, KINDS), *(random_forest(Random(seed)) for seed in range(30))]
 

@@ -16,7 +16,7 @@ from services.trainer.config import CheckpointSettings, TrainerConfig
 from services.trainer.reporting.run_clock import RunClock
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.step_metrics import training_yield
-from tests.support.training_world import (
+from tests.support.trainer.world import (
     FakeEvaluator,
     FakeLearner,
     FakePublisher,

@@ -25,8 +25,8 @@ from services.trainer.data.samples import BatchSamples
 from services.trainer.reporting import step_metrics
 from services.trainer.reporting.sinks import scalars
 from services.trainer.weight_publisher import Snapshot
-from tests.support.learners import started_learner
-from tests.support.rl_models import make_sample
+from tests.support.rl.models import make_sample
+from tests.support.trainer.learners import started_learner
 
 
 def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActor:

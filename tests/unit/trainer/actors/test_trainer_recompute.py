@@ -15,8 +15,8 @@ from forge.rl.learner.batch_plan import plan_batch
 from services.trainer.actors.learner import Step, TakeSnapshot
 from services.trainer.model import placement
 from services.trainer.model.lora import LoraSettings
-from tests.support.learners import started_learner
-from tests.support.rl_models import make_sample
+from tests.support.rl.models import make_sample
+from tests.support.trainer.learners import started_learner
 
 LORA = {"lora": LoraSettings(rank=2, targets=("q_proj", "down_proj"))}
 

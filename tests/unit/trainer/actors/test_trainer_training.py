@@ -18,7 +18,7 @@ from services.trainer.actors.training import Advance, Diverged, SaveCheckpoint, 
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import CheckpointSettings, TrainerConfig
 from services.trainer.reporting.run_record import TrainingRecord
-from tests.support.training_world import (
+from tests.support.trainer.world import (
     FakeEvaluator,
     FakeLearner,
     FakePublisher,

@@ -13,8 +13,8 @@ from forge.rl.config import ObjectiveConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
 from services.trainer.actors.learner import LearnerActor, Restore, Step
-from tests.support.learners import started_learner
-from tests.support.rl_models import SHAPE, make_sample
+from tests.support.rl.models import SHAPE, make_sample
+from tests.support.trainer.learners import started_learner
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.files import Contents, read, read_heads, read_published
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
-from tests.support.disks import full_beyond
+from tests.support.runtime.disks import full_beyond
 
 
 def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path:

@@ -15,7 +15,7 @@ from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.history import Entry, History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.reporting.run_record import TrainingRecord
-from tests.support.disks import full_beyond
+from tests.support.runtime.disks import full_beyond
 
 
 def taken(step: int, *, loss: float = 0.0) -> pb.StepMetrics:

@@ -21,9 +21,9 @@ from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.model.lora import LoraSettings
 from services.trainer.weight_publisher import Publisher, WeightServicer
-from tests.support.learners import started_learner
-from tests.support.published_weights import FakeRegister, fetch
-from tests.support.rl_models import make_sample
+from tests.support.rl.models import make_sample
+from tests.support.trainer.learners import started_learner
+from tests.support.trainer.published_weights import FakeRegister, fetch
 
 LORA = LoraSettings(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
 WAYS = [

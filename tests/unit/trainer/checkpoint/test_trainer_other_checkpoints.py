@@ -17,8 +17,8 @@ from services.trainer.actors.learner import Capture, Restore, Step
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.model.lora import LoraSettings
-from tests.support.learners import started_learner
-from tests.support.rl_models import make_sample, tiny_model
+from tests.support.rl.models import make_sample, tiny_model
+from tests.support.trainer.learners import started_learner
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from services.trainer.data import batch_source
 from services.trainer.data.batch_source import BatchSource, SourceSettings
 from services.trainer.data.samples import CreditRules
-from tests.support.pool_records import make_reward, make_turn
+from tests.support.pool.records import make_reward, make_turn
 
 RULES = CreditRules(weights=RewardWeights())
 

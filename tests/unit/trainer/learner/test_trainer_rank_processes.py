@@ -22,9 +22,9 @@ from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.learner import rank_processes
-from tests.support.learners import started_learner
-from tests.support.rl_models import make_sample, tiny_model
-from tests.support.short_memory import memory_for
+from tests.support.rl.models import make_sample, tiny_model
+from tests.support.rl.short_memory import memory_for
+from tests.support.trainer.learners import started_learner
 
 
 def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActor:
@@ -97,7 +97,7 @@ def test_a_rank_that_ends_as_it_begins_is_not_waited_for(
 def test_the_rank_that_failed_is_named_with_its_error(model_path: Path, tmp_path: Path) -> None:
     """Not the closed connection that the others find: that is told as a consequence."""
     log = tmp_path / "log"
-    failing = ObjectiveConfig(algorithm="tests.support.failing_loss:on_rank_1")
+    failing = ObjectiveConfig(algorithm="tests.support.trainer.failing_loss:on_rank_1")
     actor = learner(model_path, tmp_path, ranks=3, objective=failing, log_file=str(log))
     said = "rank 1 failed: LookupError: no such loss here"
     with pytest.raises(rank_processes.RankFailed, match=f"^{said}"):

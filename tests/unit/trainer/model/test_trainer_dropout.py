@@ -15,7 +15,7 @@ from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy
 from services.trainer.model.full_weights import load_model
-from tests.support.rl_models import make_sample
+from tests.support.rl.models import make_sample
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 20,

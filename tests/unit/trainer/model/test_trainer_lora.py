@@ -25,8 +25,8 @@ from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.model.full_weights import load_model
 from services.trainer.model.lora import LoraSettings
 from services.trainer.weight_publisher import Snapshot
-from tests.support.learners import started_learner
-from tests.support.rl_models import make_sample
+from tests.support.rl.models import make_sample
+from tests.support.trainer.learners import started_learner
 
 LORA = LoraSettings(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
 

@@ -9,7 +9,7 @@ import torch
 
 from forge.core.errors import ConfigError
 from services.trainer.model.placement import device_of
-from tests.support.learners import started_learner
+from tests.support.trainer.learners import started_learner
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "gpu"])

@@ -15,7 +15,7 @@ from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.history import Entry, from_json
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.step_metrics import domain_yield, training_yield
-from tests.support.disks import full_beyond
+from tests.support.runtime.disks import full_beyond
 
 
 def step(number: int, *, reward: float = 0.0) -> pb.StepMetrics:

@@ -19,7 +19,7 @@ from forge.v1 import trainer_pb2 as pb
 from services.trainer.config import TrainerConfig
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.sinks import TensorBoardSink, make_sinks, scalars
-from tests.support.disks import full_beyond
+from tests.support.runtime.disks import full_beyond
 
 STEP = pb.StepMetrics(
     step=3,

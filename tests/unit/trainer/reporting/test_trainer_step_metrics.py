@@ -16,7 +16,7 @@ from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
 from services.trainer.data.samples import BatchSamples
 from services.trainer.reporting import step_metrics
-from tests.support.rl_models import make_sample
+from tests.support.rl.models import make_sample
 
 VERSION = 7
 # code: two samples of two tokens and one; qa: one of two.

@@ -13,7 +13,7 @@ from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
 
 from forge.core.errors import DataLoss, ResourceExhausted, Unavailable
 from services.gateway.http.anthropic import messages
-from tests.support.scripted_turns import ScriptedTurns, served
+from tests.support.gateway.scripted_turns import ScriptedTurns, served
 
 ASK: dict[str, Any] = {
     "model": "chatml-test",

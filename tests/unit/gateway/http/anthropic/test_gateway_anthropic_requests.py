@@ -19,7 +19,7 @@ from services.gateway.http.anthropic import schema
 from services.gateway.http.anthropic.history import messages_of
 from services.gateway.http.anthropic.schema import Shown
 from services.gateway.http.request_body import decode
-from tests.support.chat_templates import make_model
+from tests.support.gateway.chat_templates import make_model
 
 MODEL = make_model("chatml")
 LOOK = {"name": "look", "description": "Look.", "input_schema": {"type": "object"}}

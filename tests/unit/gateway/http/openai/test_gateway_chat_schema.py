@@ -13,7 +13,7 @@ from forge.core.errors import ForgeError, InvalidArgument
 from services.gateway.conversation.conversation import Conversation
 from services.gateway.http import request_body
 from services.gateway.http.openai import chat_schema
-from tests.support.chat_templates import make_model
+from tests.support.gateway.chat_templates import make_model
 
 MODEL = make_model("chatml")
 json_values = st.recursive(

@@ -16,7 +16,7 @@ from forge.v1 import common_pb2
 from services.gateway.conversation.conversation import Conversation, Prompt, SampledAnswer
 from services.gateway.conversation.handles import Handle, Recalled
 from services.gateway.conversation.prefix_match import NamedPrefix
-from tests.support.chat_templates import make_model
+from tests.support.gateway.chat_templates import make_model
 
 MODEL = make_model("chatml")
 TOOLS = [{"type": "function", "function": {"name": "look"}}]

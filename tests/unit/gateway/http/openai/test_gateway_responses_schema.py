@@ -17,7 +17,7 @@ from services.gateway.http import request_body
 from services.gateway.http.openai import responses_schema
 from services.gateway.http.openai.responses_history import history_of, messages_of
 from services.gateway.http.openai.responses_schema import ResponsesRequest
-from tests.support.chat_templates import make_model
+from tests.support.gateway.chat_templates import make_model
 
 MODEL = make_model("chatml")
 ONE, TWO = "1" * 32, "2" * 32

@@ -1,0 +1,1 @@
+"""For tests with real agent clients: their programs, their jobs, the table of docs/clients.md."""

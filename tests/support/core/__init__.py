@@ -1,0 +1,1 @@
+"""For tests of the pure core: invariants of the queue, samples of formats."""

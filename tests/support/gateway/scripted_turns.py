@@ -1,0 +1,83 @@
+"""A gateway's HTTP server over turns that go as they are told to, without sessions or a router."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from structlog.testing import capture_logs
+
+from forge.core.conversation.messages import Message
+from forge.core.formats import TextDelta
+from forge.runtime.security import Claims
+from forge.v1 import common_pb2
+from services.gateway.conversation.conversation import SampledAnswer
+from services.gateway.http.edge import Edge
+from services.gateway.http.server import HttpServer
+from services.gateway.turns.run import Turns
+from services.gateway.turns.types import Piece, Turn
+from tests.support.gateway.chat_templates import make_model
+
+
+class ScriptedTurns:
+    """Gives what it is told to, in order: texts as pieces, errors as errors, then the turn."""
+
+    model = make_model("chatml")
+    finish_turn = Turns.finish_turn
+
+    def __init__(self) -> None:
+        self.script: Sequence[str | Exception] = ()
+        self.runs = 0
+
+    async def run_turn(self, session: Any, request: Any) -> AsyncGenerator[Piece | Turn]:
+        self.runs += 1
+        for step in self.script:
+            if isinstance(step, Exception):
+                raise step
+            deltas = [TextDelta(text=step)] if step else []
+            yield Piece(deltas=deltas, tokens=common_pb2.SampledTokens(), prompt_tokens=5)
+        message = Message(role="assistant", content="".join(map(str, self.script)))
+        sampled = SampledAnswer(
+            ids=b"",
+            logprobs=b"",
+            weight_versions=b"",
+            finish_reason=common_pb2.FINISH_REASON_STOP,
+            answer=message,
+        )
+        yield Turn(
+            turn_index=0,
+            message=message,
+            sampled=sampled,
+            prompt_tokens=5,
+            stop_text="",
+            tokens=common_pb2.SampledTokens,
+            token_logprobs=list,
+        )
+
+
+class AnySession:
+    @asynccontextmanager
+    async def use_session(self, claims: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(claims=claims)
+
+
+@asynccontextmanager
+async def served(turns: ScriptedTurns, *, max_body_bytes: int = 1 << 20) -> AsyncIterator[str]:
+    """Where it listens; any key is a session's."""
+    claims = Claims(subject="s", scopes=frozenset({"session"}), trajectory_id="t:0:0")
+    edge = Edge(
+        turns=cast(Any, turns),
+        sessions=cast(Any, AnySession()),
+        pool=cast(Any, None),
+        security=cast(Any, SimpleNamespace(verify=lambda token: claims)),
+        model_names=frozenset({turns.model.name}),
+    )
+    server = HttpServer(edge, max_body_bytes=max_body_bytes)
+    # Captured, as a traceback takes seconds to be printed well.
+    with capture_logs():
+        async with TestServer(cast(web.Application, server._runner.app)) as listening:
+            yield str(listening.make_url("")).rstrip("/")

@@ -1,0 +1,193 @@
+"""Real processes around a gateway: a pool, a scripted engine, and gateways to talk to or kill."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from anthropic import AsyncAnthropic
+from anthropic import DefaultAsyncHttpxClient as AnthropicHttpxClient
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+from forge.client.session import AgentSession
+from forge.core.token_columns import int32_bytes
+from forge.core.trajectory import TokenTree
+from forge.runtime.coordination import Coordinator, Instance
+from forge.runtime.security import Claims
+from forge.v1 import common_pb2
+from tests.support.gateway.chat_templates import save_model
+from tests.support.gateway.scripted_engine import start_scripted_engine
+from tests.support.pool.process import PoolClient, PoolProcess
+from tests.support.pool.records import recorded_tree
+from tests.support.runtime.etcd import EtcdServer
+
+# A process takes seconds to start, and minutes where others take the processor.
+START_S = 120.0
+SHARD = "s0"
+
+
+@dataclass(kw_only=True)
+class GatewayStack:
+    """One pool, any number of engines and gateways, in a cluster of their own."""
+
+    folder: Path
+    etcd: EtcdServer
+    cluster: str
+    family: str = "chatml"
+    context_tokens: int = 4096
+    pool: PoolProcess = field(init=False)
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pool = PoolProcess(
+            self.folder / "pool", etcd=self.etcd, cluster=self.cluster, shard=SHARD
+        )
+        self.model_path = self.folder / "model"
+        self.model_path.mkdir(parents=True)
+        save_model(self.family, self.model_path, context_tokens=self.context_tokens)
+        self.requests_file = self.folder / "requests.jsonl"
+
+    def start(self) -> None:
+        self.pool.start()
+        self.start_engine("engine-0")
+        self.start_gateway("gateway-0")
+
+    def start_engine(self, name: str) -> None:
+        self.processes[name] = start_scripted_engine(
+            *self._with_model(name), "--requests-file", str(self.requests_file)
+        )
+
+    def start_gateway(self, name: str, *settings: str) -> None:
+        argv = [sys.executable, "-m", "services.gateway", *self._with_model(name)]
+        argv += ["--retry-for-s", str(START_S), *settings]
+        self.processes[name] = subprocess.Popen(argv)
+
+    def start_scheduler(self, name: str, *settings: str) -> subprocess.Popen[bytes]:
+        """One that repeats failed attempts at once."""
+        argv = [sys.executable, "-m", "services.scheduler", *self.shared(name)]
+        argv += ["--queue.retry-backoff-s", "0.05", *settings]
+        self.processes[name] = subprocess.Popen(argv)
+        return self.processes[name]
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def stop(self) -> None:
+        for name in list(self.processes):
+            self.kill(name)
+        self.pool.kill()
+
+    def log_of(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    async def logged(self, name: str, text: str, *, times: int = 1) -> None:
+        """Returns once the log of a process has a text so often."""
+        async with asyncio.timeout(START_S):
+            while self.log_of(name).read_text().count(text) < times:
+                await asyncio.sleep(0.02)
+
+    async def gateway(self, coordinator: Coordinator, name: str = "gateway-0") -> Instance:
+        """The registered instance; waits for it, and for an engine and the pool."""
+        for kind in ("pool", "router"):
+            await coordinator.discover(kind).wait(timeout_s=START_S)
+        (instance,) = await coordinator.discover("gateway").wait(
+            timeout_s=START_S, where=lambda found: found.instance_id == name
+        )
+        return instance
+
+    def token(self, trajectory_id: str, **changes: Any) -> str:
+        """A session token for a trajectory, as the scheduler would sign it."""
+        fields: dict[str, Any] = {
+            "subject": trajectory_id,
+            "scopes": frozenset({"session"}),
+            "trajectory_id": trajectory_id,
+            "task_id": trajectory_id.partition(":")[0],
+            "domain": "code",
+            "pool_shard": SHARD,
+        }
+        return self.pool.keyring.sign(Claims(**(fields | changes)))
+
+    def openai(self, instance: Instance, token: str, *, max_retries: int = 0) -> AsyncOpenAI:
+        """The unmodified SDK, told a base URL and a key."""
+        return AsyncOpenAI(
+            base_url=f"http://{instance.metadata['http']}/v1",
+            api_key=token,
+            max_retries=max_retries,
+            http_client=DefaultAsyncHttpxClient(trust_env=False),
+        )
+
+    def anthropic(self, instance: Instance, token: str, *, max_retries: int = 0) -> AsyncAnthropic:
+        """Anthropic's unmodified SDK, told the same."""
+        return AsyncAnthropic(
+            base_url=f"http://{instance.metadata['http']}",
+            api_key=token,
+            max_retries=max_retries,
+            http_client=AnthropicHttpxClient(trust_env=False),
+        )
+
+    def agent(self, instance: Instance, token: str) -> AgentSession:
+        """The white-box client."""
+        return AgentSession.connect(instance.address, token, owns_rollout=False)
+
+    async def pool_client(self, coordinator: Coordinator) -> PoolClient:
+        return await PoolClient.connect(self.pool, coordinator)
+
+    def sampled(self, trajectory_id: str) -> list[dict[str, Any]]:
+        """What the engine was asked in a session and what it sampled, in order."""
+        lines = self.requests_file.read_text().splitlines()
+        requests = [json.loads(line) for line in lines]
+        return [request for request in requests if request["session_id"] == trajectory_id]
+
+    @property
+    def key_file(self) -> Path:
+        return self.folder / "pool" / "key"
+
+    def shared(self, name: str) -> list[str]:
+        """The settings that every process of the cluster has."""
+        return [
+            *("--etcd", self.etcd.endpoint, "--cluster", self.cluster, "--instance-id", name),
+            *("--key-file", str(self.key_file), "--lease-ttl-s", "2"),
+            *("--log-file", str(self.log_of(name))),
+        ]
+
+    def _with_model(self, name: str) -> list[str]:
+        return [
+            *self.shared(name),
+            *("--model-path", str(self.model_path), "--log-level", "debug"),
+        ]
+
+
+async def recorded(
+    stack: GatewayStack, coordinator: Coordinator, trajectory_id: str
+) -> common_pb2.Trajectory:
+    """A trajectory as the trainer would read it."""
+    client = await stack.pool_client(coordinator)
+    (trajectory,) = await client.fetch(trajectory_id)
+    await client.close()
+    return trajectory
+
+
+def token_tree(trajectory: common_pb2.Trajectory) -> TokenTree:
+    return recorded_tree(trajectory.turns)
+
+
+def check_exact(stack: GatewayStack, trajectory: common_pb2.Trajectory, *, lost: int = 0) -> None:
+    """What is on record is what the engine was sent and what it sampled, bit for bit; but for
+    `lost` samples of gateways that were killed meanwhile."""
+    tree = token_tree(trajectory)
+    on_record = Counter((tree.context(turn.turn_index), turn.sampled_ids) for turn in tree.turns)
+    asked = Counter(
+        (int32_bytes(one["prompt_ids"]), int32_bytes(one["sampled_ids"]))
+        for one in stack.sampled(trajectory.trajectory_id)
+    )
+    assert not on_record - asked
+    assert (asked - on_record).total() == lost

@@ -1,0 +1,1 @@
+"""For tests of inference: a cluster of real processes, sources of weights."""

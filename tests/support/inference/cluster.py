@@ -1,0 +1,240 @@
+"""Real router, prefill and decode processes, and a publisher of weights in the trainer's place."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import signal
+import subprocess
+import sys
+from array import array
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge.core.errors import NotFound
+from forge.runtime.coordination import Coordinator, Instance
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.server import RpcServer
+from forge.runtime.rpc.tensors import weight_responses
+from forge.runtime.security import Keyring, Security
+from forge.v1 import inference_pb2, inference_pb2_grpc
+from forge.v1.common_pb2 import SamplingParams
+from services.inference import codec
+from services.inference.engines.base import NamedTensor
+from tests.support.runtime.etcd import EtcdServer
+
+# A process takes seconds to start, and minutes where others take the processor.
+START_S = 240.0
+CALL_S = 600.0
+LEASE_TTL_S = 10
+
+
+class Publisher(inference_pb2_grpc.WeightServiceServicer):
+    """Publishes weights as a trainer does: bytes over gRPC, the manifest in etcd."""
+
+    def __init__(self, coordinator: Coordinator, server: RpcServer) -> None:
+        self._coordinator = coordinator
+        self._server = server
+        self._tensors: Mapping[str, NamedTensor] = {}
+        self.version = 0
+        self.address = ""
+        self.fetches = 0
+        """How many whole sets of weights were asked of it."""
+
+    async def start(self) -> None:
+        self._server.add(
+            inference_pb2_grpc.add_WeightServiceServicer_to_server,
+            self,
+            full_name="forge.v1.WeightService",
+        )
+        self.address = await self._server.start()
+
+    async def publish(self, tensors: Mapping[str, NamedTensor], **overrides: Any) -> int:
+        """Announces them as the next version, which it returns."""
+        version = self.version + 1
+        self._tensors, self.version = tensors, version
+        digest = hashlib.sha256()
+        for tensor in tensors.values():
+            digest.update(tensor.data)
+        manifest = {
+            "weight_version": version,
+            "step": version - 1,
+            "tensor_names": list(tensors),
+            "total_bytes": sum(len(tensor.data) for tensor in tensors.values()),
+            "digest": digest.hexdigest(),
+            "source": self.address,
+            **overrides,
+        }
+        current = await self._coordinator.get("weights/default/latest")
+        await self._coordinator.compare_and_swap(
+            "weights/default/latest",
+            json.dumps(manifest).encode(),
+            expected_revision=current.mod_revision if current else 0,
+        )
+        return version
+
+    async def fetched(self, times: int) -> None:
+        """Returns once whole sets of weights have been asked for so many times more."""
+        wanted = self.fetches + times
+        while self.fetches < wanted:
+            await asyncio.sleep(0.01)
+
+    async def FetchWeights(
+        self, request: inference_pb2.FetchWeightsRequest, context: Any
+    ) -> AsyncIterator[inference_pb2.FetchWeightsResponse]:
+        if request.weight_version != self.version:
+            raise NotFound(f"weights {request.weight_version}")
+        self.fetches += 1
+        async for response in weight_responses(request, tuple(self._tensors.values())):
+            yield response
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """All that one Sample call gave."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: int = 0
+    cached_tokens: int = 0
+    responses: int = 0
+    last: inference_pb2.SampleResponse | None = None
+
+    def add(self, response: inference_pb2.SampleResponse) -> None:
+        tokens = codec.read_tokens(response.tokens)
+        self.ids += tokens.ids
+        self.logprobs += tokens.logprobs
+        self.versions += tokens.versions
+        self.responses += 1
+        if response.finish_reason:
+            self.finish_reason = response.finish_reason
+            self.cached_tokens = response.cached_tokens
+            self.last = response
+
+
+class InferenceCluster:
+    """Everything between a gateway and a trainer."""
+
+    def __init__(
+        self, folder: Path, model_path: Path, coordinator: Coordinator, etcd: EtcdServer, name: str
+    ) -> None:
+        self._folder = folder
+        self._coordinator = coordinator
+        key_file = folder / "key"
+        security = Security(Keyring.generate(key_file), subject="test")
+        self._base = [
+            *(sys.executable, "-m", "services.inference", "--etcd", etcd.endpoint),
+            *("--cluster", name, "--key-file", str(key_file), "--model-path", str(model_path)),
+            *("--lease-ttl-s", str(LEASE_TTL_S), "--block-tokens", "8", "--drain-s", str(START_S)),
+            *("--worker-wait-s", str(START_S)),
+        ]
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._numbers = itertools.count()
+        self.channels = Channels(security)
+        self._server = RpcServer(service="trainer", host="127.0.0.1", port=0, security=security)
+        self.publisher = Publisher(coordinator, self._server)
+
+    def start(self, role: str, *settings: str) -> str:
+        """Starts one process; returns its instance id, never used before."""
+        name = f"{role}-{next(self._numbers)}"
+        argv = [*self._base, "--role", role, "--instance-id", name, *settings]
+        argv += ["--log-file", str(self._folder / f"{name}.log")]
+        with (self._folder / f"{name}.stderr").open("ab") as stderr:
+            self._processes[name] = subprocess.Popen(argv, stderr=stderr)
+        return name
+
+    async def workers(self, role: str, count: int) -> list[str]:
+        """Names of exactly `count` registered workers of a role; starts and kills as needed."""
+        names = [name for name in self._processes if name.startswith(role)]
+        for name in names[count:]:
+            self.kill(name)
+        names = names[:count] + [self.start(role) for _ in range(count - len(names))]
+        for name in names:
+            await self.registered(role, name)
+        return names
+
+    async def registered(self, role: str, name: str, **metadata: str) -> Instance:
+        """The instance once it has registered, with this metadata."""
+
+        def fits(instance: Instance) -> bool:
+            return instance.instance_id == name and metadata.items() <= instance.metadata.items()
+
+        (instance,) = await self._coordinator.discover(role).wait(timeout_s=START_S, where=fits)
+        return instance
+
+    async def status(self) -> inference_pb2.GetInferenceStatusResponse:
+        stub = await self._router()
+        return await stub.GetInferenceStatus(
+            inference_pb2.GetInferenceStatusRequest(), timeout=CALL_S
+        )
+
+    async def call(self, ids: list[int], *, stream: bool = False, **sampling: Any) -> Any:
+        """An open Sample call."""
+        stub = await self._router()
+        return stub.Sample(self.request(ids, stream=stream, **sampling), timeout=CALL_S)
+
+    def request(
+        self, ids: list[int], *, stream: bool = False, **sampling: Any
+    ) -> inference_pb2.SampleRequest:
+        """Greedy and short unless `sampling` says otherwise."""
+        return inference_pb2.SampleRequest(
+            request_id="test",
+            prompt_ids=array("i", ids).tobytes(),
+            sampling=SamplingParams(**{"temperature": 0.0, "max_tokens": 16, **sampling}),
+            stream=stream,
+        )
+
+    def stub(self, router: Instance) -> inference_pb2_grpc.InferenceServiceStub:
+        return inference_pb2_grpc.InferenceServiceStub(self.channels.get(router.address))
+
+    async def sample(self, ids: list[int], **options: Any) -> Sample:
+        sample = Sample()
+        async for response in await self.call(ids, **options):
+            sample.add(response)
+        return sample
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        process = self._processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def terminate(self, name: str) -> None:
+        """SIGTERM, without waiting."""
+        self._processes[name].send_signal(signal.SIGTERM)
+
+    def exit_code(self, name: str) -> int:
+        """Of a process that is ending."""
+        return self._processes.pop(name).wait(timeout=START_S)
+
+    async def stop(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        await self.channels.close()
+        await self._server.stop(grace_s=0)
+
+    async def sampling(self, *calls: asyncio.Task[Any]) -> list[str]:
+        """The decode workers that are sampling right now; waits until there is one, or none of the
+        calls is left that could make it sample."""
+        while True:
+            left = [call for call in calls if not call.done()]
+            workers = (await self.status()).workers
+            busy = [w.instance_id for w in workers if w.role == "decode" and w.running]
+            if busy or not left:
+                return busy
+            await asyncio.sleep(0.01)
+
+    async def idle(self) -> None:
+        """Returns once no worker has anything to do."""
+        while any(worker.running for worker in (await self.status()).workers):
+            await asyncio.sleep(0.01)
+
+    async def _router(self) -> inference_pb2_grpc.InferenceServiceStub:
+        (router, *_) = await self._coordinator.discover("router").wait(timeout_s=START_S)
+        return self.stub(router)

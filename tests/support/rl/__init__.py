@@ -1,0 +1,1 @@
+"""For tests of forge.rl: tiny models, shapes of trees, several ranks."""

@@ -1,0 +1,210 @@
+"""Errors of trees computed by several ranks: `python -m tests.support.rl.ranks`.
+
+Prints one JSON object: {"<ranks> <family> <type> <kind>": the largest relative error of loss and
+gradients}. The ranks are forks of one process that has imported what is slow to import and has
+not yet used autograd, which does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tempfile
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.distributed as dist
+
+from forge.core.prefix_tree import Sample
+from forge.rl.config import LearnerConfig
+from forge.rl.learner.learner import Learner
+from forge.rl.losses import ObjectiveConfig
+from forge.rl.model.policy import TreePolicy
+from forge.rl.mtp import MtpConfig
+from tests.support.rl.forests import KINDS, forest, random_forest
+from tests.support.rl.models import (
+    CAP,
+    Gradient,
+    gradients,
+    make_sample,
+    reference_gradient,
+    relative_errors,
+    tiny_model,
+    wide_norms,
+)
+from tests.support.rl.short_memory import memory_for
+
+RANKS = 4
+BALANCE = 0.1
+FAMILIES = ("qwen3", "llama", "mistral", "gemma3", "qwen3_moe", "mixtral")
+RANDOM = 6
+"""Random forests, for each of three families."""
+
+
+def samples_of(kind: str) -> list[Sample]:
+    """A shape by name, or a random forest by number."""
+    return random_forest(Random(int(kind.split()[1]))) if "random" in kind else forest(kind)
+
+
+@cache
+def reference(family: str, kind: str, dtype: torch.dtype) -> Gradient:
+    """The same for any number of ranks."""
+    model = tiny_model(family, dtype)
+    return reference_gradient(model, samples_of(kind), balance_coef=balance_of(family))
+
+
+def balance_of(family: str) -> float:
+    return BALANCE if family in ("qwen3_moe", "mixtral") else 0.0
+
+
+def error_of(
+    family: str,
+    kind: str,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    *,
+    checkpointing: bool = False,
+) -> float:
+    """On this rank."""
+    model = tiny_model(family, dtype)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train()
+    policy = TreePolicy(model, balance_coef=balance_of(family), group=group)
+    # A small budget makes several trees; each is computed by all ranks.
+    budget = 24 if kind == "compacted" else 12 if kind.startswith("split") else 1 << 30
+    config = LearnerConfig(token_budget=budget, objective=ObjectiveConfig(ratio_cap=CAP))
+    learner = Learner(policy, config)
+    loss, _ = learner.accumulate(learner.plan(samples_of(kind)))
+    if policy.balance is not None:
+        loss += policy.balance.value
+    actual = Gradient(loss=loss, of=gradients(model))
+    return max(relative_errors(actual, reference(family, kind, dtype)))
+
+
+def heads_error(kind: str, group: dist.ProcessGroup | None) -> float:
+    """Of the draft heads' gradients, against a process by itself."""
+    found: list[dict[str, torch.Tensor]] = []
+    for ranks in (None, group):
+        policy = TreePolicy(tiny_model("qwen3", torch.float64), group=ranks)
+        torch.manual_seed(0)
+        learner = Learner(policy, LearnerConfig(mtp=MtpConfig(heads=2)))
+        assert learner.mtp is not None
+        learner.mtp.heads.double()
+        learner.accumulate(learner.plan(forest(kind)))
+        found.append(gradients(learner.mtp.heads))
+    alone, shared = found
+    scale = max(float(one.norm()) for one in alone.values())
+    return max(float((shared[name] - alone[name]).norm()) for name in alone) / scale
+
+
+def shortage_error(group: dist.ProcessGroup, *, short: int, backward: bool) -> float:
+    """Of a step that one rank had no memory for, against that of the budget it was then cut to."""
+
+    def learner(budget: int) -> Learner:
+        policy = TreePolicy(tiny_model("qwen3", torch.float32), group=group)
+        torch.manual_seed(0)
+        floor, heads = min(budget, 4), MtpConfig(heads=1)
+        return Learner(
+            policy, LearnerConfig(token_budget=budget, token_budget_floor=floor, mtp=heads)
+        )
+
+    rng = Random(3)
+    samples = [make_sample([1, n, n + 1, 5, 6, 7], (2, 6), rng=rng) for n in range(2, 10)]
+    one = learner(1 << 30)
+    memory = 3 if dist.get_rank(group) == short else 1 << 30
+    with memory_for(one, memory, backward=backward):
+        result = one.step(one.plan(samples), weight_version=1)
+    assert result.memory_retries > 0 and not result.skipped, (result.skipped, result.shortage)
+    assert (f"rank {short}" in result.shortage) == (dist.get_rank(group) != short)
+    other = learner(one.token_budget)
+    expected = other.step(other.plan(samples), weight_version=1)
+    assert expected.memory_retries == 0 and len(expected.plan.trees) > 1
+    pairs = zip(one.policy.model.parameters(), other.policy.model.parameters(), strict=True)
+    weights = max(float((mine - its).detach().abs().max()) for mine, its in pairs)
+    return max(weights, abs(result.loss - expected.loss))
+
+
+def long_chain_error(group: dist.ProcessGroup) -> float:
+    """Of a step on one sample that no budget cuts into trees, and whose ranges of equal work are
+    too much for the first rank: against a process by itself."""
+    ids = [Random(5).randrange(13) for _ in range(200)]
+    samples = [make_sample(ids, (100, 200), rng=Random(5))]
+    results, weights = [], []
+    for ranks in (group, None):
+        policy = TreePolicy(tiny_model("qwen3", torch.float64), group=ranks)
+        one = Learner(policy, LearnerConfig(token_budget=400, token_budget_floor=10))
+        with memory_for(one, 56 if ranks else 400) as tried:
+            results.append(one.step(one.plan(samples), weight_version=1))
+        weights.append([each.detach() for each in policy.model.parameters()])
+        assert not results[-1].skipped, results[-1].skipped
+        assert ranks is None or tried[-1] <= 56, tried
+    assert results[0].memory_retries == 1
+    return max(float((mine - its).abs().max()) for mine, its in zip(*weights, strict=True))
+
+
+def run_rank(rank: int, meeting: str, results: str) -> None:
+    """All cases; every rank takes part in each, the first one tells."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(meeting, RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    pair = dist.new_group([0, 1])
+    found: dict[str, float] = {}
+    with wide_norms():
+        for family in FAMILIES:
+            for kind in KINDS:
+                found[f"4 {family} fp64 {kind}"] = error_of(
+                    family, kind, torch.float64, dist.group.WORLD
+                )
+        for kind in ("forked", "compacted", "single_token", "temperatures"):
+            found[f"4 qwen3 fp64 heads {kind}"] = heads_error(kind, dist.group.WORLD)
+        for short, backward in ((0, False), (1, True), (3, True), (2, False)):
+            found[f"4 fp64 short of memory: rank {short}, backward {backward}"] = shortage_error(
+                dist.group.WORLD, short=short, backward=backward
+            )
+        found["4 qwen3 fp64 long chain, short of memory"] = long_chain_error(dist.group.WORLD)
+        if rank < 2:
+            for family in FAMILIES:
+                for kind in (
+                    KINDS if family == "qwen3" else ("think_stripped", "compacted", "roots")
+                ):
+                    found[f"2 {family} fp64 {kind}"] = error_of(family, kind, torch.float64, pair)
+        for family in ("qwen3", "gemma3", "qwen3_moe"):
+            for number in range(RANDOM):
+                kind = f"{'split' if number % 2 else 'whole'} {number} random"
+                found[f"4 {family} fp64 {kind}"] = error_of(
+                    family, kind, torch.float64, dist.group.WORLD
+                )
+    for kind in ("think_stripped", "forked"):
+        for family in FAMILIES:
+            found[f"4 {family} fp32 {kind}"] = error_of(
+                family, kind, torch.float32, dist.group.WORLD
+            )
+        found[f"4 qwen3 fp32 checkpointed {kind}"] = error_of(
+            "qwen3", kind, torch.float32, dist.group.WORLD, checkpointing=True
+        )
+    if rank == 0:
+        Path(results).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        results = str(Path(folder) / "results")
+        fork = multiprocessing.get_context("fork")
+        ranks = [
+            fork.Process(target=run_rank, args=(rank, str(Path(folder) / "meeting"), results))
+            for rank in range(RANKS)
+        ]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+        assert not any(each.exitcode for each in ranks), [each.exitcode for each in ranks]
+        print(Path(results).read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""For tests of the runtime, and of all that runs on it: etcd, actors, disks, clocks."""

@@ -1,0 +1,1 @@
+"""For tests of whole runs, and for the test run itself."""

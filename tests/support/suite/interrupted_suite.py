@@ -1,0 +1,40 @@
+"""A suite that `test_interrupted_suite` starts and interrupts: it starts processes and hangs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.pool.process import PoolProcess
+from tests.support.runtime.etcd import EtcdServer
+
+PIDS = "INTERRUPTED_SUITE_PIDS"
+"""Environment variable: the pipe for the process ids, that of the test process first."""
+_DETACHED = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+                         start_new_session=True, stdout=subprocess.DEVNULL)
+print(child.pid)
+"""
+
+
+@pytest.fixture
+def processes(tmp_path: Path, etcd: EtcdServer, cluster: str) -> Iterator[None]:
+    """An etcd, a service, and a process whose parent has ended; fixtures are not torn down."""
+    pool = PoolProcess(tmp_path / "pool", etcd=etcd, cluster=cluster)
+    pool.start()
+    detached = subprocess.check_output([sys.executable, "-c", _DETACHED], text=True)
+    with Path(os.environ[PIDS]).open("w") as pids:
+        pids.write(f"{os.getpid()} {etcd.pid} {pool.pid} {detached}")
+    yield
+
+
+def test_that_hangs(processes: None) -> None:
+    """For ever."""
+    threading.Event().wait()

@@ -1,0 +1,161 @@
+"""A real trainer as a child process, on a model small enough to step in milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge.core.errors import Unavailable
+from forge.runtime.coordination import Coordinator, Versioned
+from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.chunks import Joiner
+from forge.runtime.rpc.remote import Remote
+from forge.runtime.rpc.status import translated
+from forge.v1 import common_pb2, inference_pb2, trainer_pb2
+from forge.v1.inference_pb2_grpc import WeightServiceStub
+from forge.v1.trainer_pb2_grpc import TrainerServiceStub
+from tests.support.rl.models import tiny_model
+from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.log_lines import log_lines
+
+START_S = 240.0
+"""Until a process has started, taken its steps or ended, on a machine with ten others to run."""
+CALL_S = 120.0
+WEIGHTS_KEY = "weights/default/latest"
+
+
+class TrainerProcess:
+    """One `python -m services.trainer` with its model, checkpoints and log under `folder`."""
+
+    def __init__(self, folder: Path, *, etcd: EtcdServer, cluster: str, key_file: Path) -> None:
+        self.model_path = folder / "model"
+        self.checkpoints = folder / "checkpoints"
+        self.metrics_file = folder / "metrics.jsonl"
+        self.log_path = folder / "trainer.log"
+        if not self.model_path.exists():
+            tiny_model("qwen3", torch.float32).save_pretrained(self.model_path)
+        self._argv = [
+            *(sys.executable, "-m", "services.trainer", "--etcd", etcd.endpoint),
+            *("--cluster", cluster, "--key-file", str(key_file), "--instance-id", "trainer"),
+            *("--model-path", str(self.model_path), "--checkpoint.dir", str(self.checkpoints)),
+            *("--metrics-file", str(self.metrics_file), "--log-file", str(self.log_path)),
+            *("--lease-ttl-s", "2", "--torch-threads", "1", "--optimizer.learning-rate", "1e-3"),
+        ]
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, **settings: object) -> None:
+        """`table__key` is the setting `table.key`."""
+        flags = [
+            f"--{key.replace('__', '.').replace('_', '-')}={value}"
+            for key, value in settings.items()
+        ]
+        self.process = subprocess.Popen([*self._argv, *flags], stderr=subprocess.PIPE, text=True)
+
+    def kill(self) -> None:
+        """SIGKILL, if it runs."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+    def terminate(self) -> int:
+        """SIGTERM; the exit code."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.wait()[0]
+
+    def wait(self) -> tuple[int, str]:
+        """Exit code and stderr, once it has ended."""
+        assert self.process is not None
+        _, stderr = self.process.communicate(timeout=START_S)
+        return self.process.returncode, stderr
+
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """Log lines of one event."""
+        return [line for line in log_lines(self.log_path) if line["event"] == event]
+
+    def recorded_steps(self) -> list[int]:
+        """Steps in the metrics file."""
+        return [json.loads(line)["step"] for line in self.metrics_file.read_text().splitlines()]
+
+
+class TrainerClient:
+    """What operators and inference workers ask of a trainer."""
+
+    def __init__(self, coordinator: Coordinator, channels: Channels) -> None:
+        self._coordinator = coordinator
+        self._channels = channels
+        self._trainers = Remote(coordinator, channels, kind="trainer", stub=TrainerServiceStub)
+
+    async def status(self) -> trainer_pb2.GetTrainerStatusResponse:
+        answer: trainer_pb2.GetTrainerStatusResponse = await self._trainers.call(
+            "GetTrainerStatus",
+            trainer_pb2.GetTrainerStatusRequest(),
+            timeout_s=CALL_S,
+            retry_for_s=START_S,
+        )
+        return answer
+
+    async def save(self) -> trainer_pb2.SaveCheckpointResponse:
+        answer: trainer_pb2.SaveCheckpointResponse = await self._trainers.call(
+            "SaveCheckpoint",
+            trainer_pb2.SaveCheckpointRequest(),
+            timeout_s=CALL_S,
+            retry_for_s=START_S,
+        )
+        return answer
+
+    async def steps(self, *, after: int = 0) -> AsyncIterator[trainer_pb2.StepMetrics]:
+        """Steps as they are taken, from whichever process is the trainer now."""
+        _, stub = await self._trainers.pick(timeout_s=START_S)
+        call: Any = stub.WatchSteps(trainer_pb2.WatchStepsRequest(after_step=after))
+        async with translated():
+            async for response in call:
+                yield response.metrics
+
+    async def until_step(self, step: int, *, after: int = 0) -> trainer_pb2.StepMetrics:
+        """The metrics of `step`, once it has been taken, by whichever process it is."""
+        async with asyncio.timeout(START_S):
+            while True:
+                try:
+                    async for metrics in self.steps(after=after):
+                        if metrics.step >= step:
+                            return metrics
+                except Unavailable:
+                    await asyncio.sleep(0.1)
+
+    async def manifests(self) -> AsyncIterator[dict[str, Any]]:
+        """Announced weights: the current ones, then each change."""
+        announced: Versioned | None
+        async for announced in self._coordinator.follow(WEIGHTS_KEY):
+            if announced is not None:
+                yield json.loads(announced.value)
+
+    async def until_version(self, version: int) -> dict[str, Any]:
+        """The first manifest announced of at least that version."""
+        async with asyncio.timeout(START_S):
+            async for manifest in self.manifests():
+                if manifest["weight_version"] >= version:
+                    return manifest
+        raise AssertionError("the stream of manifests does not end")
+
+    async def fetch(self, address: str, version: int) -> list[common_pb2.Tensor]:
+        """The weights of one version, as a worker gets them."""
+        stub = WeightServiceStub(self._channels.get(address))
+        request = inference_pb2.FetchWeightsRequest(weight_version=version)
+        joiner = Joiner()
+        tensors = []
+        call: Any = stub.FetchWeights(request, timeout=CALL_S)
+        async with translated():
+            async for response in call:
+                whole = joiner.add(response.tensor)
+                if whole is not None:
+                    tensors.append(common_pb2.Tensor.FromString(whole))
+        return tensors
