@@ -11,7 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
-from msgspec import Meta
+try:
+    from msgspec import Meta
+except ModuleNotFoundError:
+    # Services check these bounds, and have msgspec; `forge.rl` alone needs torch and transformers.
+    Meta = dict  # type: ignore[assignment, misc]
 
 from forge.core.errors import InvalidArgument
 from forge.rl.algorithms import PRESETS, Normalization, load_custom, preset
