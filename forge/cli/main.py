@@ -41,7 +41,9 @@ Etcd = Annotated[
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="service.key=value, e.g. trainer.optimizer.weight_decay=0.1."),
+    typer.Option(
+        "--set", help="service.key=value, e.g. trainer.optimizer.learning_rate=1e-4. Repeatable."
+    ),
 ]
 
 
