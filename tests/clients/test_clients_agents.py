@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -36,6 +35,7 @@ from tests.support.clients.programs import (
 )
 from tests.support.gateway.script import scripted
 from tests.support.gateway.stack import GatewayStack, check_exact, recorded, token_tree
+from tests.support.runtime.waiting import until
 
 RETRY_S = 240.0
 IN_PATH = [
@@ -88,11 +88,12 @@ async def ended(
     operator = Operator(coordinator, channels, retry_for_s=RETRY_S)
     try:
         await operator.submit([task])
-        while True:
-            async for group in operator.groups(task.tag):
-                if group.group.state in over:
-                    return group
-            await asyncio.sleep(0.1)
+
+        async def ended() -> scheduler_pb2.BatchGroup | None:
+            groups = [group async for group in operator.groups(task.tag)]
+            return next((group for group in groups if group.group.state in over), None)
+
+        return await until(ended)
     finally:
         await channels.close()
 

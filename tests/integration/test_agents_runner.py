@@ -26,6 +26,7 @@ from forge.v1 import common_pb2, scheduler_pb2
 from tests.support.gateway.stack import START_S, GatewayStack, recorded
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.log_lines import log_lines
+from tests.support.runtime.waiting import until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENDED = (common_pb2.GROUP_STATE_EVALUATED, common_pb2.GROUP_STATE_TOMBSTONED)
@@ -51,22 +52,22 @@ class Cluster:
 
     async def running(self, rollouts: int) -> None:
         """Wait until that many rollouts are leased."""
-        async with asyncio.timeout(START_S):
-            status = await self.operator.scheduler_status()
-            while status.running_rollouts < rollouts:
-                await asyncio.sleep(0.05)
-                status = await self.operator.scheduler_status()
+
+        async def leased() -> bool:
+            return (await self.operator.scheduler_status()).running_rollouts >= rollouts
+
+        await until(leased)
 
     async def ended(self, *tasks: common_pb2.Task) -> dict[str, scheduler_pb2.BatchGroup]:
         """Submit evaluation tasks and wait until each is evaluated or given up."""
+
+        async def all_ended() -> dict[str, scheduler_pb2.BatchGroup]:
+            groups = {g.group.task.task_id: g async for g in self.operator.groups("test")}
+            done = {name: g for name, g in groups.items() if g.group.state in ENDED}
+            return done if len(done) == len(tasks) else {}
+
         await self.operator.submit(tasks)
-        async with asyncio.timeout(2 * START_S):
-            while True:
-                groups = {g.group.task.task_id: g async for g in self.operator.groups("test")}
-                done = {name: g for name, g in groups.items() if g.group.state in ENDED}
-                if len(done) == len(tasks):
-                    return done
-                await asyncio.sleep(0.1)
+        return await until(all_ended)
 
     def stop(self) -> None:
         for runner in self.runners.values():
@@ -125,10 +126,12 @@ def outcomes(group: scheduler_pb2.BatchGroup) -> list[float]:
 
 async def started(runner: subprocess.Popen[str], children: int) -> list[psutil.Process]:
     """The processes of a runner, once there are so many: programs, and those of its rewards."""
-    async with asyncio.timeout(START_S):
-        while len(found := psutil.Process(runner.pid).children()) < children:
-            await asyncio.sleep(0.05)
-        return found
+
+    def found() -> list[psutil.Process]:
+        there = psutil.Process(runner.pid).children()
+        return there if len(there) >= children else []
+
+    return await until(found)
 
 
 async def test_every_scaffold_brings_a_group_to_its_end(system: Cluster) -> None:
@@ -244,13 +247,12 @@ async def test_agent_that_blocks_the_event_loop_keeps_its_claim(
     system: Cluster, tmp_path: Path
 ) -> None:
     """It blocks its runner for longer than a lease, and its first attempt counts all the same."""
-    began, until = tmp_path / "began", tmp_path / "until"
+    began, go_on = tmp_path / "began", tmp_path / "go-on"
     domain = "--domains=blocking=tests.support.agents.tasks:BlockingDomain"
     system.start_runner("runner-0", domain, "--concurrency=1")
-    blocked = task("blocked", size=1, domain="blocking", began=str(began), until=str(until))
+    blocked = task("blocked", size=1, domain="blocking", began=str(began), until=str(go_on))
     ending = asyncio.create_task(system.ended(blocked))
-    while not began.exists():
-        await asyncio.sleep(0.05)
+    await until(began.exists)
     # This runner leases later and renews nothing: a lease has passed since the block began, once
     # the scheduler ends this claim.
     dead = system.start_runner("runner-1", REWARDED, "--concurrency=1", "--command=sleep 600")
@@ -260,7 +262,7 @@ async def test_agent_that_blocks_the_event_loop_keeps_its_claim(
     await system.running(2)
     dead.kill()
     await system.stack.logged("scheduler", '"event": "rollout_failed"')
-    until.touch()
+    go_on.touch()
     groups = await ending
     assert outcomes(groups["blocked"]) == [1.0]
     lines = log_lines(system.stack.log_of("scheduler"))

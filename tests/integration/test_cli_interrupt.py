@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.support.runtime.waiting import until_blocking
 
 WAIT_S = 60.0
 
@@ -25,10 +26,7 @@ def test_ctrl_c_while_weights_are_made(tmp_path: Path, words: tuple[str, ...]) -
         text=True,
         start_new_session=True,
     )
-    deadline_s = time.monotonic() + WAIT_S
-    while not (makers := psutil.Process(command.pid).children(recursive=True)):
-        assert time.monotonic() < deadline_s and command.poll() is None
-        time.sleep(0.05)
+    makers = until_blocking(lambda: psutil.Process(command.pid).children(recursive=True))
     # As a terminal does it: to the whole group.
     os.killpg(command.pid, signal.SIGINT)
     said, errors = command.communicate(timeout=WAIT_S)

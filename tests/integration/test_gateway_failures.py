@@ -26,6 +26,7 @@ from tests.support.gateway.stack import (
     token_tree,
 )
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import until
 
 
 @pytest.fixture
@@ -68,9 +69,11 @@ async def durable(stack: GatewayStack, coordinator: Coordinator, trajectory_id: 
 async def until_durable(
     stack: GatewayStack, coordinator: Coordinator, trajectory_id: str, turns: int
 ) -> None:
-    async with asyncio.timeout(START_S):
-        while await durable(stack, coordinator, trajectory_id) < turns:
-            await asyncio.sleep(0.02)
+
+    async def all_durable() -> bool:
+        return await durable(stack, coordinator, trajectory_id) >= turns
+
+    await until(all_durable)
 
 
 async def test_killed_gateway_is_replaced_by_another(
@@ -127,10 +130,8 @@ async def test_agent_sees_one_error_when_its_gateway_is_killed(
     async with stack.agent(await stack.gateway(coordinator, "gateway-1"), token) as agent:
         assert await agent.close(min_turns=3) == 3
     trajectory = await recorded(stack, coordinator, trajectory_id)
-    async with asyncio.timeout(START_S):
-        # The engine notices in its own time that nobody is left to answer.
-        while len(stack.sampled(trajectory_id)) < 4:
-            await asyncio.sleep(0.02)
+    # The engine notices in its own time that nobody is left to answer.
+    await until(lambda: len(stack.sampled(trajectory_id)) >= 4)
     check_exact(stack, trajectory, lost=1)
     assert [turn.parent_turn for turn in trajectory.turns] == [-1, 0, 1]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -13,7 +12,8 @@ from openai.types.responses import Response
 
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2, pool_pb2
-from tests.support.gateway.stack import START_S, GatewayStack, check_exact, recorded, token_tree
+from tests.support.gateway.stack import GatewayStack, check_exact, recorded, token_tree
+from tests.support.runtime.waiting import until
 
 FAMILY = "qwen3"
 TOOL: Any = {
@@ -218,11 +218,12 @@ async def until_durable(
 ) -> None:
     client = await stack.pool_client(coordinator)
     request = pool_pb2.GetSummariesRequest(trajectory_ids=[trajectory_id])
-    async with asyncio.timeout(START_S):
-        while not any(
-            s.turns >= turns for s in (await client.stub.GetSummaries(request)).summaries
-        ):
-            await asyncio.sleep(0.02)
+
+    async def durable() -> bool:
+        summaries = (await client.stub.GetSummaries(request)).summaries
+        return any(summary.turns >= turns for summary in summaries)
+
+    await until(durable)
     await client.close()
 
 

@@ -32,6 +32,7 @@ from tests.support.gateway.sample_router import (
     response,
     rest,
 )
+from tests.support.runtime.waiting import until
 
 
 async def test_answers_on_one_stream_do_not_mix() -> None:
@@ -124,9 +125,7 @@ async def test_a_deadline_ends_its_call_on_both_sides() -> None:
             await rest(late)
         # Behind it: whatever the router was told of the late call, it has heard.
         assert await rest(await begin(streams, request(5))) == [5]
-        async with asyncio.timeout(WAIT_S):
-            while router.at_work != {"hold-other"}:
-                await asyncio.sleep(0.01)
+        await until(lambda: router.at_work == {"hold-other"})
         router.go_on.set()
         assert await rest(other) == [1, 2]
 

@@ -35,6 +35,7 @@ from tests.support.pool.account import (
 )
 from tests.support.pool.process import PoolClient, PoolProcess
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import until
 
 ROUNDS = int(os.environ.get("FORGE_CRASH_ROUNDS", "10"))
 WRITERS = 4
@@ -160,8 +161,8 @@ async def test_kill_9_while_it_is_compacted_loses_nothing_acknowledged(
         await ledger.reach(ledger.count + 1)
         compacting = asyncio.create_task(compact(client))
         if draw.random() < 0.7:
-            while not (pool.data_dir / "compacted").exists() and not compacting.done():
-                await asyncio.sleep(0.001)
+            copied = pool.data_dir / "compacted"
+            await until(lambda copied=copied, done=compacting.done: copied.exists() or done())
             await asyncio.sleep(draw.random() * 0.5)
         else:
             await asyncio.sleep(draw.random())

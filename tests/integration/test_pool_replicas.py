@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
+from forge.client.retry import retried
+from forge.core.errors import ResourceExhausted, Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
@@ -28,6 +29,7 @@ from tests.support.pool.process import CALL_S, START_S, PoolClient, PoolProcess
 from tests.support.pool.records import make_group
 from tests.support.pool.shard import ReplicatedShard
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -91,18 +93,16 @@ async def put(client: PoolClient, task_id: str, *, payload_json: str = "{}") -> 
 
 async def put_once_it_is_taken(client: PoolClient, task_id: str) -> None:
     """The follower may still be on its way."""
-    while True:
-        try:
-            return await put(client, task_id)
-        except ForgeError as error:
-            assert error.retryable, error
-            await asyncio.sleep(0.1)
+    await retried(lambda: put(client, task_id), retry_for_s=LIMIT_S)
 
 
 async def in_sync(replicas: ReplicatedShard) -> None:
     """From here on the follower has all that is acknowledged."""
-    while (await replicas.leader())[1].metadata.get("copies") != "2":
-        await asyncio.sleep(0.05)
+
+    async def two_copies() -> bool:
+        return (await replicas.leader())[1].metadata.get("copies") == "2"
+
+    await until(two_copies)
 
 
 async def test_a_killed_leader_takes_nothing_acknowledged_with_it(shard, pools):
@@ -232,8 +232,7 @@ async def test_an_outage_of_etcd_stops_nothing(own_etcd, tmp_path):
         client = await replicas.client()
         await put_once_it_is_taken(client, "before")
         own_etcd.freeze()
-        while "lease_lost" not in leader.log_path.read_text():
-            await asyncio.sleep(0.05)
+        await until(lambda: "lease_lost" in leader.log_path.read_text())
         await put(client, "during")
         await client.close()
         own_etcd.thaw()

@@ -6,6 +6,7 @@ import asyncio
 import math
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -30,6 +31,7 @@ from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc
 from tests.support.pool.process import CALL_S, START_S, PoolClient, PoolProcess
 from tests.support.pool.records import damage, make_group, make_reward, make_turn
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import until
 
 Start = Callable[..., Awaitable[PoolClient]]
 HELD_COPY = """
@@ -355,25 +357,26 @@ async def test_a_compaction_ends_with_its_call_and_with_its_process(
     inode = (pool.data_dir / "data.mdb").stat().st_ino
     call = client.stub.CompactShard(request, timeout=CALL_S)
     assert (await call.read()).total_bytes > 0
-    await until_copied(pool)
+    await until(lambda: left_of_copies(pool))
     call.cancel()
-    while left_of_copies(pool):
-        await asyncio.sleep(0.05)
+    await until(lambda: not left_of_copies(pool))
     assert (pool.data_dir / "data.mdb").stat().st_ino == inode
     held.unlink()
-    responses = []
-    while not responses:
-        try:
+
+    async def compacted() -> list[pool_pb2.CompactShardResponse]:
+        # The first may still be on its way out.
+        with suppress(FailedPrecondition):
             async with translated():
-                responses = [one async for one in client.stub.CompactShard(request, timeout=CALL_S)]
-        except FailedPrecondition:
-            await asyncio.sleep(0.05)  # The first is still on its way out.
+                return [one async for one in client.stub.CompactShard(request, timeout=CALL_S)]
+        return []
+
+    responses = await until(compacted)
     assert responses[-1].after_bytes > 0
     assert (pool.data_dir / "data.mdb").stat().st_ino != inode
     held.write_text(HELD_COPY)
     last = client.stub.CompactShard(request, timeout=CALL_S)
     await last.read()
-    await until_copied(pool)
+    await until(lambda: left_of_copies(pool))
     pool.terminate()
     assert (await asyncio.to_thread(pool.wait))[0] == 0
     with pytest.raises(grpc.aio.AioRpcError) as ended:
@@ -381,12 +384,6 @@ async def test_a_compaction_ends_with_its_call_and_with_its_process(
             pass
     assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
     assert not left_of_copies(pool)
-
-
-async def until_copied(pool: PoolProcess) -> None:
-    """Until a copy is being made."""
-    while not left_of_copies(pool):
-        await asyncio.sleep(0.05)
 
 
 def left_of_copies(pool: PoolProcess) -> list[Path]:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from forge.core.errors import DataLoss, ForgeError
+from forge.client.retry import retried
+from forge.core.errors import DataLoss
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.status import translated
 from forge.runtime.security import Keyring
@@ -22,6 +23,7 @@ from tests.support.pool.process import CALL_S, PoolClient, PoolProcess
 from tests.support.pool.records import make_group, make_reward, make_turn
 from tests.support.pool.shard import ReplicatedShard
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -63,14 +65,12 @@ async def filled(replicas: ReplicatedShard) -> tuple[PoolClient, PoolProcess, Po
     """Its leader's client, leader and follower, once both have a sealed trajectory."""
     client = await replicas.client()
     request = pool_pb2.PutGroupsRequest(groups=[make_group("t")], fence=1)
-    while True:
-        try:
-            async with translated():
-                await client.stub.PutGroups(request, timeout=CALL_S)
-            break
-        except ForgeError as error:
-            assert error.retryable, error
-            await asyncio.sleep(0.1)
+
+    @translated()
+    async def put() -> None:
+        await client.stub.PutGroups(request, timeout=CALL_S)
+
+    await retried(put, retry_for_s=LIMIT_S)
     said = make_turn(TRAJECTORY, messages_json=SAID)
     assert not any(one.error for one in await client.append([said, make_turn(TRAJECTORY, 1)]))
     await client.seal(TRAJECTORY, 2, [make_reward()])
@@ -86,8 +86,7 @@ async def fetched(client: PoolClient) -> common_pb2.Trajectory:
 
 
 async def logged(process: PoolProcess, event: str) -> None:
-    while event not in process.log_path.read_text():
-        await asyncio.sleep(0.05)
+    await until(lambda: event in process.log_path.read_text())
 
 
 def damage_of(process: PoolProcess) -> list[str]:

@@ -57,6 +57,7 @@ async def test_registration_outlives_a_pause_in_its_making(
         leases.append(lease_id)
         if len(leases) == 1:
             await etcd.revoke(lease_id, timeout_s=60)
+            # Real time: by its own clock the lease runs out, too.
             await asyncio.sleep(1.0)
         return await swap(key, value, expected_revision=expected_revision, lease_id=lease_id)
 

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from forge.core.errors import Unavailable
 from forge.runtime.coordination import Coordinator
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import until
 
 TTL_S = 2.0
 """The shortest lease that etcd grants."""
@@ -35,13 +36,6 @@ async def observer(own_etcd: EtcdServer) -> AsyncIterator[Coordinator]:
     await connected.close()
 
 
-async def until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
-    """Wait for a state of the real world that no event announces."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 async def in_thread(action: Callable[[], None]) -> None:
     await asyncio.get_running_loop().run_in_executor(None, action)
 
@@ -55,6 +49,7 @@ async def test_killed_etcd_leaves_the_last_known_view(
     await discovery.wait(timeout_s=30)
     await in_thread(own_etcd.kill)
     await until(lambda: not registration.alive)
+    # Real time: a lease runs out that nobody can ask.
     await asyncio.sleep(TTL_S)
     assert [one.instance_id for one in discovery.instances] == ["p"]
     with pytest.raises(Unavailable, match=own_etcd.endpoint):
@@ -113,12 +108,16 @@ async def test_freeze_beyond_the_ttl_is_survived_by_registrations(
     await discovery.wait(timeout_s=30)
     own_etcd.freeze()
     await until(lambda: not registration.alive)
+    # Real time: etcd's own lease runs out while it is frozen.
     await asyncio.sleep(2 * TTL_S)
     lengths = [len(discovery.instances)]
     own_etcd.thaw()
-    while not registration.alive:
+
+    def back() -> bool:
         lengths.append(len(discovery.instances))
-        await asyncio.sleep(0.02)
+        return registration.alive
+
+    await until(back)
     (found,) = await discovery.wait(timeout_s=30)
     assert found.metadata == {"a": "1"}
     assert set(lengths) == {1}

@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from forge.core.errors import ConfigError, FailedPrecondition
 from forge.runtime.processes import ProcessEvent, ProcessSpec, ProcessSupervisor, Restart
+from tests.support.runtime.waiting import until
 
 SOON = Restart(backoff_s=0.01)
 SOON_S = 120.0
@@ -73,9 +74,7 @@ STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEE
 
 
 async def until_logged(path: Path, text: str) -> None:
-    async with asyncio.timeout(SOON_S):
-        while not path.exists() or text not in path.read_text():
-            await asyncio.sleep(0.02)
+    await until(lambda: path.exists() and text in path.read_text())
 
 
 async def test_child_that_restarts_as_all_are_stopped_is_stopped_too(

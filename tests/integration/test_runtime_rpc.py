@@ -22,6 +22,7 @@ from forge.runtime.security import Claims, Keyring, Security
 from forge.v1 import pool_pb2, pool_pb2_grpc
 from tests.support.runtime.echo import FULL_NAME, SCOPES, EchoServicer, EchoStub, add_to_server
 from tests.support.runtime.etcd import Certificates
+from tests.support.runtime.waiting import until
 
 KEYRING = Keyring.from_bytes(b"k" * 32)
 
@@ -270,9 +271,7 @@ async def test_client_that_goes_away_cancels_its_handler(served: Served) -> None
     await served.servicer.entered.wait()
     call.cancel()
     await asyncio.wait({pending})
-    async with asyncio.timeout(30):
-        while (REGISTRY.get_sample_value("forge_rpc_calls_total", labels) or 0) == before:
-            await asyncio.sleep(0.01)
+    await until(lambda: (REGISTRY.get_sample_value("forge_rpc_calls_total", labels) or 0) != before)
 
 
 async def test_message_of_four_mebibytes_fits_and_a_bigger_one_is_refused(served: Served) -> None:

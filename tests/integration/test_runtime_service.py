@@ -27,6 +27,7 @@ from tests.support.runtime.echo import EchoStub
 from tests.support.runtime.echo_service import EchoApp, EchoConfig
 from tests.support.runtime.etcd import EtcdServer, free_port
 from tests.support.runtime.log_lines import log_lines
+from tests.support.runtime.waiting import until
 
 START_S = 240.0
 """Until a process has started or ended, on a machine with ten others to run."""
@@ -83,10 +84,7 @@ class Process:
 
     async def logged(self, event: str) -> dict[str, Any]:
         """The line of that event, once it is there."""
-        async with asyncio.timeout(START_S):
-            while not (found := [line for line in self.lines() if line["event"] == event]):
-                await asyncio.sleep(0.02)
-        return found[0]
+        return (await until(lambda: [line for line in self.lines() if line["event"] == event]))[0]
 
     def close(self) -> None:
         self.child.kill()

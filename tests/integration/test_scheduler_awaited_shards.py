@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from forge.core.errors import Unavailable
 from forge.v1 import scheduler_pb2
 from services.scheduler.record import TermRecord
+from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import (
     START_S,
     SchedulerCluster,
@@ -32,8 +32,11 @@ async def test_new_leader_begins_without_a_shard_that_is_away(forge: SchedulerCl
     there = [claim for claim in claims if shards[claim.task.task_id] == "s0"]
     assert lost and there
     # It keeps a bound on the head from the start of its term on.
-    while (await TermRecord.read(forge.coordinator)).head is None:
-        await asyncio.sleep(0.05)
+
+    async def has_head() -> bool:
+        return (await TermRecord.read(forge.coordinator)).head is not None
+
+    await until(has_head)
     await forge.kill(first)
     await forge.kill(forge.pools["s1"])
     second = forge.start_scheduler(
@@ -54,8 +57,12 @@ async def test_new_leader_begins_without_a_shard_that_is_away(forge: SchedulerCl
 
     forge.start_pool("s1")
     await second.until_logged("pool_shard_enlisted", times=2)
-    while (status := await forge.status()).shards_away:
-        await asyncio.sleep(0.05)
+
+    async def all_there() -> bool:
+        return not (await forge.status()).shards_away
+
+    await until(all_there)
+    status = await forge.status()
     assert status.pending == 8 - len(ids_of(batch))
     assert status.running_rollouts == len(lost), "runners keep what they renewed meanwhile"
     for claim in lost:
@@ -79,8 +86,9 @@ async def test_leader_waits_for_all_shards_where_nothing_bounds_the_head(
     await replace(record, head=None).write(forge.coordinator)
     second = forge.start_scheduler(shard_wait_s="0")
     # It may know of no shard at first.
-    while ["s1"] not in [one["missing"] for one in second.logged("waiting_for_pool_shards")]:
-        await asyncio.sleep(0.05)
+    await until(
+        lambda: ["s1"] in [one["missing"] for one in second.logged("waiting_for_pool_shards")]
+    )
     schedulers = forge.coordinator.discover("scheduler")
     while not any(i.metadata.get("awaits_shards") == "s1" for i in schedulers.instances):
         await schedulers.changed()

@@ -14,6 +14,7 @@ from forge.core.placement.sharding import choose_shard
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import (
     START_S,
     SchedulerCluster,
@@ -143,12 +144,14 @@ async def test_books_on_metrics_are_those_of_the_leader(forge: SchedulerCluster)
     await forge.commit(await forge.take(), 1)
     states = {"accepted": 4, "trained": 2, "tombstoned": 0, "pending": 2, "queued": 1}
     states |= {"running": 0, "complete_in_window": 1, "complete_outside_window": 0}
-    while await books(first) != states:
-        await asyncio.sleep(0.05)
+
+    async def shown(instance: Instance) -> bool:
+        return await books(instance) == states
+
+    await until(lambda: shown(first))
     assert not any((await books(second)).values())
     await forge.kill(leader)
-    while await books(second) != states:
-        await asyncio.sleep(0.05)
+    await until(lambda: shown(second))
 
 
 async def books(instance: Instance) -> dict[str, float]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from forge.v1 import scheduler_pb2
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import SchedulerCluster, ids_of, make_task
 
 
@@ -49,8 +50,11 @@ async def test_queue_is_paused_resumed_and_drained_by_hand(
     assert (await operator.types("resume")).startswith("running; ")
     running = await forge.lease(1)
     draining = await operator.start("drain", "--wait")
-    while (await forge.status()).activity != scheduler_pb2.ACTIVITY_DRAINING:
-        await asyncio.sleep(0.05)
+
+    async def drains() -> bool:
+        return (await forge.status()).activity == scheduler_pb2.ACTIVITY_DRAINING
+
+    await until(drains)
     assert await forge.lease(1, wait_s=0.0) == []
 
     # Whoever looked between the end of the hold and a late renewal would see nothing run.
@@ -61,8 +65,11 @@ async def test_queue_is_paused_resumed_and_drained_by_hand(
         assert await forge.renew(running) == []
     finally:
         draining.send_signal(signal.SIGCONT)
-    while (await forge.status()).taking_over:
-        await asyncio.sleep(0.05)
+
+    async def taken_over() -> bool:
+        return not (await forge.status()).taking_over
+
+    await until(taken_over)
     assert await forge.lease(1, wait_s=0.0) == []
     assert (await operator.types("status")).startswith("draining; ")
     assert draining.returncode is None

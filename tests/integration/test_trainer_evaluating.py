@@ -15,8 +15,9 @@ import pytest_asyncio
 from forge.runtime.coordination import Coordinator
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc, trainer_pb2
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import SchedulerCluster, assert_books_balance, make_task
-from tests.support.trainer.process import START_S, TrainerClient, TrainerProcess
+from tests.support.trainer.process import TrainerClient, TrainerProcess
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -50,12 +51,6 @@ async def trainer(
     process = TrainerProcess(tmp_path, etcd=etcd, cluster=cluster, key_file=tmp_path / "key")
     yield process
     process.kill()
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(START_S):
-        while not await condition():
-            await asyncio.sleep(0.05)
 
 
 async def test_evaluations_survive_a_killed_trainer_and_a_killed_scheduler(

@@ -16,6 +16,7 @@ from forge.core.errors import NotFound
 from forge.runtime.coordination import Coordinator
 from forge.v1 import common_pb2, trainer_pb2
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import SchedulerCluster, assert_books_balance, make_task
 from tests.support.trainer.process import START_S, TrainerClient, TrainerProcess
 
@@ -119,12 +120,12 @@ async def a_damaged_checkpoint_is_passed_over(stack: Stack) -> None:
 
 
 async def until_finished(client: TrainerClient) -> trainer_pb2.GetTrainerStatusResponse:
-    async with asyncio.timeout(START_S):
-        while True:
-            status = await client.status()
-            if status.phase == trainer_pb2.TRAINER_PHASE_FINISHED:
-                return status
-            await asyncio.sleep(0.05)
+
+    async def finished() -> trainer_pb2.GetTrainerStatusResponse | None:
+        status = await client.status()
+        return status if status.phase == trainer_pb2.TRAINER_PHASE_FINISHED else None
+
+    return await until(finished)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -141,9 +142,11 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack, ranks:
     stack.trainer.start(**settings)
     await stack.feed(0, 3 * GROUPS_PER_STEP)
     await stack.client.until_step(3)
-    async with asyncio.timeout(START_S):
-        while (await stack.client.status()).checkpoint_step != 2:
-            await asyncio.sleep(0.05)
+
+    async def saved() -> bool:
+        return (await stack.client.status()).checkpoint_step == 2
+
+    await until(saved)
     before = await stack.trained()
     assert stack.trainer.process is not None
     children = psutil.Process(stack.trainer.process.pid).children(recursive=True)
@@ -210,9 +213,11 @@ async def test_sigterm_waits_for_no_dead_scheduler(stack: Stack) -> None:
     (scheduler,) = stack.cluster.schedulers
     await stack.cluster.kill(scheduler)
     stack.trainer.start()
-    async with asyncio.timeout(START_S):
-        while (await stack.client.status()).phase != trainer_pb2.TRAINER_PHASE_LOADING:
-            await asyncio.sleep(0.05)
+
+    async def loads() -> bool:
+        return (await stack.client.status()).phase == trainer_pb2.TRAINER_PHASE_LOADING
+
+    await until(loads)
     assert await asyncio.to_thread(stack.trainer.terminate) == 0
     assert stack.trainer.logged("stopped")
 

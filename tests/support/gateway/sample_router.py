@@ -16,6 +16,7 @@ from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.router.router_stream import RouterStreams
 from services.gateway.router.sample_call import SampleCall
 from services.inference.router import sample_stream as router_side
+from tests.support.runtime.waiting import until
 
 WAIT_S = 30.0
 
@@ -80,9 +81,7 @@ class Router(inference_pb2_grpc.InferenceServiceServicer):
                 self.left.append(asked.request_id)
 
     async def until_left(self, *names: str) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while sorted(self.left) != sorted(names):
-                await asyncio.sleep(0.01)
+        await until(lambda: sorted(self.left) == sorted(names))
 
 
 class Remote:

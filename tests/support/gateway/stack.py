@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from tests.support.gateway.scripted_engine import start_scripted_engine
 from tests.support.pool.process import PoolClient, PoolProcess
 from tests.support.pool.records import recorded_tree
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import until
 
 # A process takes seconds to start, and minutes where others take the processor.
 START_S = 120.0
@@ -91,9 +91,7 @@ class GatewayStack:
 
     async def logged(self, name: str, text: str, *, times: int = 1) -> None:
         """Returns once the log of a process has a text so often."""
-        async with asyncio.timeout(START_S):
-            while self.log_of(name).read_text().count(text) < times:
-                await asyncio.sleep(0.02)
+        await until(lambda: self.log_of(name).read_text().count(text) >= times)
 
     async def gateway(self, coordinator: Coordinator, name: str = "gateway-0") -> Instance:
         """The registered instance; waits for it, and for an engine and the pool."""

@@ -26,6 +26,7 @@ from forge.v1.common_pb2 import SamplingParams
 from services.inference import codec
 from services.inference.engines.base import NamedTensor
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import until
 
 # A process takes seconds to start, and minutes where others take the processor.
 START_S = 240.0
@@ -80,8 +81,7 @@ class Publisher(inference_pb2_grpc.WeightServiceServicer):
     async def fetched(self, times: int) -> None:
         """Returns once whole sets of weights have been asked for so many times more."""
         wanted = self.fetches + times
-        while self.fetches < wanted:
-            await asyncio.sleep(0.01)
+        await until(lambda: self.fetches >= wanted)
 
     async def FetchWeights(
         self, request: inference_pb2.FetchWeightsRequest, context: Any
@@ -222,18 +222,24 @@ class InferenceCluster:
     async def sampling(self, *calls: asyncio.Task[Any]) -> list[str]:
         """The decode workers that are sampling right now; waits until there is one, or none of the
         calls is left that could make it sample."""
-        while True:
+        busy: list[str] = []
+
+        async def found() -> bool:
             left = [call for call in calls if not call.done()]
             workers = (await self.status()).workers
-            busy = [w.instance_id for w in workers if w.role == "decode" and w.running]
-            if busy or not left:
-                return busy
-            await asyncio.sleep(0.01)
+            busy[:] = [w.instance_id for w in workers if w.role == "decode" and w.running]
+            return bool(busy) or not left
+
+        await until(found)
+        return busy
 
     async def idle(self) -> None:
         """Returns once no worker has anything to do."""
-        while any(worker.running for worker in (await self.status()).workers):
-            await asyncio.sleep(0.01)
+
+        async def is_idle() -> bool:
+            return not any(worker.running for worker in (await self.status()).workers)
+
+        await until(is_idle)
 
     async def _router(self) -> inference_pb2_grpc.InferenceServiceStub:
         (router, *_) = await self._coordinator.discover("router").wait(timeout_s=START_S)

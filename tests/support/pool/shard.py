@@ -6,7 +6,7 @@ import asyncio
 import signal
 from pathlib import Path
 
-from forge.core.errors import ForgeError
+from forge.client.retry import retried
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import translated
@@ -14,6 +14,7 @@ from forge.runtime.security import Security
 from tests.support.pool.account import Ledger, audit
 from tests.support.pool.process import START_S, PoolClient, PoolProcess
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.waiting import LIMIT_S
 
 
 class ReplicatedShard:
@@ -86,17 +87,17 @@ class ReplicatedShard:
 
     async def audit(self, ledger: Ledger) -> None:
         """What was acknowledged is with whoever leads."""
-        while True:
+
+        @translated()
+        async def audited() -> None:
             client = await self.client()
             try:
-                async with translated():
-                    return await audit(client, ledger)
-            except ForgeError as error:
-                # On a busy machine an election may come in between.
-                assert error.retryable, error
-                await asyncio.sleep(0.2)
+                await audit(client, ledger)
             finally:
                 await client.close()
+
+        # On a busy machine an election may come in between.
+        await retried(audited, retry_for_s=LIMIT_S)
 
     async def kill(self, *processes: PoolProcess) -> None:
         """SIGKILL; on return their TTL has passed, as far as others can tell."""

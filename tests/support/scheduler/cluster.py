@@ -3,7 +3,6 @@ them: operator, runner, gateway and trainer."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ from tests.support.pool.process import PoolProcess
 from tests.support.pool.records import make_reward, make_turn
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.log_lines import log_lines
+from tests.support.runtime.waiting import until
 
 START_S = 120.0
 CALL_S = 60.0
@@ -92,10 +92,9 @@ class SchedulerProcess:
         return [line for line in log_lines(self.log_path) if line["event"] == event]
 
     async def until_logged(self, event: str, *, times: int = 1) -> list[dict[str, Any]]:
-        """The events of that name, once there are so many; as long as it takes."""
-        while len(found := self.logged(event)) < times:
-            await asyncio.sleep(LOOK_S)
-        return found
+        """The events of that name, once there are so many."""
+        await until(lambda: len(self.logged(event)) >= times)
+        return self.logged(event)
 
 
 class SchedulerCluster:

@@ -8,12 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.support.runtime.waiting import StillNotSo, until_blocking
 
 FORGE = str(Path(sys.executable).parent / "forge")
 LIMIT_S = 420.0
@@ -52,11 +53,15 @@ class ForgeRun:
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for a moment of the run; an early end of the run is a failure that shows why."""
-        deadline = time.monotonic() + LIMIT_S
-        while not condition():
+
+        def come() -> bool:
             assert self.process.poll() is None, f"ended before {what}:\n{self.explain()}"
-            assert time.monotonic() < deadline, f"no {what} in {LIMIT_S} s:\n{self.explain()}"
-            time.sleep(0.1)
+            return condition()
+
+        try:
+            until_blocking(come, limit_s=LIMIT_S)
+        except StillNotSo as error:
+            raise AssertionError(f"no {what}: {error}\n{self.explain()}") from None
 
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: self.last_step() >= step, f"step {step}")
@@ -131,9 +136,6 @@ def still_alive(pids: list[int]) -> list[int]:
     return alive
 
 
-def wait_for_death(pids: list[int], *, within_s: float = 30.0) -> None:
+def wait_for_death(pids: list[int]) -> None:
     """Wait until none of `pids` runs any more."""
-    deadline = time.monotonic() + within_s
-    while alive := still_alive(pids):
-        assert time.monotonic() < deadline, f"still alive: {alive}"
-        time.sleep(0.1)
+    until_blocking(lambda: not still_alive(pids))

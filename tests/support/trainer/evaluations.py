@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 
 from forge.client.operator import Operator
 from forge.core.errors import ForgeError
@@ -14,6 +14,7 @@ from services.trainer.checkpoint.history import Entry
 from services.trainer.config import EvaluationSettings
 from services.trainer.evaluation import DEFAULTS, Evaluator
 from services.trainer.reporting.run_record import TrainingRecord
+from tests.support.runtime.waiting import until
 
 
 class System:
@@ -129,21 +130,11 @@ class Run:
         for _ in range(count):
             self.step()
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not condition():
-                await asyncio.sleep(0)
-
     async def until_told(self, *steps: int) -> pb.Evaluation:
         """The last one, once those of these steps, and no others, were told."""
-        await self.until(lambda: len(self.record.evaluations) >= len(steps))
+        await until(lambda: len(self.record.evaluations) >= len(steps))
         assert [each.step for each in self.record.evaluations] == list(steps)
         return self.record.evaluations[-1]
-
-    async def settle(self) -> None:
-        """As long as anything could still happen by itself."""
-        for _ in range(100):
-            await asyncio.sleep(0)
 
     def submitted(self) -> list[str]:
         """Step and row of each task, without run and version."""

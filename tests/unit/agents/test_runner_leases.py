@@ -6,7 +6,6 @@ The scheduler is a stand-in that hands out what it is given and records what it 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from forge.agents.runner import Outcome, Runner
 from forge.core.errors import Unauthenticated, Unavailable
 from forge.v1 import scheduler_pb2 as pb
 from tests.support.agents.tasks import lease
+from tests.support.runtime.waiting import until, until_blocking
 
 HELD_UP_S = 30.0
 """Longest that a test blocks the event loop: until it fails."""
@@ -102,18 +102,12 @@ class Work:
         return Outcome(lease_id=claim.lease_id, trajectory_id=claim.trajectory_id)
 
 
-def blocking(until: Callable[[], bool]) -> Callable[[pb.RolloutLease], Any]:
+def blocking(condition: Callable[[], bool]) -> Callable[[pb.RolloutLease], Any]:
     """Work that holds the event loop until something is so."""
 
     async def block(claim: pb.RolloutLease) -> Outcome:
-        give_up_s = time.monotonic() + HELD_UP_S
-        while not until() and time.monotonic() < give_up_s:
-            time.sleep(0.001)
-        return Outcome(
-            lease_id=claim.lease_id,
-            trajectory_id=claim.trajectory_id,
-            error="" if until() else "nothing happened while the event loop was blocked",
-        )
+        until_blocking(condition, limit_s=HELD_UP_S)
+        return Outcome(lease_id=claim.lease_id, trajectory_id=claim.trajectory_id)
 
     return block
 
@@ -275,8 +269,7 @@ async def test_what_was_given_as_the_runner_left_is_run() -> None:
     work.go.set()
     runner = a_runner(scheduler, work)
     running = asyncio.create_task(runner.run())
-    while not scheduler.asked:
-        await asyncio.sleep(0)
+    await until(lambda: scheduler.asked)
     scheduler.waiting.append(lease(0))
     await runner.drain(patience_s=60.0)
     await running
@@ -289,8 +282,7 @@ async def test_runner_leaves_without_a_scheduler() -> None:
     scheduler, work = StandIn(), Work()
     runner = a_runner(scheduler, work)
     running = asyncio.create_task(runner.run())
-    while not scheduler.asked:
-        await asyncio.sleep(0)
+    await until(lambda: scheduler.asked)
     scheduler.refusals["LeaseRollouts"] = [Unavailable("away")]
     await runner.drain(patience_s=60.0)
     await running
@@ -313,8 +305,7 @@ async def test_a_rollout_stopped_before_its_first_step_is_reported() -> None:
     scheduler, work = StandIn(lease(0)), Work()
     runner = a_runner(scheduler, work)
     running = asyncio.create_task(runner.run())
-    while not runner._held:
-        await asyncio.sleep(0)
+    await until(lambda: runner._held)
     await runner.drain(patience_s=0.0)
     await running
     assert scheduler.outcomes["lease-0"].error == "the runner was stopped"

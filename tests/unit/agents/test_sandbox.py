@@ -16,8 +16,8 @@ import pytest
 from forge.agents.environments import code
 from forge.agents.environments.base import Transcript
 from forge.agents.sandbox import _WRAPPERS, Limits, Sandbox, _namespaces
+from tests.support.runtime.waiting import until
 
-LOOK_S = 0.01
 HELD_UP_S = 5.0
 ENDLESS_WAITS = [
     "import time; time.sleep(1 << 20)",
@@ -33,15 +33,16 @@ asyncio.run(Sandbox().run(sys.argv[1]))
 
 async def programs(parent: int) -> list[psutil.Process]:
     """The processes under `parent` that run a program, once there are any; the leader first."""
-    while True:
-        found = []
+
+    def found() -> list[psutil.Process]:
+        there = []
         for process in psutil.Process(parent).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 if any("RLIMIT_CPU" in word for word in process.cmdline()):
-                    found.append(process)
-        if found:
-            return found
-        await asyncio.sleep(LOOK_S)
+                    there.append(process)
+        return there
+
+    return await until(found)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.conversation import SampledAnswer
 from services.gateway.sessions import Session, SessionLimits, Sessions
 from tests.support.gateway.chat_templates import make_model
+from tests.support.runtime.waiting import settle, until
 
 TIMEOUT_S = 60.0
 
@@ -231,7 +232,7 @@ async def test_drained_is_what_a_dead_session_left(make: Make, shard: Shard) -> 
         await session.actor.ask(ending(await begin(session)), timeout_s=TIMEOUT_S)
     await session.actor.stop()
     draining = asyncio.create_task(sessions.drain())
-    await asyncio.wait({draining}, timeout=0.05)
+    await settle()
     shard.open.set()
     await draining
     assert [len(turns) for turns in shard.turns.values()] == [1]
@@ -247,9 +248,8 @@ async def test_drained_are_all_that_can_be(make: Make, shard: Shard) -> None:
             await session.actor.ask(ending(await begin(session)), timeout_s=TIMEOUT_S)
     draining = asyncio.create_task(sessions.drain())
     shard.open.set()
-    while not session.backlog.refused:
-        await asyncio.sleep(0)
-    await asyncio.wait({draining}, timeout=0.05)
+    await until(lambda: session.backlog.refused)
+    await settle()
     shard.again.set()
     with pytest.raises(FailedPrecondition, match="refused turn 0"):
         await draining

@@ -48,6 +48,7 @@ from tests.support.pool.store import (
     summary,
 )
 from tests.support.pool.sweeper import MAX_AGE_S, SETTLED_S, records_of
+from tests.support.runtime.waiting import until
 
 TRAINED = common_pb2.GROUP_STATE_TRAINED
 TOMBSTONED = common_pb2.GROUP_STATE_TOMBSTONED
@@ -234,9 +235,7 @@ async def test_a_sweep_that_fails_is_followed_by_others(store, sweeper, monkeypa
 
     sweeper.writer.before = fail
     running = asyncio.create_task(sweeper.retention(keep_age_s=0).run())
-    async with asyncio.timeout(60):
-        while not sweeper.writer.freed:
-            await asyncio.sleep(0)
+    await until(lambda: sweeper.writer.freed)
     running.cancel()
     assert summary(store).freed
 

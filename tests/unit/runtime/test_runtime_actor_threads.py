@@ -14,6 +14,7 @@ from forge.core.errors import ActorStopped, NotFound, ResourceExhausted
 from forge.runtime.actor import ThreadActor
 from forge.runtime.actor_system import ActorSystem
 from forge.runtime.supervision import Restart
+from tests.support.runtime.waiting import until
 
 
 @pytest_asyncio.fixture
@@ -104,12 +105,17 @@ async def test_first_message_of_a_batch_waits_for_more(system: ActorSystem) -> N
         batch_size = 2
         batch_wait_s = 30.0
 
+        def weigh(self, message: Any) -> int:
+            taken.append(message)
+            return 1
+
         def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
             return [list(messages)] * len(messages)
 
+    taken: list[Any] = []
     ref = await system.spawn(Patient, name="patient")
     first = asyncio.create_task(ref.ask(1, timeout_s=60))
-    await asyncio.sleep(0.05)
+    await until(lambda: taken == [1])
     second = asyncio.create_task(ref.ask(2, timeout_s=60))
     assert await asyncio.gather(first, second) == [[1, 2], [1, 2]]
 
@@ -122,15 +128,17 @@ async def test_a_message_that_weighs_enough_waits_for_no_more(system: ActorSyste
         batch_wait_s = 3600.0
 
         def weigh(self, message: Any) -> int:
+            taken.append(message)
             return int(message)
 
         def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
             return [list(messages)] * len(messages)
 
+    taken: list[int] = []
     ref = await system.spawn(Weighing, name="weighing")
     assert await ref.ask(3, timeout_s=60) == [3]
     first = asyncio.create_task(ref.ask(1, timeout_s=60))
-    await asyncio.sleep(0.05)
+    await until(lambda: taken == [3, 1])
     assert await ref.ask(2, timeout_s=60) == await first == [1, 2]
 
 

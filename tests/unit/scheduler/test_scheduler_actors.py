@@ -11,6 +11,7 @@ from forge.core.errors import InvalidArgument, NotFound, ResourceExhausted, Unav
 from forge.core.placement.sharding import choose_shard
 from forge.v1 import common_pb2
 from services.scheduler import messages as m
+from tests.support.runtime.waiting import settle, until
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
 
@@ -221,13 +222,16 @@ async def test_fate_waits_for_its_shard_and_holds_up_nobody(
         for each in await lease(term)
     ]
     await term.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
-    while here not in shards.states():
-        await asyncio.sleep(0)
+    await until(lambda: here in shards.states())
     assert there not in shards.states()
     shards.down.clear()
-    while there not in shards.states():
-        await asyncio.sleep(0.001)
+    await until(lambda: there in shards.states())
     assert (await status(term)).tombstoned == 2
+
+
+async def running(term: TermActors, *, most: int) -> bool:
+    """Whether no more rollouts than that run."""
+    return (await status(term)).running_rollouts <= most
 
 
 async def test_fate_that_is_being_stored_outlives_an_orderly_end(
@@ -236,8 +240,7 @@ async def test_fate_that_is_being_stored_outlives_an_orderly_end(
     """A leader that is told to stop leaves no group to the next that was given up already."""
 
     async def answer_late(shard: str) -> None:
-        for _ in range(100):
-            await asyncio.sleep(0)
+        await settle()
 
     await submit(term, make_task("a"))
     (trajectory_id,) = await lease(term)
@@ -266,8 +269,7 @@ async def test_shard_that_hangs_with_a_fate_holds_up_no_commit(
         await term.queue.ask(m.SettleRollouts(reports=[report]), timeout_s=ASK_S)
     commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=())
     await asyncio.wait_for(term.ledger.ask(commit, timeout_s=ASK_S), ASK_S)
-    while here not in shards.states():
-        await asyncio.sleep(0)
+    await until(lambda: here in shards.states())
     assert there not in shards.states()
 
 
@@ -281,8 +283,7 @@ async def test_expired_claim_is_settled_by_what_the_pool_holds(
     shards.seal(sealed)
     clock.now_s = 11.0
     await term.queue.ask(m.Tick(), timeout_s=ASK_S)
-    while (await status(term)).running_rollouts:
-        await asyncio.sleep(0)
+    await until(lambda: running(term, most=0))
     found = await status(term)
     assert (found.retries, found.domains[0].completed_rollouts) == (1, 1)
     clock.now_s = 13.0
@@ -301,8 +302,7 @@ async def test_shard_that_hangs_delays_no_claim_of_another(
         shards.seal(held)
         clock.now_s += 11.0
         await term.queue.ask(m.Tick(), timeout_s=ASK_S)
-    while (await status(term)).running_rollouts > 1:
-        await asyncio.sleep(0)
+    await until(lambda: running(term, most=1))
 
 
 async def test_pool_that_is_overloaded_ends_no_term(
@@ -315,14 +315,12 @@ async def test_pool_that_is_overloaded_ends_no_term(
     shards.refusal = ResourceExhausted
     clock.now_s = 11.0
     await term.queue.ask(m.Tick(), timeout_s=ASK_S)
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await settle()
     shards.down.clear()
     shards.seal(held)
     clock.now_s = 14.0
     await term.queue.ask(m.Tick(), timeout_s=ASK_S)
-    while (await status(term)).running_rollouts:
-        await asyncio.sleep(0)
+    await until(lambda: running(term, most=0))
     assert (await status(term)).retries == 0
     assert term.inspector.alive
 

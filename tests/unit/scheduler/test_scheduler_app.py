@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from services.scheduler import app, term
 from services.scheduler.app import SchedulerApp
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.state import TermState
+from tests.support.runtime.waiting import until
 from tests.support.scheduler.term import FakeShards
 
 
@@ -68,12 +69,6 @@ class Shards(FakeShards):
 
     async def changed(self) -> None:
         await asyncio.Event().wait()
-
-
-async def until(holds: Callable[[], Any]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

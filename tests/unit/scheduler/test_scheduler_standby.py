@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from services.scheduler.standby import ShardCopies
 from services.scheduler.stored import StoredGroup
 from tests.support.pool.records import make_group, make_reward
 from tests.support.pool.store import change, put_groups, reward, seal, set_states
+from tests.support.runtime.waiting import until
 from tests.support.scheduler.standby import StoreScans
 
 TRAINED = common_pb2.GROUP_STATE_TRAINED
@@ -179,12 +180,6 @@ async def test_last_write_of_the_leader_before_is_seen(scans: StoreScans) -> Non
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standby, "FOLLOW_S", 0.0)
     monkeypatch.setattr(standby, "RETRY_S", 0.0)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0)
 
 
 async def test_standby_follows_the_shards_that_are_there(scans: StoreScans, quick: None) -> None:

@@ -13,6 +13,7 @@ from services.trainer.config import EvaluationSettings
 from services.trainer.evaluation import Evaluator, run_id_in
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.sinks import scalars
+from tests.support.runtime.waiting import settle, until
 from tests.support.trainer.evaluations import Run, System, held_out
 
 
@@ -20,10 +21,10 @@ async def test_every_so_many_steps_held_out_tasks_are_scored(run: Run, system: S
     """Their tasks are of evaluation and named by run and step; each domain has its means, and the
     versions are those that sampled."""
     run.step()
-    await run.settle()
+    await settle()
     assert not system.tasks
     run.step()
-    await run.until(lambda: len(system.tasks) == 2)
+    await until(lambda: len(system.tasks) == 2)
     assert run.submitted() == ["2-r0", "2-r1"]
     assert {task.purpose for task in system.tasks.values()} == {common_pb2.PURPOSE_EVAL}
     code, qa = system.tasks
@@ -54,10 +55,10 @@ async def test_nothing_is_submitted_before_every_worker_serves_the_weights(
     """So no rollout is sampled from weights older than those it is about."""
     system.served = 2
     run.steps(2)
-    await run.settle()
+    await settle()
     assert not system.tasks and run.record.weight_version == 3
     system.served = 3
-    await run.until(lambda: len(system.tasks) == 2)
+    await until(lambda: len(system.tasks) == 2)
 
 
 async def test_one_that_falls_due_while_another_is_in_flight_is_skipped_and_counted(
@@ -66,12 +67,12 @@ async def test_one_that_falls_due_while_another_is_in_flight_is_skipped_and_coun
     """Training waits for none; the one in flight says how many were left out."""
     with structlog.testing.capture_logs() as logged:
         run.steps(7)
-        await run.until(lambda: len(system.tasks) == 2)
+        await until(lambda: len(system.tasks) == 2)
     assert [line["step"] for line in logged if line["event"] == "evaluation_skipped"] == [4, 6]
     system.end(1.0, 1.0)
     assert (await run.until_told(2)).skipped == 2
     run.step()
-    await run.until(lambda: len(system.tasks) == 4)
+    await until(lambda: len(system.tasks) == 4)
     system.end(1.0, 1.0)
     assert (await run.until_told(2, 8)).skipped == 0
 
@@ -80,10 +81,10 @@ async def test_weights_that_are_not_published_are_not_evaluated(run: Run, system
     """What would be measured are those before."""
     run.step()
     run.step(published=False)
-    await run.settle()
+    await settle()
     assert not system.tasks
     run.steps(2)
-    await run.until(lambda: len(system.tasks) == 2)
+    await until(lambda: len(system.tasks) == 2)
     system.end(1.0, 1.0)
     assert (await run.until_told(4)).skipped == 1
 
@@ -92,21 +93,21 @@ async def test_the_last_one_waits_for_the_one_in_flight(run: Run, system: System
     """No newer weights come, so it is worth it; being told twice of the end changes nothing."""
     run.steps(10)
     run.evaluator.reached(10)
-    await run.until(lambda: len(system.tasks) == 2)
+    await until(lambda: len(system.tasks) == 2)
     system.end(0.0, 0.0)
-    await run.until(lambda: len(system.tasks) == 4)
+    await until(lambda: len(system.tasks) == 4)
     assert (await run.until_told(2)).skipped == 3
     system.end(1.0, 1.0)
     assert (await run.until_told(2, 10)).skipped == 0
     run.evaluator.reached(10)
-    await run.settle()
+    await settle()
     assert len(system.tasks) == 4
 
 
 async def test_starting_weights_are_evaluated_where_asked_for(system: System) -> None:
     """Under step 0, before any step is taken."""
     run = Run(system, tasks=held_out("code"), at_start=True)
-    await run.until(lambda: run.submitted() == ["0-r0"])
+    await until(lambda: run.submitted() == ["0-r0"])
     system.end(0.0, 1.0)
     assert (await run.until_told(0)).weight_version == 1
 
@@ -116,10 +117,10 @@ async def test_a_scheduler_that_is_away_is_waited_for(run: Run, system: System) 
     system.faults = [Unavailable("no leader")] * 5
     with structlog.testing.capture_logs() as logged:
         run.steps(2)
-        await run.until(lambda: len(system.tasks) == 2)
+        await until(lambda: len(system.tasks) == 2)
     assert [line["event"] for line in logged] == ["evaluation_waits", "evaluation_begun"]
     system.faults = [Unavailable("no leader")] * 5
-    await run.until(lambda: not system.faults)
+    await until(lambda: not system.faults)
     system.end(1.0, 1.0)
     await run.until_told(2)
     assert len(system.tasks) == 2
@@ -132,37 +133,37 @@ async def test_one_that_the_scheduler_refuses_is_told_and_the_next_is_tried(
     system.faults = [InvalidArgument("tasks[0]: group_size 99 must be 1 to 64")]
     with structlog.testing.capture_logs() as logged:
         run.steps(2)
-        await run.settle()
+        await settle()
     (line,) = logged
     assert (line["event"], line["step"]) == ("evaluation_refused", 2)
     assert "group_size 99" in line["error"]
     run.steps(2)
-    await run.until(lambda: run.submitted() == ["4-r0", "4-r1"])
+    await until(lambda: run.submitted() == ["4-r0", "4-r1"])
 
 
 async def test_rollouts_that_all_failed_are_told_as_failed(run: Run, system: System) -> None:
     """Not as a model that scores 0: no version is named."""
     run.steps(2)
-    await run.until(lambda: len(system.tasks) == 2)
+    await until(lambda: len(system.tasks) == 2)
     assert run.record.status().evaluating
     system.end()
     told = await run.until_told(2)
     assert (told.rollouts, told.failed, told.mean_reward, told.length_tokens) == (4, 4, 0.0, 0.0)
     assert (told.min_weight_version, told.max_weight_version) == (-1, -1)
-    await run.settle()
+    await settle()
     assert not run.record.status().evaluating
 
 
 async def test_a_stop_leaves_it_to_the_next_start(run: Run, system: System) -> None:
     """One line names its tag; a step that ends meanwhile begins nothing."""
     run.steps(2)
-    await run.until(lambda: len(system.tasks) == 2)
+    await until(lambda: len(system.tasks) == 2)
     with structlog.testing.capture_logs() as logged:
         await run.evaluator.stop()
     (tag,) = {task.tag for task in system.tasks.values()}
     assert [(line["event"], line["tag"]) for line in logged] == [("evaluation_left", tag)]
     run.steps(2)
-    await run.settle()
+    await settle()
     assert len(system.tasks) == 2
     await run.evaluator.stop()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.runtime.waiting import settle, until
 from tests.support.trainer.evaluations import Run, System, held_out
 
 
@@ -13,10 +14,10 @@ async def test_a_restart_follows_what_was_begun_and_samples_nothing_twice(
     """The checkpoint is of a later step, and another fell due since; each is told once, under the
     version its step had."""
     run.steps(3)
-    await run.until(lambda: len(system.tasks) == 2)
+    await until(lambda: len(system.tasks) == 2)
     await run.evaluator.stop()
     run.start(run.history())
-    await run.settle()
+    await settle()
     assert run.record.step == 3 and len(system.tasks) == 2
     system.end(1.0, 0.0)
     told = await run.until_told(2)
@@ -25,30 +26,30 @@ async def test_a_restart_follows_what_was_begun_and_samples_nothing_twice(
 
     run.start(run.history())
     run.step()
-    await run.until(lambda: run.submitted()[2:] == ["4-r0", "4-r1"])
+    await until(lambda: run.submitted()[2:] == ["4-r0", "4-r1"])
     await run.until_told(2)
 
 
 async def test_what_a_kill_left_half_submitted_is_completed(run: Run, system: System) -> None:
     """It was begun, so it is followed to its end."""
     run.steps(2)
-    await run.until(lambda: len(system.tasks) == 2)
+    await until(lambda: len(system.tasks) == 2)
     await run.evaluator.stop()
     system.tasks.popitem()
     run.step()
     run.start(run.history())
-    await run.until(lambda: run.submitted() == ["2-r0", "2-r1"])
+    await until(lambda: run.submitted() == ["2-r0", "2-r1"])
 
 
 async def test_a_restart_begins_none_whose_weights_are_gone(run: Run, system: System) -> None:
     """Skipped before the kill: newer weights would be told under its name."""
     run.steps(5)
-    await run.until(lambda: len(system.tasks) == 2)
+    await until(lambda: len(system.tasks) == 2)
     await run.evaluator.stop()
     system.end(1.0, 1.0)
     run.start(run.history())
     await run.until_told(2)
-    await run.settle()
+    await settle()
     assert run.submitted() == ["2-r0", "2-r1"]
 
 
@@ -61,11 +62,11 @@ async def test_steps_taken_again_are_evaluated_again(
     run.step()
     history = run.history()
     run.step()
-    await run.until(lambda: len(system.tasks) == 2)
+    await until(lambda: len(system.tasks) == 2)
     if told:
         system.end(0.0, 0.0)
         await run.until_told(2)
-        await run.settle()
+        await settle()
     if killed:
         await run.evaluator.stop()
         run.start(history)
@@ -73,11 +74,11 @@ async def test_steps_taken_again_are_evaluated_again(
         run.rewind(history)
     assert not run.record.evaluations and not run.record.status().evaluating
     run.step()
-    await run.until(lambda: run.submitted() == ["2-r0", "2-r1"] * 2)
+    await until(lambda: run.submitted() == ["2-r0", "2-r1"] * 2)
     system.end(1.0, 1.0)
     again = await run.until_told(2)
     assert (again.mean_reward, again.weight_version, again.skipped) == (1.0, 5, 0)
-    await run.settle()
+    await settle()
     assert len(run.record.evaluations) == 1 and not run.record.status().evaluating
 
 
@@ -88,10 +89,10 @@ async def test_one_that_ends_while_its_step_is_taken_back_is_told_to_nobody(
     run.step()
     history = run.history()
     run.step()
-    await run.until(lambda: len(system.tasks) == 2)
+    await until(lambda: len(system.tasks) == 2)
     run.record.rewind(history)
     system.end(1.0, 1.0)
-    await run.settle()
+    await settle()
     assert not run.record.evaluations
 
 
@@ -99,13 +100,13 @@ async def test_a_restore_goes_on_with_what_is_of_steps_that_stay(run: Run, syste
     """It is followed on, and says what was left out since, but for steps that are taken back."""
     run.steps(4)
     history = run.history()
-    await run.until(lambda: len(system.tasks) == 2)
+    await until(lambda: len(system.tasks) == 2)
     run.steps(2)
     run.rewind(history)
-    await run.settle()
+    await settle()
     assert run.submitted() == ["2-r0", "2-r1"] and run.record.status().evaluating
     system.end(1.0, 1.0)
-    await run.until(lambda: len(system.tasks) == 4)
+    await until(lambda: len(system.tasks) == 4)
     assert (await run.until_told(2)).skipped == 1
 
 
@@ -114,10 +115,10 @@ async def test_the_beginning_is_evaluated_once_however_often_it_is_gone_back_to(
 ) -> None:
     """Its weights are the same each time."""
     run = Run(system, tasks=held_out("code"), at_start=True)
-    await run.until(lambda: run.submitted() == ["0-r0"])
+    await until(lambda: run.submitted() == ["0-r0"])
     await run.evaluator.stop()
     run.start([])
-    await run.settle()
+    await settle()
     run.rewind([])
     system.end(1.0, 1.0)
     await run.until_told(0)

@@ -17,6 +17,7 @@ from services.gateway.errors import RouterLost
 from services.gateway.router import router_stream
 from services.gateway.router.router_stream import MESSAGE_BYTES, RouterStream, RouterStreams
 from services.gateway.router.sample_call import SampleCall
+from tests.support.runtime.waiting import settle
 
 WAIT_S = 30.0
 
@@ -68,11 +69,6 @@ async def begin(stream: RouterStream, *, size: int = 10) -> SampleCall:
     return call
 
 
-async def settled() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
 async def test_a_call_that_was_not_sent_is_taken_back() -> None:
     """The router never hears of it; a cancel that came before its call would be passed over."""
     call = Call()
@@ -80,10 +76,10 @@ async def test_a_call_that_was_not_sent_is_taken_back() -> None:
     answers = [await begin(stream, size=MESSAGE_BYTES // 2 + 1) for _ in range(3)]
     answers[2].cancel_attempt()
     call.takes.set()
-    await settled()
+    await settle()
     assert (call.begun, call.cancelled) == ([1, 2], [])
     answers[0].cancel_attempt()
-    await settled()
+    await settle()
     assert call.cancelled == [1]
     await stream.close_stream()
 
@@ -94,11 +90,11 @@ async def test_what_waits_for_a_router_that_takes_nothing_is_what_is_wanted() ->
     stream = RouterStream(call, router="r")
     for _ in range(100):
         answer = await begin(stream)
-        await settled()
+        await settle()
         answer.cancel_attempt()
     wanted = await begin(stream)
     call.takes.set()
-    await settled()
+    await settle()
     # The first was in the router's hands before it was taken back.
     assert (call.begun, call.cancelled) == ([1, 101], [1])
     wanted.cancel_attempt()
@@ -111,11 +107,11 @@ async def test_cancels_leave_a_large_request_its_room() -> None:
     stream = RouterStream(call, router="r")
     call.takes.set()
     many = [await begin(stream) for _ in range(2000)]
-    await settled()
+    await settle()
     for answer in many:
         answer.cancel_attempt()
     await begin(stream, size=MESSAGE_BYTES + 1)
-    await settled()
+    await settle()
     assert call.cancelled == list(range(1, 2001))
     (last,) = [message for message in call.taken if message.ByteSize() > MESSAGE_BYTES]
     assert not last.cancel
@@ -130,7 +126,7 @@ async def test_whatever_ends_a_stream_is_unavailable_to_its_calls(code: grpc.Sta
     call = Call()
     stream = RouterStream(call, router="r")
     answer = await begin(stream)
-    await settled()
+    await settle()
     none = grpc.aio.Metadata()
     call.ends.set_exception(grpc.aio.AioRpcError(code, none, none, details="too much of it"))
     with pytest.raises(Unavailable, match="the stream to r was lost: too much of it") as lost:
@@ -146,7 +142,7 @@ async def test_each_call_of_a_lost_stream_has_an_error_of_its_own() -> None:
     stream = RouterStream(call, router="r")
     calls = [await begin(stream) for _ in range(100)]
     reads = [asyncio.create_task(call.read_response()) for call in calls]
-    await settled()
+    await settle()
     call.ends.set_exception(Unavailable("gone"))
     errors = await asyncio.gather(*reads, return_exceptions=True)
     raised = [error for error in errors if isinstance(error, Unavailable)]
@@ -196,9 +192,9 @@ async def test_a_router_that_was_lost_is_left_alone(monkeypatch: pytest.MonkeyPa
         return [len(calls) for calls in routers.calls.values()]
 
     async def lose(name: str) -> None:
-        await settled()
+        await settle()
         routers.calls[name][-1].ends.set_exception(Unavailable("gone"))
-        await settled()
+        await settle()
 
     assert await picked() == [1, 0]
     await lose("a")

@@ -18,8 +18,11 @@ from services.pool.data.commands import AppendTurns, PutGroups
 from services.pool.readers import MAX_PENDING_READS, Readers
 from services.pool.streams.append import BATCH_TURNS, WINDOW_BYTES, AppendStream
 from tests.support.pool.records import make_group, make_turn
+from tests.support.runtime.waiting import settle
 
 MIB = 1 << 20
+MANY = 20_000
+"""Rounds of the event loop: more than all turns of a sender take."""
 
 
 @dataclass
@@ -101,12 +104,6 @@ async def answers_of(stream: AppendStream, sender: Sender) -> list[pool_pb2.Appe
     return [answer async for answer in stream.responses(sender.requests())]
 
 
-async def settle(rounds: int = 20_000) -> None:
-    """Lets everything that can run, run."""
-    for _ in range(rounds):
-        await asyncio.sleep(0)
-
-
 async def test_a_sender_waits_while_the_disk_does():
     """With a commit hanging, no more than the window is read from the stream."""
     writer = HeldWriter()
@@ -114,7 +111,7 @@ async def test_a_sender_waits_while_the_disk_does():
     answering = asyncio.create_task(
         answers_of(AppendStream(writer, max_turn_bytes=2 * MIB), sender)
     )
-    await settle()
+    await settle(MANY)
     read_bytes = sender.sent * MIB
     assert writer.batches == [1]
     assert WINDOW_BYTES <= read_bytes <= WINDOW_BYTES + 3 * MIB
@@ -128,7 +125,7 @@ async def test_turns_gather_while_a_commit_is_on_its_way():
     writer = HeldWriter()
     sender = Sender(turns=[make_turn(f"t{i}:0:0") for i in range(2 * BATCH_TURNS)])
     answering = asyncio.create_task(answers_of(AppendStream(writer, max_turn_bytes=MIB), sender))
-    await settle()
+    await settle(MANY)
     writer.may_answer.set()
     assert len(await answering) == 2 * BATCH_TURNS
     assert writer.batches == [1, BATCH_TURNS, BATCH_TURNS - 1]
@@ -183,7 +180,7 @@ async def test_waiting_reads_are_bounded():
         return 1
 
     reads = [asyncio.create_task(readers.run(blocked)) for _ in range(MAX_PENDING_READS)]
-    await settle()
+    await settle(MANY)
     with pytest.raises(ResourceExhausted, match="reads are waiting"):
         await readers.run(blocked)
     gate.set()

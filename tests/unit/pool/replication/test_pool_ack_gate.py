@@ -124,7 +124,7 @@ async def test_an_answer_is_given_when_the_follower_has_its_commit(outcome):
     held.gate.require(5)
     held.gate.open()
     answer = asyncio.create_task(LeadersWriter(held, held).ask("change", timeout_s=60.0))
-    await asyncio.sleep(0.01)
+    await settle()
     assert not answer.done()
     held.gate.confirm(6)
     if isinstance(outcome, Exception):
@@ -141,7 +141,7 @@ async def test_nothing_is_shown_that_an_election_could_undo():
     held.gate.open()
     held.gate.position = 6
     shown = asyncio.create_task(LeadersReaders(held, held).run(lambda: "seen"))
-    await asyncio.sleep(0.01)
+    await settle()
     assert not shown.done()
     held.gate.confirm(6)
     assert await shown == "seen"

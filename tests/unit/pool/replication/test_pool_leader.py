@@ -27,6 +27,7 @@ from services.pool.replication.replica_set import ReplicaSet
 from tests.support.pool.records import make_group
 from tests.support.pool.replicas import LINEAGE, SHARD, Node, catching_up, delivering, settle
 from tests.support.pool.store import put_groups
+from tests.support.runtime.waiting import until
 
 FENCE = 7
 
@@ -97,12 +98,12 @@ class Office:
         return self.node.state().replica_id, self.other.state().replica_id
 
     async def until_joined(self) -> None:
-        while (
-            self.leader.gate.is_shut
-            or not self.leader.gate.required
-            or await self.in_sync() != set(self.ids)
-        ):
-            await asyncio.sleep(0)
+        async def joined() -> bool:
+            gate = self.leader.gate
+            open_for_writes = gate.required and not gate.is_shut
+            return open_for_writes and await self.in_sync() == set(self.ids)
+
+        await until(joined)
 
     def write(self, task_id: str) -> None:
         put_groups(self.node.store, make_group(task_id))
@@ -172,8 +173,7 @@ async def test_who_is_elected_anew_while_etcd_is_away_asks_now_and_then(make_off
     office.etcd.down = True
     monkeypatch.setattr("services.pool.replication.leader.RETRY_S", 60.0)
     holding = asyncio.create_task(office.leader.hold())
-    for _ in range(100):
-        await asyncio.sleep(0)
+    await settle()
     assert office.etcd.asked_in_vain == 1
     holding.cancel()
     await asyncio.wait({holding})
@@ -217,7 +217,7 @@ async def test_a_lost_follower_is_recorded_before_anything_is_told(make_office, 
         office.etcd.down = True
     office.write("unconfirmed")
     waiting = asyncio.create_task(office.leader.gate.passed(timeout_s=60.0))
-    await asyncio.sleep(0.02)
+    await settle()
     if min_copies == 1:
         assert not waiting.done()
         office.etcd.down = False

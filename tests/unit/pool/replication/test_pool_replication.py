@@ -20,6 +20,7 @@ from services.pool.storage.tables import Table
 from tests.support.pool.records import make_group, make_turn
 from tests.support.pool.replicas import LINEAGE, Node, Writes, catching_up, linked, settle
 from tests.support.pool.store import append, change, fetch, put_groups, set_states
+from tests.support.runtime.waiting import until
 
 
 @pytest.fixture
@@ -113,8 +114,7 @@ async def test_a_copy_that_was_cut_short_may_not_lead(node, small_pages):
     for index in range(100):
         put_groups(a.store, make_group(f"t{index}", index))
     async with linked(a, b):
-        while not b.state().copying:
-            await asyncio.sleep(0)
+        await until(lambda: b.state().copying)
     b.crash()
     assert b.state().copying
     assert not may_lead(members(b.state().replica_id), b.state())
@@ -253,8 +253,7 @@ async def test_nobody_has_caught_up_before_the_commit_that_a_page_shows(node):
     a.store.count_commits(lambda position, changes: held.append((position, changes)))
     async with linked(a, b) as link:
         put_groups(a.store, make_group())
-        while not b.dump()[Table.GROUPS]:
-            await asyncio.sleep(0)
+        await until(lambda: b.dump()[Table.GROUPS])
         await settle()
         assert b.state().copying
         link.add(*held[0])
