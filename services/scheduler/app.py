@@ -13,10 +13,10 @@ from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2_grpc, scheduler_pb2_grpc
 from services.scheduler import metrics
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.leadership.standby import ShardCopies
+from services.scheduler.leadership.term import Term
+from services.scheduler.pool_shards import PoolShards, ShardScans
 from services.scheduler.service import FULL_NAME, SCOPES, SchedulerServicer
-from services.scheduler.shards import PoolShards, ShardScans
-from services.scheduler.standby import ShardCopies
-from services.scheduler.term import Term
 
 ELECTION = "scheduler"
 TERM_ERROR_KEY = "term_error"

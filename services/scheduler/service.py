@@ -16,12 +16,12 @@ from forge.runtime.coordination import Discovery
 from forge.runtime.rpc.status import to_status, trailing_metadata
 from forge.runtime.security import Claims, Keyring
 from forge.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from services.scheduler import messages as m
 from services.scheduler import validation
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.listing import list_groups
-from services.scheduler.look_up import ask_with_look_up
-from services.scheduler.term import Office
+from services.scheduler.group_listing import list_groups
+from services.scheduler.group_look_up import ask_with_look_up
+from services.scheduler.leadership.term import Office
+from services.scheduler.state import messages as m
 
 FULL_NAME = "forge.v1.SchedulerService"
 SCOPES = {

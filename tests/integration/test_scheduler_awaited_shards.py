@@ -8,7 +8,7 @@ import pytest
 
 from forge.core.errors import Unavailable
 from forge.v1 import scheduler_pb2
-from services.scheduler.record import TermRecord
+from services.scheduler.term_record import TermRecord
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import (
     START_S,

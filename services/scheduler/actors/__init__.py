@@ -1,7 +1,8 @@
 """The actors of one leader's term.
 
-queue      the generation queue in memory; never waits for anybody
-registrar  stores new groups in the pool, then gives them to the queue
-ledger     stores what became of groups, then tells the queue
-inspector  asks the pool what became of rollouts nobody reports on
+queue           the generation queue in memory; never waits for anybody
+submissions     stores new groups in the pool, then gives them to the queue
+commits         stores what trainers and operators decide, then tells the queue
+outcome_writer  stores what became of groups in the queue
+expired_leases  asks the pool what became of rollouts nobody reports on
 """

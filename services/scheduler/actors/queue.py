@@ -18,13 +18,13 @@ from forge.core.errors import ActorStopped, MailboxFull, NotFound, Unavailable
 from forge.runtime.actor import Actor
 from forge.runtime.telemetry import log
 from forge.v1.scheduler_pb2 import GetSchedulerStatusResponse
-from services.scheduler import messages as m
 from services.scheduler import metrics
-from services.scheduler.clock import ListeningClock
-from services.scheduler.state import TermState
-from services.scheduler.status import status_of
-from services.scheduler.stored import new_group
-from services.scheduler.waiting import WaitingRoom
+from services.scheduler.listening_clock import ListeningClock
+from services.scheduler.long_polls import WaitingRoom
+from services.scheduler.state import messages as m
+from services.scheduler.state.queue_status import status_of
+from services.scheduler.state.stored_group import new_group
+from services.scheduler.state.term_state import TermState
 
 STALL_TOLD_S = 300.0
 """From one warning of a stall to the next with the same cause."""

@@ -11,7 +11,7 @@ from forge.core.errors import Unavailable
 from forge.v1 import pool_pb2
 from services.pool.service import PoolServicer
 from services.pool.store import PoolStore
-from services.scheduler.progress import Progress
+from services.scheduler.state.domain_progress import Progress
 
 T = TypeVar("T")
 

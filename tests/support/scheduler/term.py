@@ -15,16 +15,16 @@ from forge.core.queue.generation_queue import GenerationQueue
 from forge.runtime.actor_system import ActorRef, ActorSystem
 from forge.runtime.supervision import Restart
 from forge.v1 import common_pb2, pool_pb2
-from services.scheduler.actors.archivist import Archivist
-from services.scheduler.actors.inspector import Inspector
-from services.scheduler.actors.ledger import Ledger
+from services.scheduler.actors.commits import Ledger
+from services.scheduler.actors.expired_leases import Inspector
+from services.scheduler.actors.outcome_writer import Archivist
 from services.scheduler.actors.queue import QueueActor
-from services.scheduler.actors.registrar import Registrar
-from services.scheduler.clock import ListeningClock
-from services.scheduler.messages import Connect
-from services.scheduler.shards import Change
-from services.scheduler.state import TermState
-from services.scheduler.term import Office
+from services.scheduler.actors.submissions import Registrar
+from services.scheduler.leadership.term import Office
+from services.scheduler.listening_clock import ListeningClock
+from services.scheduler.pool_shards import Change
+from services.scheduler.state.messages import Connect
+from services.scheduler.state.term_state import TermState
 from tests.support.pool.records import make_reward
 
 ASK_S = 60.0

@@ -28,10 +28,10 @@ from services.pool.storage.keys import group_key, trajectory_key
 from services.pool.storage.settled_index import SettledGroup
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
-from services.scheduler.messages import FindNew
-from services.scheduler.state import TermState
-from services.scheduler.status import status_of
-from services.scheduler.stored import stored_group
+from services.scheduler.state.messages import FindNew
+from services.scheduler.state.queue_status import status_of
+from services.scheduler.state.stored_group import stored_group
+from services.scheduler.state.term_state import TermState
 from services.scheduler.validation import digest_of
 from tests.support.pool.records import make_group, make_reward, make_turn
 from tests.support.pool.store import (

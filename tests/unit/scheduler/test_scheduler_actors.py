@@ -10,7 +10,7 @@ import pytest
 from forge.core.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from forge.core.placement.sharding import choose_shard
 from forge.v1 import common_pb2
-from services.scheduler import messages as m
+from services.scheduler.state import messages as m
 from tests.support.runtime.waiting import settle, until
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
@@ -83,7 +83,7 @@ async def test_groups_that_may_be_stored_are_bounded(
     term: TermActors, shards: FakeShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who submits ever new tasks to a pool that is away is refused; the same ones are not."""
-    monkeypatch.setattr("services.scheduler.actors.registrar.MAX_UNSETTLED", 1)
+    monkeypatch.setattr("services.scheduler.actors.submissions.MAX_UNSETTLED", 1)
     shards.down |= {"s0", "s1"}
     for _ in range(2):
         with pytest.raises(Unavailable):
@@ -213,7 +213,7 @@ async def test_fate_waits_for_its_shard_and_holds_up_nobody(
     term: TermActors, shards: FakeShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tombstone on a shard that is away is stored when it is back; others at once."""
-    monkeypatch.setattr("services.scheduler.actors.archivist.RETRY_S", 0.01)
+    monkeypatch.setattr("services.scheduler.actors.outcome_writer.RETRY_S", 0.01)
     here, there = name_on("s0"), name_on("s1")
     await submit(term, make_task(here), make_task(there))
     shards.down.add("s1")

@@ -14,10 +14,11 @@ import pytest_asyncio
 from forge.core.errors import Unavailable
 from forge.runtime.coordination import Versioned
 from forge.v1 import pool_pb2
-from services.scheduler import app, term
+from services.scheduler import app
 from services.scheduler.app import SchedulerApp
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.state import TermState
+from services.scheduler.leadership import term
+from services.scheduler.state.term_state import TermState
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.term import FakeShards
 

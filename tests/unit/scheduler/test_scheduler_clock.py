@@ -10,9 +10,9 @@ import pytest
 from forge.core.errors import Unauthenticated
 from forge.runtime.security import Keyring
 from forge.v1 import scheduler_pb2
-from services.scheduler import messages as m
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import SchedulerServicer
+from services.scheduler.state import messages as m
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, TermActors
 

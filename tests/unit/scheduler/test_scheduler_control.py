@@ -10,7 +10,7 @@ import pytest
 from forge.core.queue.activity import Activity
 from forge.core.queue.groups import SAME_OUTCOME
 from forge.v1 import common_pb2, scheduler_pb2
-from services.scheduler import messages as m
+from services.scheduler.state import messages as m
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
 

@@ -16,10 +16,10 @@ from forge.core.errors import (
 )
 from forge.core.queue.groups import Phase
 from forge.v1 import common_pb2
-from services.scheduler import messages as m
-from services.scheduler.left_out import LeftOut
-from services.scheduler.listing import list_groups
-from services.scheduler.look_up import ask_with_look_up
+from services.scheduler.group_listing import list_groups
+from services.scheduler.group_look_up import ask_with_look_up
+from services.scheduler.state import messages as m
+from services.scheduler.state.left_out_groups import LeftOut
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
 

@@ -8,10 +8,10 @@ import pytest
 
 from forge.core.errors import DataLoss, InvalidArgument
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
-from services.scheduler import messages as m
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.pool_shards import PoolShards
 from services.scheduler.service import SchedulerServicer
-from services.scheduler.shards import PoolShards
+from services.scheduler.state import messages as m
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, FakeShards, TermActors
 

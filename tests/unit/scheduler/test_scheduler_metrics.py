@@ -7,7 +7,7 @@ from prometheus_client import REGISTRY
 from forge.v1 import scheduler_pb2
 from services.scheduler import metrics
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.term import Term
+from services.scheduler.leadership.term import Term
 
 
 class Leadership:

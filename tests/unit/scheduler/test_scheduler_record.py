@@ -9,7 +9,7 @@ import pytest
 from forge.core.errors import StaleFence, Unavailable
 from forge.core.queue.activity import Activity
 from forge.runtime.coordination import Versioned
-from services.scheduler.record import TERM_KEY, OwnRecord, TermRecord
+from services.scheduler.term_record import TERM_KEY, OwnRecord, TermRecord
 
 
 class OneKey:

@@ -11,13 +11,13 @@ from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import Phase
 from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.messages import PrepareCommit
-from services.scheduler.record import TermRecord
-from services.scheduler.standby import PART_GROUPS, ShardCopies
-from services.scheduler.state import TermState
-from services.scheduler.status import status_of
-from services.scheduler.stored import stored_group
-from services.scheduler.term import Term
+from services.scheduler.leadership.standby import PART_GROUPS, ShardCopies
+from services.scheduler.leadership.term import Term
+from services.scheduler.state.messages import PrepareCommit
+from services.scheduler.state.queue_status import status_of
+from services.scheduler.state.stored_group import stored_group
+from services.scheduler.state.term_state import TermState
+from services.scheduler.term_record import TermRecord
 from tests.support.pool.records import make_reward
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import FakeShards

@@ -11,7 +11,7 @@ import pytest
 from forge.core.errors import DeadlineExceeded, StaleFence, Unavailable
 from forge.runtime.coordination import Instance
 from forge.v1 import common_pb2, pool_pb2
-from services.scheduler.shards import Change, PoolShards
+from services.scheduler.pool_shards import Change, PoolShards
 
 
 class HangingPool:

@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 
 from forge.core.queue.activity import Activity
 from forge.core.queue.failures import FailureKind
-from services.scheduler import messages as m
-from services.scheduler.stalls import Facts, Head, why
+from services.scheduler.state import messages as m
+from services.scheduler.state.stalls import Facts, Head, why
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
 

@@ -16,10 +16,10 @@ from forge.core.queue.groups import Phase
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import store as store_module
 from services.pool.store import PoolStore
-from services.scheduler import standby
-from services.scheduler.recovery import enlist
-from services.scheduler.standby import ShardCopies
-from services.scheduler.stored import StoredGroup
+from services.scheduler.leadership import standby
+from services.scheduler.leadership.recovery import enlist
+from services.scheduler.leadership.standby import ShardCopies
+from services.scheduler.state.stored_group import StoredGroup
 from tests.support.pool.records import make_group, make_reward
 from tests.support.pool.store import change, put_groups, reward, seal, set_states
 from tests.support.runtime.waiting import until

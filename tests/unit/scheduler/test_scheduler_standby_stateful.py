@@ -28,9 +28,9 @@ from services.pool.data.commands import FreeGroups, MarkOrphans
 from services.pool.maintenance.compaction import NOTED_BYTES, Compactor
 from services.pool.storage.change_trackers import RecentChanges
 from services.pool.store import PoolStore
-from services.scheduler.standby import Enlisted, ShardCopies
-from services.scheduler.state import TermState
-from services.scheduler.status import status_of
+from services.scheduler.leadership.standby import Enlisted, ShardCopies
+from services.scheduler.state.queue_status import status_of
+from services.scheduler.state.term_state import TermState
 from services.scheduler.validation import digest_of
 from tests.support.pool.records import make_reward, make_turn
 from tests.support.pool.store import append, change, commit, put_groups, reward, seal, set_states

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forge.core.errors import NotFound, Unavailable
-from services.scheduler import messages as m
+from services.scheduler.state import messages as m
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, FakeShards, TermActors
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from forge.core.errors import ResourceExhausted, Unavailable
-from services.scheduler import waiting
-from services.scheduler.progress import RECENT_ROLLOUTS, Progress
-from services.scheduler.waiting import WaitingRoom
+from services.scheduler import long_polls
+from services.scheduler.long_polls import WaitingRoom
+from services.scheduler.state.domain_progress import RECENT_ROLLOUTS, Progress
 
 
 async def test_first_come_first_served() -> None:
@@ -52,7 +52,7 @@ async def test_everybody_is_told_at_the_end() -> None:
 
 async def test_room_is_bounded_and_forgets_the_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Overload is refused; those who left do not count."""
-    monkeypatch.setattr(waiting, "MAX_WAITING", 2)
+    monkeypatch.setattr(long_polls, "MAX_WAITING", 2)
     room = WaitingRoom[str, str](lambda _: None, alike=True)
     first = room.enter("a")
     room.enter("b")

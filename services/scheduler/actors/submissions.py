@@ -18,9 +18,9 @@ from forge.runtime.actor import Actor
 from forge.runtime.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
-from services.scheduler.look_up import ask_with_look_up
-from services.scheduler.messages import AddGroups, FindNew, ReserveIndices, Submit
-from services.scheduler.shards import PoolShards
+from services.scheduler.group_look_up import ask_with_look_up
+from services.scheduler.pool_shards import PoolShards
+from services.scheduler.state.messages import AddGroups, FindNew, ReserveIndices, Submit
 from services.scheduler.validation import digest_of
 
 ASK_S = 10.0

@@ -20,10 +20,10 @@ from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler import metrics
-from services.scheduler.catalog import Catalog
-from services.scheduler.earlier_groups import EarlierGroups
-from services.scheduler.equal_rewards import EqualRewards
-from services.scheduler.messages import (
+from services.scheduler.state.domain_progress import Progress, outcome_of
+from services.scheduler.state.dynamic_sampling import EqualRewards
+from services.scheduler.state.earlier_groups import EarlierGroups
+from services.scheduler.state.messages import (
     BatchView,
     Fate,
     FindNew,
@@ -35,9 +35,9 @@ from services.scheduler.messages import (
     Report,
     RewindPlan,
 )
-from services.scheduler.progress import Progress, outcome_of
-from services.scheduler.settled import SettledGroups
-from services.scheduler.stalls import Watch
+from services.scheduler.state.settled_groups import SettledGroups
+from services.scheduler.state.stalls import Watch
+from services.scheduler.state.task_catalog import Catalog
 from services.scheduler.validation import digest_of
 
 MAX_GRANT_BYTES = 3 << 20

@@ -22,9 +22,9 @@ from forge.core.errors import FailedPrecondition, ForgeError
 from forge.core.queue.groups import Phase
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2
-from services.scheduler.left_out import LeftOut, left_out
-from services.scheduler.shards import ShardScans
-from services.scheduler.stored import StoredGroup, stored_group
+from services.scheduler.pool_shards import ShardScans
+from services.scheduler.state.left_out_groups import LeftOut, left_out
+from services.scheduler.state.stored_group import StoredGroup, stored_group
 
 FOLLOW_S = 2.0
 """From one look at the shards to the next."""

@@ -9,8 +9,8 @@ from forge.core.queue.activity import Activity
 from forge.core.queue.failures import FailureKind
 from forge.runtime.actor_system import ActorRef
 from forge.v1 import common_pb2
-from services.scheduler.left_out import LeftOut
-from services.scheduler.stored import StoredGroup
+from services.scheduler.state.left_out_groups import LeftOut
+from services.scheduler.state.stored_group import StoredGroup
 
 # To the queue
 

@@ -13,11 +13,11 @@ from forge.runtime.actor import Actor
 from forge.runtime.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
-from services.scheduler import messages as m
-from services.scheduler.look_up import ask_with_look_up
-from services.scheduler.record import OwnRecord
-from services.scheduler.shards import Change, PoolShards
-from services.scheduler.stored import StoredGroup, stored_group
+from services.scheduler.group_look_up import ask_with_look_up
+from services.scheduler.pool_shards import Change, PoolShards
+from services.scheduler.state import messages as m
+from services.scheduler.state.stored_group import StoredGroup, stored_group
+from services.scheduler.term_record import OwnRecord
 
 ASK_S = 10.0
 

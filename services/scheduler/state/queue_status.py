@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from forge.core.queue.group_ledger import BookStatus
 from forge.v1 import scheduler_pb2
-from services.scheduler.stalls import head_of, why
-from services.scheduler.state import TermState
+from services.scheduler.state.stalls import head_of, why
+from services.scheduler.state.term_state import TermState
 from services.scheduler.validation import ACTIVITIES
 
 _ACTIVITIES = {each: number for number, each in ACTIVITIES.items()}

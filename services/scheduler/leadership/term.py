@@ -23,14 +23,17 @@ from forge.runtime.supervision import Restart
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler import metrics
-from services.scheduler.actors.archivist import Archivist
-from services.scheduler.actors.inspector import Inspector
-from services.scheduler.actors.ledger import Ledger
+from services.scheduler.actors.commits import Ledger
+from services.scheduler.actors.expired_leases import Inspector
+from services.scheduler.actors.outcome_writer import Archivist
 from services.scheduler.actors.queue import QueueActor
-from services.scheduler.actors.registrar import Registrar
-from services.scheduler.clock import ListeningClock
+from services.scheduler.actors.submissions import Registrar
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.messages import (
+from services.scheduler.leadership.recovery import enlist, wait_for_shards
+from services.scheduler.leadership.standby import ShardCopies
+from services.scheduler.listening_clock import ListeningClock
+from services.scheduler.pool_shards import PoolShards
+from services.scheduler.state.messages import (
     Connect,
     GetStatus,
     NoteHead,
@@ -38,11 +41,8 @@ from services.scheduler.messages import (
     RestoreGroups,
     SetAway,
 )
-from services.scheduler.record import OwnRecord, TermRecord
-from services.scheduler.recovery import enlist, wait_for_shards
-from services.scheduler.shards import PoolShards
-from services.scheduler.standby import ShardCopies
-from services.scheduler.state import TermState
+from services.scheduler.state.term_state import TermState
+from services.scheduler.term_record import OwnRecord, TermRecord
 
 RETRY_S = 1.0
 ASK_S = 30.0

@@ -16,8 +16,8 @@ from forge.core.queue.failures import FailureKind, kind_of_abandoned
 from forge.core.queue.groups import Attempt, AttemptState, Group, GroupSpec, Phase
 from forge.core.trajectory import TaskId, parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
-from services.scheduler.catalog import Entry
-from services.scheduler.progress import outcome_of
+from services.scheduler.state.domain_progress import outcome_of
+from services.scheduler.state.task_catalog import Entry
 
 PHASES = {
     common_pb2.GROUP_STATE_TRAINED: Phase.TRAINED,

@@ -3,7 +3,8 @@
 Owns the bound on settled groups in memory, and what is asked about those beyond it. One that is
 not held, for it was settled long ago or a scan left it out, has its share of the counters; its
 record is in the pool, where a duplicate of it, a late report and a repeated commit are looked up. A
-list of groups (`services.scheduler.listing`) and a rewind that takes it back read it there, too.
+list of groups (`services.scheduler.group_listing`) and a rewind that takes it back read it there,
+too.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from forge.core.queue.group_ledger import Books
-from services.scheduler.catalog import Catalog
-from services.scheduler.messages import LookedUp, LookUp, Tagged
-from services.scheduler.stored import StoredGroup
+from services.scheduler.state.messages import LookedUp, LookUp, Tagged
+from services.scheduler.state.stored_group import StoredGroup
+from services.scheduler.state.task_catalog import Catalog
 from services.scheduler.validation import digest_of
 
 

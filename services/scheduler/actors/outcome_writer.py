@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from forge.core.errors import ForgeError
 from forge.runtime.actor import Actor
 from forge.runtime.telemetry import log
-from services.scheduler.messages import Fate, StoreFates
-from services.scheduler.shards import Change, PoolShards
+from services.scheduler.pool_shards import Change, PoolShards
+from services.scheduler.state.messages import Fate, StoreFates
 
 RETRY_S = 2.0
 LAST_WRITES_S = 1.0

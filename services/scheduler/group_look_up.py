@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from forge.runtime.actor_system import ActorRef
-from services.scheduler.messages import (
+from services.scheduler.pool_shards import PoolShards
+from services.scheduler.state.messages import (
     FindNew,
     LocateRollouts,
     LookedUp,
     LookUp,
     PrepareCommit,
 )
-from services.scheduler.shards import PoolShards
 
 
 async def ask_with_look_up(

@@ -12,13 +12,13 @@ from operator import attrgetter
 
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.trajectory import TaskId
-from services.scheduler.catalog import Catalog
-from services.scheduler.equal_rewards import EqualRewards
-from services.scheduler.left_out import LeftOut
-from services.scheduler.messages import RestoreGroups
-from services.scheduler.progress import Progress
-from services.scheduler.settled import SettledGroups
-from services.scheduler.stored import StoredGroup
+from services.scheduler.state.domain_progress import Progress
+from services.scheduler.state.dynamic_sampling import EqualRewards
+from services.scheduler.state.left_out_groups import LeftOut
+from services.scheduler.state.messages import RestoreGroups
+from services.scheduler.state.settled_groups import SettledGroups
+from services.scheduler.state.stored_group import StoredGroup
+from services.scheduler.state.task_catalog import Catalog
 
 
 class EarlierGroups:

@@ -19,10 +19,10 @@ from functools import partial
 
 from forge.runtime.actor_system import ActorRef
 from forge.v1 import common_pb2
-from services.scheduler.catalog import record_of
-from services.scheduler.messages import GroupView, ListTagged, Tagged, ViewGroups
-from services.scheduler.shards import ShardScans
-from services.scheduler.stored import StoredGroup, stored_group
+from services.scheduler.pool_shards import ShardScans
+from services.scheduler.state.messages import GroupView, ListTagged, Tagged, ViewGroups
+from services.scheduler.state.stored_group import StoredGroup, stored_group
+from services.scheduler.state.task_catalog import record_of
 
 ASK_S = 10.0
 LIST_GROUPS = 64

@@ -1,11 +1,11 @@
 """How a new leader takes office: the pool's records become the queue again.
 
-    1. read the term record from etcd, add one, write it back (`services.scheduler.record`)
+    1. read the term record from etcd, add one, write it back (`services.scheduler.term_record`)
     2. wait for every pool shard that ever held a group, but begin without one that stays away
     3. fence each shard, so that an earlier leader's writes are refused from then on
     4. scan each shard: what was changed on it since this instance, standing by, scanned it last
-       (`services.scheduler.standby`), or what is pending and the newest settled groups; add these
-       in queue order, and the counters of the settled groups that are left out
+       (`services.scheduler.leadership.standby`), or what is pending and the newest settled groups;
+       add these in queue order, and the counters of the settled groups that are left out
 
 A shard is entered in the record before the first group is put on it, so none can be forgotten. One
 that is away in step 2 is read when it comes, in mid-term. Until then its groups are unknown: the
@@ -21,8 +21,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 
 from forge.runtime.telemetry import log
-from services.scheduler.shards import PoolShards, gathered
-from services.scheduler.standby import Enlisted, ShardCopies
+from services.scheduler.leadership.standby import Enlisted, ShardCopies
+from services.scheduler.pool_shards import PoolShards, gathered
 
 _REMIND_S = 10.0
 ANY = "any"

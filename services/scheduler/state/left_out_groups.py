@@ -13,7 +13,7 @@ from itertools import chain
 
 from forge.core.queue.groups import SAME_OUTCOME, Phase
 from forge.v1 import common_pb2, pool_pb2
-from services.scheduler.stored import PHASES, StoredGroup
+from services.scheduler.state.stored_group import PHASES, StoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from forge.core.errors import ForgeError
 from forge.runtime.actor import Actor
 from forge.runtime.actor_system import ActorRef
 from forge.runtime.telemetry import log
-from services.scheduler.messages import Inspect, Report, SettleRollouts
-from services.scheduler.shards import PoolShards
+from services.scheduler.pool_shards import PoolShards
+from services.scheduler.state.messages import Inspect, Report, SettleRollouts
 
 
 class Inspector(Actor):
