@@ -22,7 +22,6 @@ _COPIED = {
     "SECURITY.md": "security.md",
     "deploy/README.md": "deploy.md",
     "examples/README.md": "examples.md",
-    "services/scheduler/README.md": "services/scheduler.md",
 }
 """Pages that stand beside what they describe, and their paths in the site."""
 
