@@ -47,8 +47,8 @@ class ClockServiceServicer(object):
     """
 
     def GetClock(self, request, context):
-        """The wall clock of this instance at some moment of the call. Open to everybody: clocks are read
-        also when tokens are refused because of them. Safe to retry.
+        """Returns the wall clock of this instance at some moment of the call. Needs no token: a wrong clock
+        may be the reason why tokens are refused. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

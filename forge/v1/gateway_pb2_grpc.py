@@ -84,21 +84,22 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Runs one turn over token ids, for agents that render prompts themselves.
+        """Runs one turn over token ids, for agents that render prompts themselves. Statuses as of Chat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Annotate(self, request, context):
-        """Adds reward components while the session is open. Idempotent by event id.
+        """Adds reward components while the session is open. Idempotent by event id. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent.
+        """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent; safe to
+        retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -46,11 +46,13 @@ class GatewayServiceStub:
     FAILED_PRECONDITION if the session is closed.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]
-    """Runs one turn over token ids, for agents that render prompts themselves."""
+    """Runs one turn over token ids, for agents that render prompts themselves. Statuses as of Chat."""
     Annotate: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.AnnotateRequest, _gateway_pb2.AnnotateResponse]
-    """Adds reward components while the session is open. Idempotent by event id."""
+    """Adds reward components while the session is open. Idempotent by event id. Safe to retry."""
     CloseSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]
-    """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent."""
+    """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent; safe to
+    retry.
+    """
 
 @_typing.type_check_only
 class GatewayServiceAsyncStub(GatewayServiceStub):
@@ -67,11 +69,13 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     FAILED_PRECONDITION if the session is closed.
     """
     Generate: _aio.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Runs one turn over token ids, for agents that render prompts themselves."""
+    """Runs one turn over token ids, for agents that render prompts themselves. Statuses as of Chat."""
     Annotate: _aio.UnaryUnaryMultiCallable[_gateway_pb2.AnnotateRequest, _gateway_pb2.AnnotateResponse]  # type: ignore[assignment]
-    """Adds reward components while the session is open. Idempotent by event id."""
+    """Adds reward components while the session is open. Idempotent by event id. Safe to retry."""
     CloseSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]  # type: ignore[assignment]
-    """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent."""
+    """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent; safe to
+    retry.
+    """
 
 class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -103,7 +107,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.GenerateResponse], _abc.AsyncIterator[_gateway_pb2.GenerateResponse]]:
-        """Runs one turn over token ids, for agents that render prompts themselves."""
+        """Runs one turn over token ids, for agents that render prompts themselves. Statuses as of Chat."""
 
     @_abc_1.abstractmethod
     def Annotate(
@@ -111,7 +115,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.AnnotateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.AnnotateResponse, _abc.Awaitable[_gateway_pb2.AnnotateResponse]]:
-        """Adds reward components while the session is open. Idempotent by event id."""
+        """Adds reward components while the session is open. Idempotent by event id. Safe to retry."""
 
     @_abc_1.abstractmethod
     def CloseSession(
@@ -119,6 +123,8 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.CloseSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.CloseSessionResponse, _abc.Awaitable[_gateway_pb2.CloseSessionResponse]]:
-        """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent."""
+        """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent; safe to
+        retry.
+        """
 
 def add_GatewayServiceServicer_to_server(servicer: GatewayServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceServiceStub(object):
-    """Served by the router; all that the gateway knows of inference.
+    """Served by the router, for gateways.
     """
 
     def __init__(self, channel):
@@ -53,34 +53,34 @@ class InferenceServiceStub(object):
 
 
 class InferenceServiceServicer(object):
-    """Served by the router; all that the gateway knows of inference.
+    """Served by the router, for gateways.
     """
 
     def Sample(self, request, context):
         """Samples one continuation. Tokens arrive in order; the last response has a finish reason.
-        A worker that dies is replaced and sampling goes on from the tokens already sent, so the
-        caller sees UNAVAILABLE only when no worker is left. RESOURCE_EXHAUSTED when the queue is
-        full. INVALID_ARGUMENT with the numbers when the prompt does not fit. Cancel to abort.
+        When a worker dies, another one continues after the tokens already sent, so the caller gets
+        UNAVAILABLE only when no worker is left. RESOURCE_EXHAUSTED when the queue is full.
+        INVALID_ARGUMENT with the numbers when the prompt does not fit. Cancel to abort.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SampleStream(self, request_iterator, context):
-        """Many Samples on one stream that is kept, since a call of its own costs a busy caller more than
-        the tokens it brings. Each is what a call of Sample is, with a deadline, a status and an order
-        of its own. Messages of either side carry what waits at that moment, of any calls. When the
-        stream is lost, every call on it without an end is lost with UNAVAILABLE. An instance that
-        drains refuses new calls with UNAVAILABLE, and ends the stream with OK once the others ended.
-        INVALID_ARGUMENT, for the stream, when the numbers of its calls do not grow. Callers have to
-        take what comes: while 8 MiB are not taken, all calls of the stream wait.
+        """Many Samples on one kept stream, because one RPC per answer costs a busy caller more than the
+        tokens in it. Each behaves as a call of Sample, with its own deadline, status and order. A
+        message has the events of any calls that wait at that moment. When the stream is lost, every
+        call on it without an end fails with UNAVAILABLE. A draining instance refuses new calls with
+        UNAVAILABLE, and ends the stream with OK after the other calls. INVALID_ARGUMENT, for the
+        stream, when its call numbers do not increase. Backpressure: while the caller leaves 8 MiB
+        unread, all calls of the stream wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetInferenceStatus(self, request, context):
-        """What is served, and how busy it is.
+        """Returns the served model and the load of each worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,7 +113,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService(object):
-    """Served by the router; all that the gateway knows of inference.
+    """Served by the router, for gateways.
     """
 
     @staticmethod
@@ -230,24 +230,24 @@ class PrefillServiceServicer(object):
     """
 
     def Prefill(self, request, context):
-        """Computes the prompt's KV cache and samples the first token. The cache is held for `hold_s`
-        seconds or until released. RESOURCE_EXHAUSTED when no room is left. Safe to retry.
+        """Computes the prompt's KV cache and samples the first token. The cache is kept for `hold_s`
+        seconds or until released. RESOURCE_EXHAUSTED when the memory is full. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchKv(self, request, context):
-        """The KV cache of a prefilled request, from token `from_token` on: in slices, or a serialized
-        KvBlock in chunks. NOT_FOUND when it was released: prefill again. FAILED_PRECONDITION when it
-        exceeds 2 GiB and the caller does not take slices.
+        """Sends the KV cache of a prefilled request from token `from_token` on: in slices, or as a
+        serialized KvBlock in chunks. NOT_FOUND after its release: prefill again. FAILED_PRECONDITION
+        when it exceeds 2 GiB and the caller does not accept slices.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseKv(self, request, context):
-        """Lets a held cache go. Idempotent.
+        """Releases a kept cache. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -387,9 +387,9 @@ class DecodeServiceServicer(object):
     """
 
     def Decode(self, request, context):
-        """Continues a prefilled request: pulls what KV it lacks from the prefill instance, then
-        samples. Tokens arrive in order and do not repeat the first one. Cancel to abort.
-        UNAVAILABLE when the prefill instance is gone: the router prefills again elsewhere.
+        """Continues a prefilled request: fetches the missing KV from the prefill instance, then samples.
+        Tokens arrive in order, without the first one. Cancel to abort. UNAVAILABLE when the prefill
+        instance is gone: the router prefills again on another one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -444,7 +444,7 @@ class DecodeService(object):
 
 
 class WeightServiceStub(object):
-    """Served by the trainer and by every worker that holds weights, so that workers relay.
+    """Served by the trainer and by every worker with weights: workers supply each other.
     """
 
     def __init__(self, channel):
@@ -461,14 +461,14 @@ class WeightServiceStub(object):
 
 
 class WeightServiceServicer(object):
-    """Served by the trainer and by every worker that holds weights, so that workers relay.
+    """Served by the trainer and by every worker with weights: workers supply each other.
     """
 
     def FetchWeights(self, request, context):
-        """The weights of one version, one tensor after the other in the manifest's order: in slices, or
-        serialized Tensors in chunks. NOT_FOUND when this instance does not hold that version: ask
-        another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not take slices.
-        After any other failure ask again, this instance or another, from the bytes received so far.
+        """Sends the weights of one version, one tensor after the other in the manifest's order: in slices,
+        or as serialized Tensors in chunks. NOT_FOUND when this instance does not have that version:
+        retry on another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not accept
+        slices. After any other failure retry, here or on another instance, after the received bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -491,7 +491,7 @@ def add_WeightServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightService(object):
-    """Served by the trainer and by every worker that holds weights, so that workers relay.
+    """Served by the trainer and by every worker with weights: workers supply each other.
     """
 
     @staticmethod

@@ -105,32 +105,32 @@ class PoolServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def PutGroups(self, request, context):
-        """Stores groups as PENDING. Idempotent by task id: a group already stored is left as it is.
-        FAILED_PRECONDITION when `fence` is older than the newest leader's seen; that is remembered
-        on disk, and a request without groups only raises it. INVALID_ARGUMENT for a group whose
-        `pool_shard` is another shard. Safe to retry.
+        """Stores groups as PENDING. Idempotent by task id: a stored group does not change.
+        FAILED_PRECONDITION when `fence` is lower than the highest one the shard has seen. The shard
+        stores the highest fence; a request without groups only raises it. INVALID_ARGUMENT for a group
+        whose `pool_shard` is another shard. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetGroupStates(self, request, context):
-        """Moves groups to the given states, all or none. Idempotent. NOT_FOUND names an unknown
-        group; FAILED_PRECONDITION when `fence` is stale, or for a freed group that is to get another
-        state: the same one again is acknowledged. Safe to retry.
+        """Sets the states of groups, all or none. Idempotent. NOT_FOUND names an unknown group;
+        FAILED_PRECONDITION for a stale `fence`, and for a new state of a freed group: its present
+        state is acknowledged again. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ScanGroups(self, request, context):
-        """Every group of the shard with the summaries of its trajectories, by purpose and in queue
-        order. For a scheduler that rebuilds its state. Pages are snapshots, the whole is not: raise
-        the fence first (PutGroups), so that nobody else writes meanwhile. With `since`, only those
-        that were changed since an earlier scan, in any order, each as it is now: a scan and all that
-        was changed since its mark, put in place of what was told before, are what a scan from the
-        beginning would give at that moment. UNAVAILABLE as all reads. DATA_LOSS when a group cannot be
-        read. Safe to retry, with the same mark too.
+        """Returns every group of the shard with the summaries of its trajectories, by purpose and in queue
+        order, for a scheduler that rebuilds its state. Each page is a snapshot, the complete scan is
+        not: raise the fence first (PutGroups), so that no other leader writes during the scan. With
+        `since`, only the groups that changed after an earlier scan, in any order, in their present
+        state. They replace the groups of the earlier scan; the result equals a new scan at that moment.
+        UNAVAILABLE as all reads. DATA_LOSS when a group cannot be read. Safe to retry, also with the
+        same mark.
         With `settled_limit`, settled groups (trained, tombstoned, evaluated) are returned up to a
         bound, and `begin` has counts of all of them.
         """
@@ -139,25 +139,25 @@ class PoolServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LookUpGroups(self, request, context):
-        """Groups by task id, and commits by batch id. Unknown ids are left out. An answer that would not
-        fit a message is about the first `answered` ids, task ids before batch ids: ask again for the
-        rest. INVALID_ARGUMENT for more than 10,000 ids. Safe to retry.
+        """Returns groups by task id, and commits by batch id, without unknown ids. A response larger than a
+        message covers only the first `answered` ids, task ids before batch ids: send the other ids
+        again. INVALID_ARGUMENT for more than 10,000 ids. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AppendTurns(self, request_iterator, context):
-        """Appends turns; answers each sequence number once its turn is on disk. Idempotent by
-        (trajectory, turn): the same turn again is acknowledged, ABORTED for a different one under
+        """Appends turns; answers each sequence number after its turn is on disk. Idempotent by
+        (trajectory, turn): the same turn again is acknowledged. ABORTED for a different turn with
         the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION
-        once sealed or freed: do not retry. RESOURCE_EXHAUSTED when the disk is full: nothing is lost,
-        retry later. INVALID_ARGUMENT for what is no turn or too big, and for one whose last chunk has
-        not come when the stream ends. Turns may come in any order, and before their group; the first
-        one opens the trajectory. So this, as the two calls below, takes an id of no group here: it is
-        told of and counted when a sweep finds that none came, and freed by age (docs/pool.md,
-        "Retention"). A turn's chunks must not be mixed with another's. Answers come in the order of
-        the turns. On UNAVAILABLE, as when the instance drains, resend what was not acknowledged.
+        after the seal or after freeing: do not retry. RESOURCE_EXHAUSTED when the disk is full: nothing
+        is lost, retry later. INVALID_ARGUMENT for a malformed or too large turn, and for a turn whose
+        last chunk is missing at the end of the stream. Turns may arrive in any order, and before their
+        group; the first one opens the trajectory. So this call and the two below accept an id without a
+        group on this shard: a sweep that finds no group logs and counts it, and retention frees it by
+        age (docs/pool.md, "Retention"). The chunks of a turn must be consecutive. Answers come in the
+        order of the turns. After UNAVAILABLE, also from a drain, resend the unacknowledged turns.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,78 +174,77 @@ class PoolServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SealTrajectory(self, request, context):
-        """Closes a trajectory with its rewards, for good. FAILED_PRECONDITION when fewer than `turns`
-        turns have arrived (resend them first), when more have, or when it is closed otherwise
-        already. INVALID_ARGUMENT when the turns form no tree, or when a reward, be it stored already,
-        credits a turn that is not there: abandon it. With 0 turns it is a rollout that sampled nothing,
-        which may be SEALED as any other, be it unknown until then: it completes its rollout, and has
-        nothing to train on. ABANDONED takes whatever has arrived. Idempotent; safe to retry. A freed
-        trajectory answers the same seal as before, with what is left of its summary, and
-        FAILED_PRECONDITION when it was never sealed.
+        """Closes a trajectory with its rewards, permanently. FAILED_PRECONDITION when fewer than `turns`
+        turns are stored (resend them first), when more are, or when it was closed differently.
+        INVALID_ARGUMENT when the turns form no tree, or when a reward, new or stored, credits a missing
+        turn: abandon the trajectory. A trajectory with 0 turns may be SEALED, even if it was unknown: it
+        completes its rollout without anything to train. ABANDONED accepts any stored turns. Idempotent;
+        safe to retry. A freed trajectory acknowledges its earlier seal, with the rest of its summary;
+        FAILED_PRECONDITION if it was never sealed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetSummaries(self, request, context):
-        """Summaries by id. Unknown ids are left out.
+        """Returns summaries by id, without unknown ids. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchTrajectories(self, request, context):
-        """Whole trajectories, each a serialized Trajectory in chunks, in the order asked.
+        """Returns complete trajectories, each a serialized Trajectory in chunks, in the requested order.
         NOT_FOUND names the first unknown or freed id. DATA_LOSS when a stored checksum does not match,
-        or a closed trajectory lacks a turn or a reward that it was closed with: do not retry.
+        or when a closed trajectory lacks a turn or a reward that it was closed with: do not retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def QueryTrajectories(self, request, context):
-        """Trajectories that fit a filter, without their tokens, page by page. Each page is one snapshot
-        and a bounded amount of work, so a page may be short or empty and yet have a successor: go on
-        until `next_page_token` is empty. What was there from the first page to the last and fits is
-        given exactly once, whatever is written meanwhile; what comes or changes meanwhile may be
-        given or not. A trajectory that cannot be read is named instead, whether or not it fits.
-        INVALID_ARGUMENT for a filter that nothing can fit, and for a token of another filter or shard.
-        DATA_LOSS when the change log cannot be read. Safe to retry, with the same token too.
+        """Returns the trajectories that match a filter, without their tokens, page by page. Each page is
+        one snapshot with a bounded amount of work, so a page may be short or empty before the last one:
+        continue until `next_page_token` is empty. A trajectory that exists and matches from the first
+        page to the last is returned exactly once; one that appears or changes in between may be
+        missing. A trajectory that cannot be read is named, whether or not it matches.
+        INVALID_ARGUMENT for a filter that nothing can match, and for a token of another filter or shard.
+        DATA_LOSS when the change log cannot be read. Safe to retry, also with the same token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TailTrajectories(self, request, context):
-        """What is closed or, once closed, rewarded: as it becomes durable, in that order, until the
-        caller hangs up. The log behind it is on disk and holds the latest reward of a trajectory
-        only, so a reader waits for nobody and nobody for it; a response tells the trajectory as it
-        is when read. On any end go on with the `cursor` last received: nothing is left out, and
-        after UNAVAILABLE (the instance drains or is gone) and RESOURCE_EXHAUSTED that is the
-        caller's duty. RESOURCE_EXHAUSTED when a response was not taken for a minute (the message
-        names the cursor), and when too many tails are open. INVALID_ARGUMENT for a cursor of another
-        shard; FAILED_PRECONDITION for one of this shard's future, which a shard restored from a
-        copy does not have: begin at its start.
+        """Streams trajectories that are closed, or rewarded after they were closed, in the order in which
+        these changes become durable, until the caller cancels. The log of changes is on disk and has
+        only the latest reward change of a trajectory, so readers and writers never wait for each other;
+        a response has the trajectory as it is when read. After any end, continue with the `cursor`
+        received last: no change is skipped. After UNAVAILABLE (the instance drains or is gone) and
+        RESOURCE_EXHAUSTED the caller has to do so. RESOURCE_EXHAUSTED when a response was not read for a
+        minute (the message has the cursor), and when too many tails are open. INVALID_ARGUMENT for a
+        cursor of another shard; FAILED_PRECONDITION for a cursor beyond the end of the log, as after a
+        restore from a backup: begin at the start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPoolStats(self, request, context):
-        """Counts and sizes of this shard. Safe to retry.
+        """Returns counts and sizes of this shard. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CompactShard(self, request, context):
-        """Gives the room of freed records in the shard's file back to the disk, while it is served: a
-        copy takes the file's place, and calls wait for that no longer than for a commit. Told is how
-        far the copy is, every half second; hanging up gives it up. No record is changed, whatever the
-        status: FAILED_PRECONDITION while another call compacts the shard, or a check or backup reads
-        its file, and when it lies elsewhere than in `data_dir`; RESOURCE_EXHAUSTED when the copy has no room on the disk, and when more is written
-        meanwhile than can be brought into it; UNAVAILABLE when the instance drains. Safe to retry,
-        from the beginning.
+        """Returns the space of freed records to the disk, while the shard is served: a compact copy
+        replaces the file, and calls wait for that no longer than for a commit. The response has the
+        progress every half second; a cancel drops the copy. No record changes, with any status:
+        FAILED_PRECONDITION while another call compacts the shard, or a check or backup reads its file,
+        and when its directory is not `data_dir`; RESOURCE_EXHAUSTED when the disk has no space for the
+        copy, and when writes arrive faster than they can be copied; UNAVAILABLE when the instance
+        drains. Safe to retry, from the beginning.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

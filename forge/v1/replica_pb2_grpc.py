@@ -50,27 +50,26 @@ class PoolReplicaServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Follow(self, request_iterator, context):
-        """Follows the leader of a shard: first what is missing, then every commit as it is made. The
-        follower sends its state, then the position of each commit it has on disk; the leader
-        acknowledges nothing to its callers before.
+        """Follows the leader of a shard: the missing records first, then every commit. The follower sends
+        its state, then the position of each commit on its disk; only then does the leader acknowledge
+        the commit to its callers.
 
-        UNAVAILABLE when this instance does not lead (any more), drains, or dropped a follower that
-        did not keep up: find the leader in the directory and follow again. RESOURCE_EXHAUSTED while
-        another instance follows: retry later. INVALID_ARGUMENT for another shard. FAILED_PRECONDITION
-        when the follower's data is not of this shard's lineage: it would be overwritten, so an
-        operator must decide; when its program stores another schema; or when it has followed or led
-        under a later leadership, and this instance only does not know yet that it leads no more.
+        UNAVAILABLE when this instance is not the leader, drains, or dropped a follower that was too
+        slow: find the leader in discovery and follow again. RESOURCE_EXHAUSTED while another instance
+        follows: retry later. INVALID_ARGUMENT for another shard. FAILED_PRECONDITION in three cases: the
+        follower's data has another lineage and would be overwritten, so an operator must decide; its
+        program stores another schema; or it followed or led in a later term than this instance.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchRecords(self, request, context):
-        """Records of this copy as they lie on its disk, read in one snapshot; damaged ones are left out. The
-        leader answers once its follower has everything the snapshot shows. Both instances answer.
+        """Returns records of this copy as they are on disk, read in one snapshot, without damaged ones. The
+        leader answers after its follower has all records of the snapshot. Both instances answer.
         UNAVAILABLE while a follower catches up, and when a leader may be deposed. INVALID_ARGUMENT for
-        another shard, an unknown table and a record of one replica alone. FAILED_PRECONDITION when the
-        caller's data is of another lineage. Safe to retry.
+        another shard, an unknown table, and a record that belongs to one replica. FAILED_PRECONDITION
+        when the caller's data has another lineage. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -107,41 +107,41 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LeaseRollouts(self, request, context):
-        """Claims up to `max_rollouts` rollouts in strict queue order, waiting up to `wait_s` for the
-        first. An empty answer means: none now, ask again. Not idempotent, but a claim that never
-        reached the runner expires by itself.
+        """Leases up to `max_rollouts` rollouts in strict queue order, waiting up to `wait_s` for the
+        first. An empty response means that none is available now: call again. Not idempotent; a lease
+        that never reached the runner expires.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewRollouts(self, request, context):
-        """Extends claims. Ids that are no longer held come back in `lost`: stop those rollouts.
+        """Renews task leases. `lost` has the ids of expired ones: stop their rollouts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishRollouts(self, request, context):
-        """Reports rollouts that ended. One whose trajectory is sealed counts as complete; any other
-        is retried with back-off. Failures of the task itself tombstone its group after
-        `max_attempts`, with the reason; faults of the infrastructure do not count. Idempotent.
+        """Reports ended rollouts. A rollout with a sealed trajectory is complete; any other is retried
+        with back-off. Failures of the task tombstone its group after `max_attempts`, with the reason;
+        failures of the infrastructure do not count. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LeaseBatch(self, request, context):
-        """Claims a batch of complete groups from the window, waiting up to `wait_s`. An empty
-        `batch_id` means: not enough complete yet, ask again. A trainer that calls again while it
-        holds a batch gets that batch back.
+        """Leases a batch of complete groups from the window, waiting up to `wait_s`. An empty
+        `batch_id` means that too few groups are complete: call again. A trainer that calls again while
+        it has a batch gets the same batch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewBatch(self, request, context):
-        """Extends a batch claim. NOT_FOUND when it was taken back.
+        """Renews a batch lease. NOT_FOUND after it was lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,45 +149,45 @@ class SchedulerServiceServicer(object):
 
     def CommitBatch(self, request, context):
         """Marks a batch as trained by optimizer step `step`. Durable when it returns. Idempotent.
-        NOT_FOUND when the batch was taken back and its groups may be in another one: go back to
-        the last checkpoint and Rewind. FAILED_PRECONDITION when another step committed it.
+        NOT_FOUND when the batch lease was lost and its groups may be in another batch: restore the
+        last checkpoint and Rewind. FAILED_PRECONDITION when another step committed it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseBatch(self, request, context):
-        """Gives a batch back untrained, or tombstones groups of it when `reason` is set. Idempotent.
+        """Returns a batch untrained, or tombstones groups of it if `reason` is set. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Rewind(self, request, context):
-        """Makes every group trained after `step` visible again and takes back open batches: a
-        trainer calls it after it restored the checkpoint of `step`. Idempotent.
+        """Makes every group trained after `step` visible again and ends open batch leases: a trainer
+        calls it after it restored the checkpoint of `step`. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetActivity(self, request, context):
-        """Pauses, drains or resumes the queue. Durable when it returns: the next leader keeps to it.
-        Idempotent; safe to retry.
+        """Pauses, drains or resumes the queue. Durable when it returns: later leaders keep the setting.
+        Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetSchedulerStatus(self, request, context):
-        """The state of the queue, the window and the books.
+        """Returns the state of the queue and the window, and the counts of groups.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListGroups(self, request, context):
-        """Groups with the rewards of the trajectories that count, by tag; every group for no tag.
+        """Returns groups with the rewards of their counted trajectories, by tag; every group without one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,21 +55,21 @@ class TrainerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetTrainerStatus(self, request, context):
-        """Where training stands, with the newest step's metrics.
+        """Returns the progress of training, with the newest step's metrics. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchSteps(self, request, context):
-        """Metrics of every step after `after_step`, then live ones as they happen.
+        """Streams the metrics of every step after `after_step`, then of new steps. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Saves a checkpoint now. Returns when it is on disk. Idempotent per step.
+        """Saves a checkpoint now. Returns when it is on disk. Idempotent per step; safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
