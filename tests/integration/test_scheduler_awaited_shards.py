@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from forge.core.errors import Unavailable
+from forge.core.placement.sharding import choose_shard
 from forge.v1 import scheduler_pb2
 from services.scheduler.term_record import TermRecord
 from tests.support.runtime.waiting import until
@@ -94,3 +95,28 @@ async def test_leader_waits_for_all_shards_where_nothing_bounds_the_head(
         await schedulers.changed()
     forge.start_pool("s1")
     assert (await forge.status()).pending == 8
+
+
+async def test_queue_indices_of_an_awaited_shard_are_not_given_again(
+    forge: SchedulerCluster,
+) -> None:
+    """The window would take two groups of one index for one and never train the second."""
+    forge.start_pool("s1")
+    await forge.coordinator.discover("pool").wait(count=2, timeout_s=START_S)
+    first = forge.start_scheduler()
+    names = (f"last-{number}" for number in range(100))
+    last = next(name for name in names if choose_shard(name, {"s0", "s1"}) == "s1")
+    await forge.submit([make_task(name) for name in ("a", "b", "c", last)])
+
+    async def head_is_noted() -> bool:
+        return (await TermRecord.read(forge.coordinator)).head is not None
+
+    await until(head_is_noted)
+    await forge.kill(first)
+    await forge.kill(forge.pools["s1"])
+    forge.start_scheduler(shard_wait_s="0")
+    await forge.status()
+    forge.start_pool("s1")
+    assert await forge.submit([make_task("new")]) == 1
+    indices = [one.group.queue_index for one in await forge.groups()]
+    assert sorted(indices) == [0, 1, 2, 3, 4]
