@@ -99,7 +99,8 @@ async def put_once_it_is_taken(client: PoolClient, task_id: str) -> None:
 async def listed_by_leader(replicas: ReplicatedShard) -> set[str]:
     client = await replicas.client()
     try:
-        return {one.group.task.task_id for one in await client.groups()}
+        async with translated():
+            return {one.group.task.task_id for one in await client.groups()}
     finally:
         await client.close()
 
