@@ -30,6 +30,8 @@ class InferenceConfig(ServiceConfig):
     """How long a request waits for a worker when none is left."""
 
     # Workers alone.
+    engine: str = "embedded"
+    """Runs the model: embedded, or an engine of an installed package."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type that the model computes in; auto: that of its config.json, and float32 for bfloat16 on a
     device without it."""

@@ -23,6 +23,7 @@ from transformers import (
 from forge.runtime.actor_system import ActorSystem
 from services.inference.engines.base import (
     DecodeEngine,
+    EngineOptions,
     Likeliest,
     NamedTensor,
     PrefillEngine,
@@ -30,11 +31,7 @@ from services.inference.engines.base import (
     Sampling,
     Tokens,
 )
-from services.inference.engines.embedded.engine import (
-    EmbeddedDecode,
-    EmbeddedOptions,
-    EmbeddedPrefill,
-)
+from services.inference.engines.embedded.engine import EmbeddedDecode, EmbeddedPrefill
 from services.inference.engines.embedded.tensor_bytes import NAMES, to_bytes
 
 # Engines and references compute at the same time; more threads than cores only wait for each other.
@@ -193,7 +190,7 @@ class Pair:
 @asynccontextmanager
 async def embedded(model_path: Path, **options: Any) -> AsyncIterator[Pair]:
     """The embedded engine, without weights."""
-    chosen = EmbeddedOptions(
+    chosen = EngineOptions(
         model_path=str(model_path),
         **{"dtype": "float32", "block_tokens": BLOCK_TOKENS, **options},
     )

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
 
 from forge.core.conversation.messages import ToolCall
+from forge.core.entry_points import installed, load_entry_point
 from forge.core.errors import ConfigError
 from forge.core.formats.base import OutputFormat, Tools, collect
 from forge.core.formats.hermes import HermesFormat
@@ -70,9 +69,9 @@ def get_format(name: str) -> OutputFormat:
     """The format called `name`; raises `ConfigError` naming those there are."""
     if name in BUILT_IN:
         return BUILT_IN[name]()
-    added = _added(FORMATS_GROUP)
+    added = installed(FORMATS_GROUP)
     if name in added:
-        made: OutputFormat = _load(added[name])()
+        made: OutputFormat = load_entry_point(added[name])()
         return made
     raise ConfigError(f"tool format {name!r} is unknown; there are {sorted({*BUILT_IN, *added})}")
 
@@ -103,9 +102,9 @@ def get_reasoning(name: str) -> ReasoningFormat | None:
     match name.split():
         case [opening, closing]:
             return ReasoningFormat(name=name, open=opening, close=closing)
-    added = _added(REASONING_GROUP)
+    added = installed(REASONING_GROUP)
     if name in added:
-        made: ReasoningFormat = _load(added[name])
+        made: ReasoningFormat = load_entry_point(added[name])
         return made
     known = sorted({NO_REASONING, *BUILT_IN_REASONING, *added})
     raise ConfigError(
@@ -115,7 +114,7 @@ def get_reasoning(name: str) -> ReasoningFormat | None:
 
 def detect_reasoning(template: str) -> str:
     """Name of the reasoning format whose closing tag a chat template has."""
-    added = (_load(entry) for entry in _added(REASONING_GROUP).values())
+    added = (load_entry_point(entry) for entry in installed(REASONING_GROUP).values())
     for reasoning in (*added, THINK, MISTRAL_THINK):
         if reasoning.close in template:
             return str(reasoning.name)
@@ -123,8 +122,8 @@ def detect_reasoning(template: str) -> str:
 
 
 def _all_formats() -> Iterator[OutputFormat]:
-    for entry in _added(FORMATS_GROUP).values():
-        yield _load(entry)()
+    for entry in installed(FORMATS_GROUP).values():
+        yield load_entry_point(entry)()
     for make in BUILT_IN.values():
         yield make()
 
@@ -138,16 +137,3 @@ def _reads(output: OutputFormat, written: str) -> bool:
         and [(call.name, json.loads(call.arguments)) for call in answer.calls]
         == [(SAMPLE_CALL.name, json.loads(SAMPLE_CALL.arguments))]
     )
-
-
-def _added(group: str) -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in sorted(entry_points(group=group))}
-
-
-def _load(entry: EntryPoint) -> Any:
-    try:
-        return entry.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"{entry.group} {entry.name!r} cannot be loaded from {entry.value}: {error}"
-        ) from error

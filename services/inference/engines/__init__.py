@@ -1,4 +1,4 @@
-"""Engines: what runs the model. `base` is the contract; each engine has its own file or package.
+"""Engines run the model: `base` is their contract, `registry` their names, each has its own room.
 
 Imports no other room of the service.
 """

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 from forge.core.errors import ForgeError
 from forge.core.token_columns import TOKEN_BYTES
+from forge.runtime.actor_system import ActorSystem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,10 +169,38 @@ FetchKv = Callable[[int], Awaitable[KvSpan]]
 """Brings a prompt's keys and values from a token on, from wherever it was prefilled."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Model, device and limits of one engine, from the settings of the worker."""
+
+    model_path: str
+    """Folder with the model's config.json."""
+    dtype: str = "auto"
+    device: str = "cpu"
+    context_tokens: int = 0
+    """Prompt and answer together; 0: the model's own limit."""
+    threads: int = 1
+    block_tokens: int = 16
+    """Prefixes are cached in blocks of this many tokens."""
+    cache_bytes: int = 512 << 20
+    """Memory for the prefix cache."""
+    kv_bytes: int = 2 << 30
+    """Memory for running sequences (decode) or held prompts (prefill)."""
+    pass_tokens: int = 4096
+    """Most tokens of one prefill pass."""
+    max_running: int = 128
+    """Most requests that sample at the same time."""
+    request_timeout_s: float = 600.0
+
+
 class Engine(Protocol):
-    """What both roles do."""
+    """Contract of both roles."""
 
     limits: ModelLimits
+
+    @property
+    def cache_tokens(self) -> int:
+        """Capacity of the prefix cache; the router's prefix index has the same."""
 
     async def load(self, tensors: Mapping[str, NamedTensor], *, version: int) -> None:
         """Serve these weights from the next step on; requests in flight go on with them.
@@ -214,3 +243,16 @@ class DecodeEngine(Engine, Protocol):
         Closing the iterator aborts the request before the next step. Raises ResourceExhausted when
         its keys and values no longer fit and it had to give way: prefill it again.
         """
+
+
+class EngineProvider(Protocol):
+    """Starts an engine for one role: a module, or an object, that an entry point names.
+
+    An actor of `actors` that fails for good ends the worker with exit code 1.
+    """
+
+    async def start_prefill(self, actors: ActorSystem, options: EngineOptions) -> PrefillEngine:
+        """Build the model without weights. Raises ConfigError for options it does not support."""
+
+    async def start_decode(self, actors: ActorSystem, options: EngineOptions) -> DecodeEngine:
+        """Build the model without weights. Raises ConfigError for options it does not support."""

@@ -6,12 +6,8 @@ from forge.runtime.background import Background
 from forge.runtime.service import ServiceContext
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig
-from services.inference.engines.base import Engine
-from services.inference.engines.embedded.engine import (
-    EmbeddedDecode,
-    EmbeddedOptions,
-    EmbeddedPrefill,
-)
+from services.inference.engines.base import Engine, EngineOptions
+from services.inference.engines.registry import get_engine
 from services.inference.worker.service import DecodeServicer, PrefillServicer, WeightServicer
 from services.inference.worker.weight_follower import WeightFollower
 
@@ -51,7 +47,8 @@ class WorkerRole:
 
 async def _start_engine(context: ServiceContext) -> Engine:
     config: InferenceConfig = context.config
-    options = EmbeddedOptions(
+    provider = get_engine(config.engine)
+    options = EngineOptions(
         model_path=config.model_path,
         dtype=config.dtype,
         device=config.device,
@@ -62,11 +59,11 @@ async def _start_engine(context: ServiceContext) -> Engine:
         kv_bytes=config.kv_mib * _MIB,
         pass_tokens=config.pass_tokens,
         max_running=config.max_running,
-        ask_timeout_s=config.request_timeout_s,
+        request_timeout_s=config.request_timeout_s,
     )
     context.metadata["block_tokens"] = str(config.block_tokens)
     if config.role == "prefill":
-        prefill = await EmbeddedPrefill.start(context.actors, options)
+        prefill = await provider.start_prefill(context.actors, options)
         context.metadata["cache_tokens"] = str(prefill.cache_tokens)
         context.server.add(
             rpc.add_PrefillServiceServicer_to_server,
@@ -74,7 +71,7 @@ async def _start_engine(context: ServiceContext) -> Engine:
             full_name="forge.v1.PrefillService",
         )
         return prefill
-    decode = await EmbeddedDecode.start(context.actors, options)
+    decode = await provider.start_decode(context.actors, options)
     context.metadata["cache_tokens"] = str(decode.cache_tokens)
     context.metadata["capacity"] = str(decode.capacity)
     context.server.add(

@@ -1,7 +1,7 @@
-"""The embedded engine as the service sees it: the event loop's side of the two actors.
+"""The embedded engine on the event loop; its two actors compute on threads.
 
-Owns what needs no model: prompts that are held for a decode instance, and who fetches what. All
-tensor work is the actors', but for cutting held tensors, which nothing changes any more.
+Owns the prompts held for decode workers, and which request fetches which keys and values. Only
+slices of held prompts, which are immutable, are computed here; the actors do all other tensor work.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from forge.runtime.actor_system import ActorRef, ActorSystem
 from forge.runtime.supervision import Restart
 from forge.runtime.telemetry import log
 from services.inference.engines.base import (
+    EngineOptions,
     EngineStatus,
     FetchKv,
     KvSpan,
@@ -42,61 +42,43 @@ from services.inference.engines.grammar_masks import Grammars
 
 # A crash in the model leaves its state unknown: the process ends, and its supervisor starts anew.
 _NEVER_RESTART = Restart(max_restarts=0)
+_MAX_WAITING = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedOptions:
-    """How large the embedded engine may get."""
+def _build_policy(options: EngineOptions) -> Policy:
+    return Policy.build(
+        options.model_path,
+        dtype=options.dtype,
+        device=options.device,
+        context_tokens=options.context_tokens,
+    )
 
-    model_path: str
-    dtype: str = "auto"
-    device: str = "cpu"
-    context_tokens: int = 0
-    """0: what the model was made for."""
-    threads: int = 1
-    block_tokens: int = 16
-    """Prefixes are cached in blocks of this many tokens."""
-    cache_bytes: int = 512 << 20
-    """Most memory for prefixes that may be used again."""
-    kv_bytes: int = 2 << 30
-    """Most memory for running sequences (decode) or held prompts (prefill)."""
-    pass_tokens: int = 4096
-    """Most tokens of one prefill pass."""
-    max_running: int = 128
-    max_waiting: int = 1024
-    ask_timeout_s: float = 600.0
 
-    def policy(self) -> Policy:
-        return Policy.build(
-            self.model_path,
-            dtype=self.dtype,
-            device=self.device,
-            context_tokens=self.context_tokens,
-        )
+def _prefix_cache(options: EngineOptions, policy: Policy) -> KvCache:
+    return KvCache(
+        policy.kv_shape, block_tokens=options.block_tokens, capacity_bytes=options.cache_bytes
+    )
 
-    def cache(self, policy: Policy) -> KvCache:
-        return KvCache(
-            policy.kv_shape, block_tokens=self.block_tokens, capacity_bytes=self.cache_bytes
-        )
 
-    def slabs(self, policy: Policy) -> Slabs[Any]:
-        return Slabs(
-            policy.kv_shape,
-            context_tokens=policy.limits.context_tokens,
-            capacity_bytes=self.kv_bytes,
-        )
+def _slabs(options: EngineOptions, policy: Policy) -> Slabs[Any]:
+    return Slabs(
+        policy.kv_shape,
+        context_tokens=policy.limits.context_tokens,
+        capacity_bytes=options.kv_bytes,
+    )
 
-    def trunks(self, policy: Policy, cache: KvCache) -> Trunks | None:
-        """None where the merge of two reads is not available, or would see too much."""
-        if policy.device.type != "cpu" or policy.kv_shape.windowed:
-            return None
-        return Trunks(
-            policy.kv_shape,
-            cache,
-            context_tokens=policy.limits.context_tokens,
-            # A trunk is a copy of what is cached and pinned.
-            capacity_bytes=self.cache_bytes,
-        )
+
+def _trunks(options: EngineOptions, policy: Policy, cache: KvCache) -> Trunks | None:
+    """None where the merge of two reads is not available, or would see too much."""
+    if policy.device.type != "cpu" or policy.kv_shape.windowed:
+        return None
+    return Trunks(
+        policy.kv_shape,
+        cache,
+        context_tokens=policy.limits.context_tokens,
+        # A trunk is a copy of what is cached and pinned.
+        capacity_bytes=options.cache_bytes,
+    )
 
 
 class _Work:
@@ -118,7 +100,7 @@ class _Work:
 class _Embedded:
     """What both roles share: the policy's limits and the way weights get in."""
 
-    def __init__(self, policy: Policy, actor: ActorRef, options: EmbeddedOptions) -> None:
+    def __init__(self, policy: Policy, actor: ActorRef, options: EngineOptions) -> None:
         self.limits: ModelLimits = policy.limits
         self._policy = policy
         self._actor = actor
@@ -142,7 +124,7 @@ class _Embedded:
 
     async def load(self, weights: Mapping[str, NamedTensor], *, version: int) -> None:
         staged = await asyncio.to_thread(self._policy.stage, weights, version=version)
-        await self._actor.ask(Swap(weights=staged), timeout_s=self._options.ask_timeout_s)
+        await self._actor.ask(Swap(weights=staged), timeout_s=self._options.request_timeout_s)
 
     async def idle(self) -> None:
         await self._work.none.wait()
@@ -155,7 +137,7 @@ class _Embedded:
 class EmbeddedPrefill(_Embedded):
     """Reads prompts; holds their keys and values until they are fetched and released."""
 
-    def __init__(self, policy: Policy, actor: ActorRef, options: EmbeddedOptions) -> None:
+    def __init__(self, policy: Policy, actor: ActorRef, options: EngineOptions) -> None:
         super().__init__(policy, actor, options)
         self._held = HeldPrompts(
             capacity_bytes=options.kv_bytes,
@@ -164,13 +146,13 @@ class EmbeddedPrefill(_Embedded):
         )
 
     @classmethod
-    async def start(cls, actors: ActorSystem, options: EmbeddedOptions) -> EmbeddedPrefill:
-        policy = await asyncio.to_thread(options.policy)
+    async def start(cls, actors: ActorSystem, options: EngineOptions) -> EmbeddedPrefill:
+        policy = await asyncio.to_thread(_build_policy, options)
 
         def actor() -> PrefillActor:
             return PrefillActor(
                 policy,
-                options.cache(policy),
+                _prefix_cache(options, policy),
                 block_tokens=options.block_tokens,
                 pass_tokens=options.pass_tokens,
                 threads=options.threads,
@@ -187,7 +169,7 @@ class EmbeddedPrefill(_Embedded):
             async with self._held.reading(prompt):
                 outcome: HeldPrompt = await self._actor.ask(
                     Read(prompt=prompt, asked_s=now_s, matcher=matcher),
-                    timeout_s=self._options.ask_timeout_s,
+                    timeout_s=self._options.request_timeout_s,
                 )
                 self._held.hold(prompt, outcome, hold_s=hold_s)
         except BaseException:
@@ -226,24 +208,24 @@ class EmbeddedPrefill(_Embedded):
 class EmbeddedDecode(_Embedded):
     """Samples; fetches what of a prompt it does not have."""
 
-    def __init__(self, policy: Policy, actor: ActorRef, options: EmbeddedOptions) -> None:
+    def __init__(self, policy: Policy, actor: ActorRef, options: EngineOptions) -> None:
         super().__init__(policy, actor, options)
         self.capacity = options.max_running
         self._fetching: dict[bytes, asyncio.Event] = {}
 
     @classmethod
-    async def start(cls, actors: ActorSystem, options: EmbeddedOptions) -> EmbeddedDecode:
-        policy = await asyncio.to_thread(options.policy)
+    async def start(cls, actors: ActorSystem, options: EngineOptions) -> EmbeddedDecode:
+        policy = await asyncio.to_thread(_build_policy, options)
 
         def actor() -> DecodeActor:
-            cache = options.cache(policy)
+            cache = _prefix_cache(options, policy)
             return DecodeActor(
                 policy,
                 cache,
-                options.slabs(policy),
-                options.trunks(policy, cache),
+                _slabs(options, policy),
+                _trunks(options, policy, cache),
                 max_running=options.max_running,
-                max_waiting=options.max_waiting,
+                max_waiting=_MAX_WAITING,
                 threads=options.threads,
             )
 
@@ -317,4 +299,9 @@ class EmbeddedDecode(_Embedded):
         return prefix(prompt.ids, end) if end <= prompt.tokens else b""
 
     async def _ask(self, message: Reserve | Join) -> Any:
-        return await self._actor.ask(message, timeout_s=self._options.ask_timeout_s)
+        return await self._actor.ask(message, timeout_s=self._options.request_timeout_s)
+
+
+# Makes this module an `EngineProvider`.
+start_prefill = EmbeddedPrefill.start
+start_decode = EmbeddedDecode.start

@@ -6,6 +6,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from forge.core import entry_points
 from forge.core.errors import ConfigError
 from forge.core.formats import (
     SAMPLE_CALL,
@@ -14,7 +15,6 @@ from forge.core.formats import (
     detect_reasoning,
     get_format,
     get_reasoning,
-    registry,
 )
 from forge.core.formats.hermes import HermesFormat
 from forge.core.formats.think import ReasoningFormat
@@ -38,7 +38,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
         "forge.formats": [EntryPoint("shouting", f"{__name__}:ShoutingFormat", "forge.formats")],
         "forge.reasoning": [EntryPoint("shouted", f"{__name__}:SHOUTED", "forge.reasoning")],
     }
-    monkeypatch.setattr(registry, "entry_points", lambda *, group: entries[group])
+    monkeypatch.setattr(entry_points, "entry_points", lambda *, group: entries[group])
 
 
 @pytest.mark.parametrize("name", CALLING)
@@ -79,6 +79,6 @@ def test_packages_add_formats() -> None:
 def test_broken_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry point that cannot be loaded is one clear line, not a traceback of another's."""
     broken = EntryPoint("broken", "no_such_module:Format", "forge.formats")
-    monkeypatch.setattr(registry, "entry_points", lambda *, group: [broken])
+    monkeypatch.setattr(entry_points, "entry_points", lambda *, group: [broken])
     with pytest.raises(ConfigError, match=r"forge\.formats 'broken'.*no_such_module"):
         get_format("broken")

@@ -1,0 +1,94 @@
+"""Workers with an engine of another package, and the error of an unknown engine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from forge.core.errors import ConfigError
+from forge.runtime.coordination import Coordinator
+from forge.runtime.security import Keyring
+from services.inference.engines import registry
+from tests.contract import engines
+from tests.contract.engines import published, reference
+from tests.support.inference.cluster import InferenceCluster
+from tests.support.runtime.etcd import EtcdServer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package on the path of new processes and of this one, with two entry points."""
+    info = tmp_path / "site" / "counting-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counting\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[forge.engines]\n"
+        "counting = tests.support.inference.counting_engine\n"
+        "broken = no_such_module\n"
+    )
+    path = [str(info.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    monkeypatch.syspath_prepend(str(info.parent))
+
+
+@pytest.mark.usefixtures("installed")
+async def test_workers_serve_with_an_installed_engine(
+    tmp_path: Path, etcd: EtcdServer, coordinator: Coordinator, cluster: str
+) -> None:
+    """Prefill and decode processes start the engine of an entry point and answer a request."""
+    engines.CONFIGS["llama"].save_pretrained(tmp_path / "model")
+    inference = InferenceCluster(tmp_path, tmp_path / "model", coordinator, etcd, cluster)
+    try:
+        await inference.publisher.start()
+        await inference.publisher.publish(published(reference("llama")))
+        inference.start("router")
+        for role in ("prefill", "decode"):
+            name = inference.start(role, "--engine", "counting", "--context-tokens", "64")
+            await inference.registered(role, name, weight_version="1", cache_tokens="0")
+        sample = await inference.sample([5, 7], max_tokens=4)
+        assert sample.ids == [8, 9, 10, 11]
+        assert sample.versions == [1] * 4
+    finally:
+        await inference.stop()
+
+
+def test_an_unknown_engine_is_one_line(etcd: EtcdServer, cluster: str, tmp_path: Path) -> None:
+    """A worker exits with 2; the line names the setting, the known engines and the group."""
+    Keyring.generate(tmp_path / "key")
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "services.inference", "--role", "decode", "--engine", "vlm"),
+            *("--model-path", str(tmp_path), "--etcd", etcd.endpoint, "--cluster", cluster),
+            *("--key-file", str(tmp_path / "key")),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("{")]
+    assert ended.returncode == 2
+    assert len(lines) == 1
+    for words in ("engine = 'vlm'", "installed: embedded", "forge.engines", "docs/inference.md"):
+        assert words in lines[0]
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_broken_entry_point_is_named() -> None:
+    """The error names the entry point and the module that cannot be imported."""
+    with pytest.raises(ConfigError, match=r"forge\.engines 'broken'.*no_such_module"):
+        registry.get_engine("broken")
+    with pytest.raises(ConfigError, match="broken, counting, embedded"):
+        registry.get_engine("vlm")
+
+
+def test_built_in_engines_are_the_entry_points_of_this_package() -> None:
+    """pyproject.toml and the registry list the same engines."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"][registry.ENGINES_GROUP] == registry.BUILT_IN
