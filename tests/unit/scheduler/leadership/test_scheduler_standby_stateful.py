@@ -43,7 +43,7 @@ STATES = ("BATCHED", "TRAINED", "TRAINED", "TRAINED", "TOMBSTONED", "PENDING")
 MODES = {mode: QueueSettings(concurrency=4, window=4, mode=mode) for mode in Mode}
 
 shards = st.sampled_from(SHARDS)
-BATCHES = ["batch-0-1", "batch-0-2", "batch-0-3", "other"]
+BATCHES = [*(f"batch-0-{step}" for step in range(1, 9)), "other"]
 
 numbers = st.integers(0, TASKS - 1)
 rollouts = st.tuples(st.integers(0, 1), st.sampled_from([0, 0, 1, 1000]))
@@ -163,6 +163,19 @@ class StandbyMachine(RuleBasedStateMachine):
                 reason=reason if state == "TOMBSTONED" else "",
             )
             self._try(set_states, self._of(number), changed, now_unix_s=self._now())
+
+    @rule(
+        some=st.lists(numbers, min_size=2, max_size=8, unique=True),
+        step=st.integers(1, 6),
+        value=values,
+    )
+    def train(self, some: list[int], step: int, value: float) -> None:
+        """Groups go the way they mostly go, some of them in the next step."""
+        self.submit(some, size=2, evaluation=False, priority=0, digest=True)
+        for place, number in enumerate(some):
+            for rollout in range(2):
+                self.close(number, (rollout, 0), value * place, sealed=1)
+            self.settle([number], "TRAINED", step + place // 3, "")
 
     @rule(number=numbers, limit=st.sampled_from([1, 100]))
     def free(self, number: int, limit: int) -> None:
