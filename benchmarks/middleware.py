@@ -28,7 +28,8 @@ from aiohttp import ClientSession
 from benchmarks.support.chat_load import Agent, Target, new_client
 from benchmarks.support.middleware_stack import Middleware, start_middleware
 from benchmarks.support.report import arguments, keep, show
-from forge.agents.runner import Outcome, Runner
+from forge.agents.rollout import RolloutResult
+from forge.agents.runner import Runner
 from forge.client.scheduler import SyncScheduler
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.security import Security
@@ -118,7 +119,9 @@ class Load:
             "load_cpu_ms": 1e3 * (time.process_time() - own_s) / count,
         }
 
-    async def _rollout(self, client: ClientSession, lease: scheduler_pb2.RolloutLease) -> Outcome:
+    async def _rollout(
+        self, client: ClientSession, lease: scheduler_pb2.RolloutLease
+    ) -> RolloutResult:
         """An agent's work: calls, each with the whole history, and a close with the reward."""
         token = lease.session_token
         target = Target(name="forge", url=self._middleware.chat_url, key=lambda: token, pid=0)
@@ -130,7 +133,7 @@ class Load:
         async with client.post(url, data=REWARD, headers=headers) as response:
             if response.status != 200:
                 raise RuntimeError(f"{url} answered {response.status}: {await response.text()}")
-        return Outcome(lease_id=lease.lease_id, trajectory_id=lease.trajectory_id)
+        return RolloutResult(lease_id=lease.lease_id, trajectory_id=lease.trajectory_id)
 
     async def _train(self, groups: int) -> int:
         """Take, fetch and commit until all are trained; how many trajectories that were."""

@@ -7,13 +7,14 @@ from forge.runtime.startup import run
 
 
 def load_app() -> type:
+    """Returns `RunnerApp`; imported late, so that `--help` is fast."""
     from forge.agents.app import RunnerApp
 
     return RunnerApp
 
 
 if __name__ == "__main__":
-    # `forge agents` hands its words on; there is nothing else it could do than run.
+    # `forge agents` passes its arguments on, and "run" is the only subcommand.
     if sys.argv[1:2] == ["run"]:
         del sys.argv[1]
     run("runner", RunnerConfig, load_app)

@@ -23,11 +23,11 @@ from forge.runtime.telemetry import log
 from forge.v1 import scheduler_pb2
 
 ABANDON_SHARE = 0.3
-"""Of the time to drain: kept for stopping what did not end by itself."""
+"""Share of the drain time that is reserved to stop the rollouts that did not end."""
 
 
 class RunnerApp:
-    """A runner; it serves nothing but its health."""
+    """A runner process. Its only RPCs are health checks."""
 
     kind = "runner"
 
@@ -41,7 +41,7 @@ class RunnerApp:
         self._runner = Runner(
             runner_id=self._config.instance_id,
             scheduler=self._ask_scheduler,
-            renew=self._renew_claims,
+            renew=self._renew_leases,
             attempt=self._make_attempts().run,
             concurrency=self._config.concurrency,
             lease_wait_s=self._config.lease_wait_s,
@@ -52,10 +52,11 @@ class RunnerApp:
         self._failure: BaseException | None = None
 
     async def start(self) -> None:
+        """Checks the reward functions, then starts to lease rollouts."""
         try:
             await self._rewards.check()
         except BaseException:
-            # Nobody stops what did not start.
+            # `stop` is not called after a failed start.
             await self._rewards.close()
             raise
         self._running = asyncio.create_task(self._runner.run())
@@ -63,13 +64,13 @@ class RunnerApp:
         self._following = asyncio.create_task(self._follow_leader())
 
     async def drain(self) -> None:
-        """Let rollouts end."""
+        """Waits until running rollouts have ended."""
         assert self._running is not None
         await self._runner.drain(patience_s=self._config.drain_s * (1 - ABANDON_SHARE))
         await asyncio.wait([self._running])
 
     async def stop(self) -> None:
-        """Raises what the runner failed with, if that is why it stops."""
+        """Frees all resources; raises the runner's error if it has failed."""
         for task in (self._following, self._running):
             if task is not None:
                 task.cancel()
@@ -84,29 +85,29 @@ class RunnerApp:
         if running.cancelled() or (failure := running.exception()) is None:
             return
         if isinstance(failure, BaseExceptionGroup):
-            # Of the runner's tasks: the first to fail has cancelled the others.
+            # The first task of the runner to fail has cancelled the others.
             failure = failure.exceptions[0]
         self._failure = failure
         log.error("runner_failed", error=repr(failure))
         self._context.stop()
 
     async def _follow_leader(self) -> None:
-        """Have claims renewed with each new leader at once."""
+        """Renews all task leases as soon as a new leader is elected."""
         schedulers = self._context.coordinator.discover("scheduler")
-        known: set[str] = set()
+        earlier_leaders: set[str] = set()
         while True:
             changed = schedulers.changed()
-            leading = {each.instance_id for each in schedulers.instances if leads(each)}
-            if leading - known:
+            leaders = {each.instance_id for each in schedulers.instances if leads(each)}
+            if leaders - earlier_leaders:
                 self._runner.renew_now()
-            known = leading
+            earlier_leaders = leaders
             await changed
 
     async def _ask_scheduler(self, method: str, request: Any, *, timeout_s: float) -> Any:
         return await self._scheduler.call(method, request, timeout_s=timeout_s, where=leads)
 
-    def _renew_claims(self, lease_ids: Sequence[str]) -> Sequence[str]:
-        """On the thread of `ClaimRenewal`."""
+    def _renew_leases(self, lease_ids: Sequence[str]) -> Sequence[str]:
+        """Called on the thread of `LeaseRenewal`."""
         request = scheduler_pb2.RenewRolloutsRequest(lease_ids=lease_ids)
         response = self._sync_scheduler.call("RenewRollouts", request, timeout_s=CALL_S)
         lost: Sequence[str] = response.lost

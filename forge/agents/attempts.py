@@ -1,8 +1,8 @@
-"""One leased rollout from start to end.
+"""One attempt at a leased rollout, from start to end.
 
-Owns what happens to a lease: find the agent and a gateway, run, score, close the session. It
-never raises for a rollout that failed; what went wrong is in the outcome, and the trajectory is
-abandoned so that nobody trains on half of it.
+Owns its steps: find the agent and a gateway, run, score, close the session. A failed rollout raises
+no error: the result has the reason, and the trajectory is abandoned, so no incomplete one is
+trained.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forge.agents.environments.base import Domain, Episode, Transcript
 from forge.agents.gateways import Gateways
 from forge.agents.own_time import OutOfTime, within
 from forge.agents.rewards import RewardTask
-from forge.agents.rollout import Gateway, Rollout, Scaffold
+from forge.agents.rollout import Gateway, Rollout, RolloutResult, Scaffold
 from forge.agents.scaffolds import Scaffolds
 from forge.agents.scoring import Scorer
 from forge.client.session import AgentSession
@@ -34,11 +34,11 @@ from forge.runtime.telemetry import log
 from forge.v1 import scheduler_pb2 as pb
 
 DESCRIBE_S = 10.0
-"""Longest that a gateway may take to say how the calls of a session went."""
+"""Deadline for the state of a session."""
 ABANDON_S = 3.0
-"""Longest that giving a trajectory up may take; the scheduler copes when it fails."""
+"""Deadline to abandon a trajectory; the scheduler handles one that stays open."""
 SEAL_S = 60.0
-"""Longest that one attempt to seal may take: every turn goes to disk before it answers."""
+"""Deadline of one attempt to seal, which waits until every turn is on disk."""
 ERROR_CHARS = 500
 
 
@@ -47,8 +47,8 @@ class Limits:
     """Defaults and bounds of every rollout."""
 
     rollout_s: float
-    """Of the agent's own time, see `forge.agents.own_time`: a rollout that waits for the model, for
-    its score, or on an overloaded host has not failed."""
+    """Limit on the agent's own time (`forge.agents.own_time`): the wait for the model, for its score
+    or for a busy host does not count."""
     max_tokens: int
 
 
@@ -66,15 +66,15 @@ _KINDS = {
 
 
 class _Permanent(Exception):
-    """A failure that another attempt could not change."""
+    """A failure that every attempt would have."""
 
 
 class _NoTurn(Exception):
-    """The agent ended without a model call that was answered."""
+    """The agent ended without an answered model call."""
 
 
 class Attempts:
-    """Runs leased rollouts, any number at once."""
+    """Runs leased rollouts concurrently."""
 
     def __init__(
         self,
@@ -91,14 +91,12 @@ class Attempts:
         self._scorer = scorer
         self._limits = limits
 
-    async def run(self, lease: pb.RolloutLease) -> pb.FinishRolloutsRequest.Outcome:
-        """Attempt the rollout; an outcome without an error means that it is sealed.
+    async def run(self, lease: pb.RolloutLease) -> RolloutResult:
+        """Attempts the rollout; a result without an error means that it is sealed.
 
-        Cancellation abandons the trajectory before it goes on.
+        A cancelled call first abandons the trajectory.
         """
-        outcome = pb.FinishRolloutsRequest.Outcome(
-            lease_id=lease.lease_id, trajectory_id=lease.trajectory_id
-        )
+        result = RolloutResult(lease_id=lease.lease_id, trajectory_id=lease.trajectory_id)
         gateway: Gateway | None = None
         try:
             plan = self._plan(lease)
@@ -109,25 +107,25 @@ class Attempts:
                 reason = abandon_reason(FailureKind.INFRASTRUCTURE, "the rollout was stopped")
                 await self._abandon(lease, gateway, reason)
             raise
-        # Agents, tools and reward functions are anybody's code: whatever they raise ends this
-        # rollout and no other.
+        # Agents, tools and reward functions are user code: any error of theirs ends this rollout
+        # only.
         except Exception as error:
-            _failed(outcome, error)
+            _failed(result, error)
             kind = kind_of_error(error)
             if gateway:
                 if isinstance(error, Unavailable):
                     self._gateways.avoid(gateway)
                 if kind is FailureKind.TASK and not isinstance(error, _Permanent | OutOfTime):
-                    kind = await self._kind_by_gateway(lease, gateway, outcome)
-                await self._abandon(lease, gateway, abandon_reason(kind, outcome.error))
-            outcome.kind = _KINDS[kind]
+                    kind = await self._kind_by_gateway(lease, gateway, result)
+                await self._abandon(lease, gateway, abandon_reason(kind, result.error))
+            result.kind = _KINDS[kind]
         finally:
             if gateway:
                 self._gateways.release(gateway)
-        return outcome
+        return result
 
     def _plan(self, lease: pb.RolloutLease) -> _Plan:
-        """Raises `_Permanent` when this lease can be run by nobody configured like us."""
+        """Raises `_Permanent` if no runner with these settings can run this lease."""
         try:
             return _Plan(
                 scaffold=self._scaffolds.get(lease.task.scaffold),
@@ -146,7 +144,7 @@ class Attempts:
         )
 
     async def _sample(self, plan: _Plan, rollout: Rollout) -> tuple[Transcript, list[Any], float]:
-        """Run the agent and score it; also when the agent had ended, on the monotonic clock."""
+        """Runs and scores the agent; returns also its end, on the monotonic clock."""
         task = RewardTask(task_id=rollout.task_id, domain=rollout.domain, payload=plan.payload)
         try:
             episode = plan.domain.episode(plan.payload)
@@ -181,19 +179,19 @@ class Attempts:
         return transcript
 
     async def _kind_by_gateway(
-        self, lease: pb.RolloutLease, gateway: Gateway, outcome: pb.FinishRolloutsRequest.Outcome
+        self, lease: pb.RolloutLease, gateway: Gateway, result: RolloutResult
     ) -> FailureKind:
-        """Whose failure it was that an agent failed: not its own where its last model call got no
-        answer, or its gateway is away."""
+        """Returns the cause of an agent's failure: the infrastructure, if its gateway is unreachable
+        or its last model call got no answer."""
         try:
             info = await _described(gateway, lease.session_token).open()
         except ForgeError as error:
-            why = f"its gateway is away: {error}"
+            cause = f"its gateway is unreachable: {error}"
         else:
             if not info.unanswered:
                 return FailureKind.TASK
-            why = f"its last model call got no answer: {info.unanswered}"
-        outcome.error = f"{outcome.error}; {why}"[:ERROR_CHARS]
+            cause = f"its last model call got no answer: {info.unanswered}"
+        result.error = f"{result.error}; {cause}"[:ERROR_CHARS]
         return FailureKind.INFRASTRUCTURE
 
     def _rollout(self, lease: pb.RolloutLease, plan: _Plan, gateway: Gateway) -> Rollout:
@@ -211,7 +209,7 @@ class Attempts:
         )
 
     async def _abandon(self, lease: pb.RolloutLease, gateway: Gateway, reason: str) -> None:
-        """Put on record that this trajectory is not to be trained on, if anybody listens."""
+        """Marks the trajectory as never to be trained, if the gateway can be reached."""
         session = AgentSession(
             gateway.channel, lease.session_token, timeout_s=ABANDON_S, retry_for_s=0.0
         )
@@ -222,7 +220,7 @@ class Attempts:
 
 
 def _described(gateway: Gateway, token: str) -> AgentSession:
-    """To ask once how the calls of a session went."""
+    """Returns a client that requests the state of a session once, without retries."""
     return AgentSession(gateway.channel, token, timeout_s=DESCRIBE_S, retry_for_s=0.0)
 
 
@@ -243,10 +241,10 @@ def _number(payload: Mapping[str, Any], key: str, default: int) -> int:
     return value
 
 
-def _failed(outcome: pb.FinishRolloutsRequest.Outcome, error: Exception) -> None:
-    """Write the failure into the outcome; what is not an error of ours is told with its type."""
+def _failed(result: RolloutResult, error: Exception) -> None:
+    """Stores the failure in the result; errors of user code include their type."""
     text = str(error)
     if not isinstance(error, ForgeError | _Permanent | _NoTurn | OutOfTime):
         text = f"{type(error).__name__}: {text}"
-    outcome.error = text[:ERROR_CHARS] or type(error).__name__
-    outcome.permanent = isinstance(error, _Permanent)
+    result.error = text[:ERROR_CHARS] or type(error).__name__
+    result.permanent = isinstance(error, _Permanent)

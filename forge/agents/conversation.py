@@ -1,7 +1,7 @@
-"""The bookkeeping of one agent loop: messages so far, tool calls carried out, what failed.
+"""The state of one agent loop: messages, executed tool calls, failures.
 
-Owns the execution of tool calls and the counts a score needs. It calls no model and decides
-nothing about what the model sees.
+Owns the execution of tool calls and the counts that a score needs. It calls no model and does not
+choose the context.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from forge.agents.environments.base import Episode, Message, ToolError, Transcri
 
 
 class Conversation:
-    """What happened in one rollout, in order."""
+    """Messages and tool calls of one rollout, in order."""
 
     def __init__(self, episode: Episode) -> None:
         self._episode = episode
         self.context: list[Message] = list(episode.messages)
-        """What the next call sends."""
+        """Messages of the next call."""
         self.calls = 0
-        """Model calls so far, context management included: the index of the next turn."""
+        """Model calls so far, including context actions: the index of the next turn."""
         self._record: list[Message] = list(self.context)
         self._answer = ""
         self._tool_calls = 0
@@ -31,18 +31,18 @@ class Conversation:
         self._tool_s = 0.0
 
     def add(self, *messages: Message) -> None:
-        """Append messages to the context and to the record."""
+        """Appends messages to the context and to the record."""
         self.context.extend(messages)
         self._record.extend(messages)
 
     def fold(self, summary: Message, context: Sequence[Message]) -> None:
-        """Take the model's summary, and go on from `context` instead of all that was said."""
+        """Records the model's summary and replaces the context."""
         self.calls += 1
         self._record.append(summary)
         self.context = list(context)
 
     async def answered(self, message: Message) -> bool:
-        """Take the model's answer and carry out its tool calls; whether there were any."""
+        """Records the model's answer and executes its tool calls; returns False without any."""
         turn_index = self.calls
         self.calls += 1
         self.add(message)
@@ -51,17 +51,17 @@ class Conversation:
         if not requested:
             return False
         began_s = time.perf_counter()
-        outcomes = await asyncio.gather(*(self._carry_out(call) for call in requested))
+        results = await asyncio.gather(*(self._execute(call) for call in requested))
         self._tool_s += time.perf_counter() - began_s
         self._tool_calls += len(requested)
-        for call, (text, failed) in zip(requested, outcomes, strict=True):
+        for call, (text, failed) in zip(requested, results, strict=True):
             self.add({"role": "tool", "tool_call_id": call["id"], "content": text})
             if failed:
                 self._failed.append(turn_index)
         return True
 
     def transcript(self) -> Transcript:
-        """What a score may depend on."""
+        """Returns the input of a score."""
         return Transcript(
             answer=self._answer,
             turns=self.calls,
@@ -71,8 +71,8 @@ class Conversation:
             messages=tuple(self._record),
         )
 
-    async def _carry_out(self, call: Mapping[str, Any]) -> tuple[str, bool]:
-        """(result or error text, whether it failed) of one tool call."""
+    async def _execute(self, call: Mapping[str, Any]) -> tuple[str, bool]:
+        """Executes one tool call; returns its result or error text, and True for an error."""
         function = call["function"]
         try:
             arguments = json.loads(function["arguments"] or "{}")

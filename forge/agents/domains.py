@@ -1,7 +1,7 @@
-"""Domains by name, as one runner knows them.
+"""The domains of one runner, by name.
 
-Owns the order in which a name is looked up: the runner's own settings, Forge's domains, then,
-where only a reward function was given, a domain that is nothing but prompts.
+Owns the order of the look-up: the runner's settings, Forge's domains, and, for a name with only a
+reward function, `PromptDomain`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forge.core.errors import InvalidArgument, NotFound
 
 
 class Domains:
-    """The domains a runner can score."""
+    """The domains that a runner can score."""
 
     def __init__(self, extra: Mapping[str, Domain], *, rewarded: frozenset[str]) -> None:
         """`rewarded` names the domains that have a reward function."""
@@ -32,7 +32,7 @@ class Domains:
         self._rewarded = rewarded
 
     def get(self, name: str) -> Domain:
-        """The domain of that name. Raises `NotFound`."""
+        """Returns the domain with this name. Raises `NotFound`."""
         if name not in self._known:
             try:
                 self._known[name] = get_domain(name)
@@ -44,7 +44,7 @@ class Domains:
 
 
 class PromptDomain:
-    """Tasks that are a prompt, and optionally a system message; a reward function scores them.
+    """Tasks with a prompt and an optional system message, scored by a reward function.
 
     Payload keys: `prompt`, `system`.
     """
@@ -56,10 +56,11 @@ class PromptDomain:
         self.name = name
 
     def generate(self, rng: Random) -> dict[str, Any]:
-        """Raises `InvalidArgument`: such tasks are written, not generated."""
+        """Raises `InvalidArgument`: users write these tasks."""
         raise InvalidArgument(f"domain {self.name} generates no tasks: submit your own prompts")
 
     def episode(self, payload: Mapping[str, Any]) -> Episode:
+        """Returns a new attempt. Raises `InvalidArgument` with the name of a wrong payload key."""
         messages = [{"role": "user", "content": required(payload, "prompt", str)}]
         if "system" in payload:
             messages.insert(0, {"role": "system", "content": required(payload, "system", str)})
@@ -67,7 +68,7 @@ class PromptDomain:
 
 
 class _PromptEpisode:
-    """Nothing to act on, nothing to score."""
+    """An attempt without tools and without a score."""
 
     tools: list[dict[str, Any]] = []
 
@@ -81,4 +82,4 @@ class _PromptEpisode:
         return []
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to free."""

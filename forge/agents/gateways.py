@@ -1,8 +1,8 @@
-"""Which gateway a rollout talks to.
+"""The choice of a gateway for a rollout.
 
-Owns the choice: the one with the fewest rollouts of this runner, ties by rendezvous hash, so that
-many runners with little to do still spread. A rollout stays with its gateway; one that failed
-somebody is avoided for a moment.
+Owns the rule: the gateway with the fewest rollouts of this runner; among equals, rendezvous
+hashing, so many runners with few rollouts still use all gateways. A rollout keeps its gateway. A
+gateway that did not answer is avoided for a short time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from forge.runtime.coordination import Discovery, Instance
 from forge.runtime.rpc.channel import Channels
 
 AVOID_S = 5.0
-"""As long as a dead process stays in discovery."""
+"""Time for which a dead process stays in discovery."""
 
 
 class Gateways:
-    """The live gateways, and how many rollouts each has from here."""
+    """The live gateways, and the number of this runner's rollouts on each."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Gateways:
         self._avoid_until_s: dict[str, float] = {}
 
     async def acquire(self, trajectory_id: str) -> Gateway:
-        """A gateway for a new rollout; `release` it. Raises `Unavailable` when there is none."""
+        """Returns a gateway for a new rollout; `release` has to follow. Raises `Unavailable`."""
         try:
             live = await self._discovery.wait(timeout_s=AVOID_S, where=self._trusted)
         except Unavailable:
@@ -57,16 +57,16 @@ class Gateways:
         )
 
     def release(self, gateway: Gateway) -> None:
-        """A rollout there has ended."""
+        """Observes the end of a rollout on this gateway."""
         self._rollouts[gateway.instance_id] -= 1
         if self._rollouts[gateway.instance_id] <= 0:
             del self._rollouts[gateway.instance_id]
 
     def avoid(self, gateway: Gateway) -> None:
-        """Prefer others for a moment: this one did not answer."""
+        """Prefers other gateways for a short time, because this one did not answer."""
         now_s = self._clock()
         kept = {at: until for at, until in self._avoid_until_s.items() if until > now_s}
-        # By address: restarted under its old name, it is as good as any.
+        # By address: after a restart with the same instance id it is not avoided.
         self._avoid_until_s = kept | {gateway.grpc_address: now_s + AVOID_S}
 
     def _trusted(self, instance: Instance) -> bool:
@@ -76,9 +76,9 @@ class Gateways:
 
 
 def least_loaded(instances: Iterable[Instance], rollouts: Mapping[str, int], key: str) -> Instance:
-    """The instance with the fewest rollouts; among equals the one that `key` hashes highest on.
+    """Returns the instance with the fewest rollouts; among equals, by rendezvous hash of `key`.
 
-    Raises `Unavailable` when there are no instances.
+    Raises `Unavailable` without instances.
     """
 
     def rank(instance: Instance) -> tuple[int, bytes]:

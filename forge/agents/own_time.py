@@ -1,9 +1,9 @@
-"""A limit on what somebody does by themselves, on a host and a cluster that may be overloaded.
+"""Own time: the elapsed time that a program is responsible for, on a busy host and cluster.
 
-Owns the measure: time counts as much less as the host has more to run than cores. Time spent
-waiting for the cluster does not count, nor does time in which this process could not run: its host
-stopped it, or other work held its event loop. So a limit that is fair on a quiet host is fair on a
-busy one, and what is limited still ends.
+Owns the measure and its limit. If more threads are runnable than the host has cores, time counts
+in proportion less. Time spent waiting for the cluster does not count. Neither does time in which
+this process could not run: its host stopped it, or other work blocked its event loop. So one limit
+suits quiet and busy hosts, and every limited program ends.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 LOOK_S = 5.0
-"""Between two looks at the load of the host."""
+"""Interval between two measurements of the host's load."""
 SHORTEST_LOOK_S = 0.01
 LATE_S = 1.0
-"""A look that comes later than this was held up; what is beyond it does not count."""
+"""Delay of a measurement beyond which the time does not count: this process could not run."""
 _LOADAVG = Path("/proc/loadavg")
 
 
@@ -30,7 +30,7 @@ class OutOfTime(Exception):
 
 
 def crowding() -> float:
-    """How many times more there is to run on this host than it has cores; at least 1."""
+    """Returns the runnable threads per core of this host; at least 1."""
     try:
         to_run = most_to_run(_LOADAVG.read_text())
     except OSError:
@@ -39,17 +39,16 @@ def crowding() -> float:
 
 
 def most_to_run(loadavg: str) -> float:
-    """Of a line of /proc/loadavg: the average of the last minute, or what is there to run now.
-
-    The average alone is a minute late, when a limit of seconds has long been judged.
+    """Returns the larger of the average load of the last minute and the present load, from a line
+    of /proc/loadavg. The average follows a change only after a minute, too late for short limits.
     """
     average, _, _, entities, _ = loadavg.split()
-    # This process is one of those that run now.
+    # This process is one of the running ones.
     return max(float(average), float(entities.partition("/")[0]) - 1)
 
 
 async def nothing() -> float:
-    """`waited_s` of what waits for nobody."""
+    """`waited_s` of a program that never waits for the cluster."""
     return 0.0
 
 
@@ -61,10 +60,10 @@ async def within(
     crowding: Callable[[], float] = crowding,
     clock: Callable[[], float] = time.monotonic,
 ) -> Result:
-    """The result of `work`, which is cancelled after `limit_s` seconds of its own.
+    """Returns the result of `work`; cancels it after `limit_s` of own time.
 
-    `waited_s` tells for how many seconds it has waited for the cluster so far; asked only where the
-    limit seems to be reached. Raises `OutOfTime`.
+    `waited_s` returns the seconds it has waited for the cluster; it is called only when the limit
+    would be reached. Raises `OutOfTime`.
     """
     task = asyncio.ensure_future(work)
     began_s = looked_s = clock()

@@ -1,6 +1,6 @@
-"""Python objects named in a setting: "module:attribute", alone or by name.
+"""Loads Python objects that settings name as "module:attribute" or "name=module:attribute".
 
-Owns the loading and what a wrong one says; what the objects are for is their users' business.
+Owns the loading and its errors. Owns no use of the objects.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from forge.core.errors import ConfigError
 
 
 def load_attribute(reference: str) -> Any:
-    """The object "module:attribute" names. Raises `ConfigError` saying which part is wrong."""
+    """Returns the object of "module:attribute". Raises `ConfigError` with the wrong part."""
     module_name, colon, attribute = reference.partition(":")
     if not (module_name and colon and attribute):
         raise ConfigError(f"{reference!r} is not of the form module:attribute")
@@ -28,7 +28,7 @@ def load_attribute(reference: str) -> Any:
 
 
 def named_references(setting: str, entries: Iterable[str]) -> dict[str, str]:
-    """Split "name=module:attribute" entries. Raises `ConfigError` naming setting and entry."""
+    """Splits "name=module:attribute" entries. Raises `ConfigError` with setting and entry."""
     references = {}
     for entry in entries:
         name, equals, reference = entry.partition("=")

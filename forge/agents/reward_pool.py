@@ -1,13 +1,13 @@
-"""Runs reward functions in processes of their own, within limits.
+"""Runs reward functions in worker processes, within limits.
 
-Owns the worker processes: at most so many, started when first needed, used again for every
-function, killed with all they started when one takes too long, dies or is no longer waited for.
-Functions are strangers' code: whatever they do costs the rollout they score, never the runner.
+Owns the workers: a bounded number, started on demand, reused for every function, and killed with
+their children after a timeout, a crash or a cancelled call. Reward functions are untrusted code: a
+failure affects the scored rollout, never the runner.
 
-A worker that served others before may die of what those left behind, such as memory. A call that
-fails so is made once more, in a fresh process; everything else is final and raises `RewardError`.
-The attempt has then failed, and is made again as often as the scheduler allows. A process that its
-host kills, where memory runs out, raises `ResourceExhausted`: that counts against no task.
+An earlier call may leave a worker in a bad state, for example without memory. A call that fails so
+is repeated once in a new process; any other failure is final and raises `RewardError`. The attempt
+fails then, and the scheduler repeats it within its limit. A process that the host kills, because
+memory is exhausted, raises `ResourceExhausted`, which does not count against the task.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import msgspec
 
-from forge.agents.child import Tail, how_it_ended, kill_group, killed_from_outside, last_lines
+from forge.agents.child import OutputTail, how_it_ended, kill_group, killed_from_outside, last_lines
 from forge.agents.environments.base import Reward, Transcript
 from forge.agents.own_time import OutOfTime, within
 from forge.agents.reward_worker import LENGTH_BYTES, framed
@@ -33,63 +33,63 @@ from forge.core.errors import ConfigError, ForgeError, ResourceExhausted
 from forge.runtime.telemetry import counter, histogram, log
 
 LOAD_S: Final = 120.0
-"""Longest that starting a process and importing a function may take."""
+"""Time limit to start a process and import a function."""
 ANSWER_BYTES: Final = 1 << 20
-"""Of one call; more is taken for garbage."""
+"""Size limit of one answer; a larger one is invalid."""
 STDERR_BYTES: Final = 8 << 10
-LAST_WORDS_S: Final = 1.0
-"""How long the last words of a dead process are waited for: who escaped its group may hold it."""
+LAST_LINES_S: Final = 1.0
+"""Time limit to read the output of a dead process: a child outside its group may keep it open."""
 LOGGED_CHARS: Final = 2000
 
 _CALLS = histogram(
-    "forge_runner_reward_seconds", "Time of one call of a reward function, waiting included."
+    "forge_runner_reward_seconds", "Time of one call of a reward function, including the wait."
 )
 _FAILURES = counter(
-    "forge_runner_reward_failures_total", "Calls of reward functions that failed.", ["cause"]
+    "forge_runner_reward_failures_total", "Failed calls of reward functions.", ["cause"]
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardLimits:
-    """What one call, and the process it runs in, may use; 0 sets no limit on memory, processes."""
+    """Limits of one call and its process; for memory and processes, 0 means no limit."""
 
     call_s: float
     memory_bytes: int
     """Private writable memory of each of its processes (RLIMIT_DATA)."""
     processes: int
-    """Processes and threads of the runner's user, all together (RLIMIT_NPROC)."""
+    """All processes and threads of the runner's user (RLIMIT_NPROC)."""
 
 
 class RewardError(ForgeError):
-    """A reward function gave no reward; says which function and why."""
+    """A reward function failed; the message has the function and the reason."""
 
 
 class _Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     call: int
-    """Number of the call it answers: bytes that a function wrote there itself have none."""
+    """Number of the call; missing in bytes that a function wrote to the pipe itself."""
     rewards: list[Reward] = []
     error: str = ""
     cause: str = ""
 
 
 class _Died(Exception):
-    """The process is gone or makes no sense any more; says how."""
+    """The process ended or sent an invalid answer; the message has the details."""
 
     cause = "died"
 
 
 class _Killed(_Died):
-    """The host killed it."""
+    """The host killed the process."""
 
     cause = "killed"
 
 
-class _Late(Exception):
-    """Its time is up."""
+class _Timeout(Exception):
+    """The time limit of a call is reached."""
 
 
-class _Spoiled(Exception):
-    """The call failed in a process that earlier calls may have spoiled."""
+class _Retryable(Exception):
+    """The call failed in a process with earlier calls; a new process may succeed."""
 
 
 class RewardPool:
@@ -98,7 +98,7 @@ class RewardPool:
     def __init__(
         self, functions: Mapping[str, str], *, limits: RewardLimits, workers: int = 0
     ) -> None:
-        """`functions` are "module:function" by domain; `workers` 0 means one per core."""
+        """`functions`: "module:function" by domain; `workers` 0 means one per core."""
         self._functions = dict(functions)
         self._limits = limits
         self._slots = asyncio.Semaphore(workers or os.cpu_count() or 1)
@@ -106,11 +106,11 @@ class RewardPool:
 
     @property
     def domains(self) -> frozenset[str]:
-        """Those that have a function."""
+        """The domains with a reward function."""
         return frozenset(self._functions)
 
     async def check(self) -> None:
-        """Load every function once. Raises `ConfigError` naming one that cannot be."""
+        """Loads every function once. Raises `ConfigError` with the name of a failed one."""
         for reference in dict.fromkeys(self._functions.values()):
             try:
                 await self._ask(reference, {})
@@ -118,15 +118,15 @@ class RewardPool:
                 raise ConfigError(f"reward_functions: {error}") from None
 
     async def score(self, transcript: Transcript, task: RewardTask) -> list[Reward]:
-        """What the function of the task's domain returned. Raises `RewardError`, and
-        `ResourceExhausted` where the host killed its process."""
+        """Returns the rewards of the task's domain. Raises `RewardError`, and `ResourceExhausted`
+        when the host killed the process."""
         reference = self._functions[task.domain]
         arguments = {"trajectory": _plain(transcript), "task": _plain(task)}
         with _CALLS.time():
             return await self._ask(reference, arguments)
 
     async def close(self) -> None:
-        """End every idle process; calls that still run end theirs when they are cancelled."""
+        """Ends all idle processes; a running call ends its process when it is cancelled."""
         idle, self._idle = self._idle, []
         for worker in idle:
             await worker.end()
@@ -136,7 +136,7 @@ class RewardPool:
             if self._idle:
                 try:
                     return await self._attempt(self._idle.pop(), reference, arguments)
-                except _Spoiled:
+                except _Retryable:
                     log.info("reward_process_replaced", function=reference)
             return await self._attempt(_Worker(self._limits), reference, arguments, fresh=True)
 
@@ -148,23 +148,24 @@ class RewardPool:
         *,
         fresh: bool = False,
     ) -> list[Reward]:
-        """Raises what `_failed` makes, or `_Spoiled` when a fresh worker may do better."""
+        """Raises the error of `_failed`, or `_Retryable` if a new worker may succeed."""
         try:
             answer = await self._answer(worker, reference, arguments)
         except _Died as death:
             answer = _Answer(call=0, error=str(death), cause=death.cause)
-        except _Late as lateness:
-            answer = _Answer(call=0, error=str(lateness), cause="timeout")
+        except _Timeout as timeout:
+            answer = _Answer(call=0, error=str(timeout), cause="timeout")
         if not answer.error:
             return answer.rewards
         if not fresh and answer.cause in ("died", "killed", "memory"):
-            raise _Spoiled
+            raise _Retryable
         raise self._failed(reference, answer.cause, answer.error, worker)
 
     async def _answer(
         self, worker: _Worker, reference: str, arguments: Mapping[str, Any]
     ) -> _Answer:
-        """The worker's answer; it is idle again afterwards, or ended. Raises `_Died`, `_Late`."""
+        """Returns the worker's answer; then the worker is idle or ended. Raises `_Died`,
+        `_Timeout`."""
         keep = False
         try:
             answer = await self._load(worker, reference)
@@ -184,7 +185,7 @@ class RewardPool:
         try:
             answer = await within(LOAD_S, worker.ask({"function": reference}))
         except OutOfTime:
-            raise _Late(f"was not loaded within {LOAD_S:g} s") from None
+            raise _Timeout(f"was not loaded within {LOAD_S:g} s") from None
         if not answer.error:
             worker.loaded.add(reference)
         return answer
@@ -195,7 +196,7 @@ class RewardPool:
                 self._limits.call_s, worker.ask({"function": reference, **arguments})
             )
         except OutOfTime:
-            raise _Late(f"took over {self._limits.call_s:g} s") from None
+            raise _Timeout(f"took over {self._limits.call_s:g} s") from None
 
     def _failed(self, reference: str, cause: str, text: str, worker: _Worker) -> ForgeError:
         _FAILURES.labels(cause).inc()
@@ -206,28 +207,29 @@ class RewardPool:
             error=text,
             stderr=last_lines(worker.stderr, chars=LOGGED_CHARS),
         )
-        # A setting's own message names the function already.
+        # The message of a wrong setting has the function's name.
         text = text if cause == "setting" else f"reward function {reference}: {text}"
         return ResourceExhausted(text) if cause == "killed" else RewardError(text)
 
 
 class _Worker:
-    """One process."""
+    """One worker process."""
 
     def __init__(self, limits: RewardLimits) -> None:
         self.loaded: set[str] = set()
         self._limits = limits
         self._calls = 0
         self._process: Process | None = None
-        self._stderr = Tail(STDERR_BYTES)
+        self._stderr = OutputTail(STDERR_BYTES)
         self._reading: asyncio.Task[None] | None = None
 
     @property
     def stderr(self) -> str:
+        """The last output of the process on standard error."""
         return self._stderr.text
 
     async def ask(self, request: Mapping[str, Any]) -> _Answer:
-        """Raises `_Died`. After any exception the process must be ended."""
+        """Returns the answer to one request. Raises `_Died`; after any error, `end` must follow."""
         self._calls += 1
         try:
             body = json.dumps({"call": self._calls, **request}).encode()
@@ -238,23 +240,23 @@ class _Worker:
         self._stderr.clear()
         try:
             answer = await _exchange(process, framed(body))
-        # The last is how uvloop says that the pipe is closed.
+        # uvloop raises RuntimeError for a closed pipe.
         except (asyncio.IncompleteReadError, OSError, RuntimeError):
             raise await self._death(process) from None
         except (msgspec.MsgspecError, ValueError) as error:
-            raise _Died(f"its process answered with garbage: {error}") from None
+            raise _Died(f"its process sent an invalid answer: {error}") from None
         if answer.call != self._calls:
-            raise _Died(f"its process answered call {answer.call}, asked was {self._calls}")
+            raise _Died(f"its process answered call {answer.call} instead of {self._calls}")
         return answer
 
     async def end(self) -> None:
-        """Kill it and all it started; nothing is left when this returns."""
+        """Kills the process and its children, and waits for their end."""
         if self._process is None:
             return
         kill_group(self._process)
         await self._process.wait()
         assert self._reading
-        await asyncio.wait([self._reading], timeout=LAST_WORDS_S)
+        await asyncio.wait([self._reading], timeout=LAST_LINES_S)
         self._reading.cancel()
 
     async def _start(self) -> Process:
@@ -264,7 +266,7 @@ class _Worker:
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,
-            # The runner's own settings name its keys: no business of a reward function.
+            # The runner's settings have the paths of its keys.
             env={key: value for key, value in os.environ.items() if key[:6] != "FORGE_"},
             start_new_session=True,
         )
@@ -273,16 +275,16 @@ class _Worker:
         return self._process
 
     async def _death(self, process: Process) -> _Died:
-        """How it ended, with its last words; nothing is left of it when this returns."""
-        # Before it is killed for good: how it ended by itself is what matters.
+        """Ends the process; returns the error, with the last line of its output."""
+        # Before the kill: the message needs the exit code of the process itself.
         with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), LAST_WORDS_S)
+            await asyncio.wait_for(process.wait(), LAST_LINES_S)
         code = process.returncode
         how = "closed the pipe of its answers" if code is None else how_it_ended(code)
         await self.end()
-        words = last_lines(self.stderr, chars=200)
-        told = f"; it said: {words[-1]}" if words else ""
-        return (_Killed if killed_from_outside(code) else _Died)(f"its process {how}{told}")
+        lines = last_lines(self.stderr, chars=200)
+        output = f"; it printed: {lines[-1]}" if lines else ""
+        return (_Killed if killed_from_outside(code) else _Died)(f"its process {how}{output}")
 
 
 async def _exchange(process: Process, frame: bytes) -> _Answer:

@@ -1,17 +1,16 @@
-"""The process that reward functions run in: `python -m forge.agents.reward_worker`.
+"""The worker process of reward functions: `python -m forge.agents.reward_worker`.
 
-Owns one call after the other: it loads functions, calls them with plain data rebuilt into what
-they expect, and answers with plain data. It is killed, with all it started, by
-`forge.agents.reward_pool`, whose process group leader it is.
+Owns the calls, one after the other: loads functions, converts their arguments from JSON and their
+rewards to JSON. It leads a process group, which `forge.agents.reward_pool` kills.
 
 Frames on stdin and stdout: four bytes of length, big-endian, then a JSON object.
 
-    {"call": 1, "function": "module:name"}                              load it
-    {"call": 2, "function": ..., "trajectory": {...}, "task": {...}}    call it
-    {"call": 2, "rewards": [...]}                                       it went well
-    {"call": 2, "error": "one line", "cause": "..."}                    it did not
+    {"call": 1, "function": "module:name"}                              request: load
+    {"call": 2, "function": ..., "trajectory": {...}, "task": {...}}    request: call
+    {"call": 2, "rewards": [...]}                                       answer: success
+    {"call": 2, "error": "one line", "cause": "..."}                    answer: failure
 
-What a function prints goes to standard error.
+The output of a function is redirected to standard error.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ ERROR_CHARS = 300
 
 
 def main() -> None:
-    """Serve until standard input ends."""
+    """Serves until standard input ends."""
     memory_bytes, processes, parent = map(int, sys.argv[1:])
     _contain(memory_bytes=memory_bytes, processes=processes, parent=parent)
     requests, answers = _take_pipes()
@@ -53,17 +52,18 @@ def main() -> None:
 
 
 def framed(body: bytes) -> bytes:
+    """Returns the frame of a body."""
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 def read_frame(stream: BinaryIO) -> bytes:
-    """The next frame's body; b"" at the end."""
+    """Returns the body of the next frame; b"" at the end."""
     length = int.from_bytes(stream.read(LENGTH_BYTES), "big")
     return stream.read(length)
 
 
 def _contain(*, memory_bytes: int, processes: int, parent: int) -> None:
-    """Take on the limits, and die with the runner."""
+    """Applies the limits; the kernel ends this process with the runner."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the runner is gone")
@@ -74,7 +74,7 @@ def _contain(*, memory_bytes: int, processes: int, parent: int) -> None:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Requests and answers, moved to where a function that prints or reads cannot reach them."""
+    """Returns the pipes of requests and answers, which functions cannot reach by print or input."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -83,7 +83,7 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What a function made of its arguments, or one line about what went wrong."""
+    """Returns the rewards of a call, or one line about its failure."""
     reference = request["function"]
     try:
         function = _load(reference)
@@ -102,8 +102,8 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     except NoReward as error:
         return _failure("value", str(error))
     except MemoryError:
-        return _failure("memory", "MemoryError: it needs more than its process may have")
-    # A function that ends the interpreter has failed like any other; its process stays usable.
+        return _failure("memory", "MemoryError: it exceeded the memory limit of its process")
+    # A function that ends the interpreter has failed too; the process stays usable.
     except (Exception, SystemExit) as error:
         return _failure("raised", f"{type(error).__name__}: {error}{_place(error)}")
 
@@ -133,7 +133,7 @@ def _failure(cause: str, text: str) -> dict[str, Any]:
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised: " (scores.py:12)"."""
+    """Returns the place of an error: " (scores.py:12)"."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 

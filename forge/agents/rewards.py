@@ -1,10 +1,10 @@
-"""What a reward function is given and what it may return.
+"""The arguments and the return value of reward functions.
 
     def reward(trajectory: Transcript, task: RewardTask) -> RewardComponents:
         return trajectory.answer == task.payload["expected"]
 
-Owns these types and the check of what came back. Where functions run is `reward_pool`'s and
-`reward_worker`'s, what becomes of components is `scoring`'s.
+Owns these types and the check of returned values. `reward_pool` and `reward_worker` run the
+functions, `scoring` combines the components.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, get_args
 from forge.agents.environments.base import Reward, RewardKind, Transcript
 
 RewardComponents = float | Reward | Sequence[Reward]
-"""A number alone is the outcome."""
+"""A single number is the outcome."""
 RewardFunction = Callable[
     [Transcript, "RewardTask"], RewardComponents | Awaitable[RewardComponents]
 ]
@@ -30,20 +30,20 @@ _KINDS = get_args(RewardKind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardTask:
-    """The task that was attempted."""
+    """The attempted task."""
 
     task_id: str
     domain: str
     payload: Mapping[str, Any]
-    """As it was submitted, expected answer and all."""
+    """As submitted, including the expected answer."""
 
 
 class NoReward(ValueError):
-    """What a function returned cannot be a reward; says what it was."""
+    """A function returned a value that is no reward; the message has the value."""
 
 
 def components(returned: object, *, function: str) -> list[Reward]:
-    """The reward components that `function` returned. Raises `NoReward` naming the value."""
+    """Returns the reward components in a function's return value. Raises `NoReward`."""
     if isinstance(returned, Real):
         return [Reward(name=function, kind="outcome", value=_finite(returned, "returned"))]
     if isinstance(returned, Reward):
@@ -70,7 +70,7 @@ def _component(reward: object) -> Reward:
 
 def _finite(value: object, what: str) -> float:
     try:
-        # Not float(): it would take "1.5" too.
+        # Not float(): it would accept "1.5" too.
         number = float(value) if isinstance(value, Real) else math.nan
     except OverflowError:
         number = math.inf

@@ -1,7 +1,7 @@
-"""One rollout as a scaffold sees it, and what a scaffold is.
+"""The interface of scaffolds: `Scaffold`, and the `Rollout` that it runs.
 
-Owns the interface between the runner and the agents it can run. A scaffold gets a way to the
-model and an `Episode`; of leases, rewards, retries and the scheduler it knows nothing.
+Owns the interface between the runner and its agents. A scaffold gets a gateway and an `Episode`; it
+does not know leases, rewards, retries or the scheduler.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ from typing import Any, Protocol
 import grpc.aio
 
 from forge.agents.environments.base import Episode, Transcript
+from forge.v1 import scheduler_pb2
+
+RolloutResult = scheduler_pb2.FinishRolloutsRequest.Outcome
+"""The result of one attempt, for the scheduler; without an error the trajectory is sealed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gateway:
-    """Where one gateway instance listens."""
+    """The addresses of one gateway instance."""
 
     instance_id: str
     http_url: str
-    """E.g. "http://127.0.0.1:8080"; OpenAI's API lies under /v1."""
+    """E.g. "http://127.0.0.1:8080"; OpenAI's API is under /v1."""
     grpc_address: str
     channel: grpc.aio.Channel
-    """Shared with every other rollout on this gateway."""
+    """Shared by all rollouts on this gateway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,20 +44,20 @@ class Rollout:
     """API key that names the trajectory."""
     max_turns: int
     max_tokens: int
-    """Most tokens to sample per turn."""
+    """Maximum number of sampled tokens per turn."""
     temperature: float | None
-    """None leaves it to the gateway: 1, the distribution that is trained."""
+    """None: the gateway's default of 1, the distribution that is trained."""
 
 
 class Scaffold(Protocol):
     """A way to run an agent; one instance serves all rollouts of a runner, concurrently."""
 
     async def run(self, rollout: Rollout, episode: Episode) -> Transcript:
-        """Attempt the task and say what happened.
+        """Attempts the task; returns the transcript.
 
-        Raises `InvalidArgument` when this task can never be attempted, anything else when
-        another attempt may go better. Cancellation must leave nothing behind.
+        Raises `InvalidArgument` if every attempt at this task must fail, any other error if another
+        attempt may succeed. A cancelled call must free its resources.
         """
 
     async def close(self) -> None:
-        """Free connections and processes."""
+        """Frees connections and processes."""

@@ -1,11 +1,11 @@
-"""Keeps as many rollouts going as it may, and tells the scheduler how each ended.
+"""Runs leased rollouts up to a limit and reports their results to the scheduler.
 
-Owns the leases: it asks for work, has what it holds renewed (`forge.agents.claim_renewal`), stops
-what it lost, and reports what ended, in batches. What a rollout is, `forge.agents.attempts` knows.
+Owns the task leases: requests them, adds them to the renewal (`forge.agents.lease_renewal`), stops
+rollouts with a lost lease, and reports results in batches. `forge.agents.attempts` runs a rollout.
 
-A scheduler that is away stops nothing: rollouts go on, and their outcomes wait here, still
-holding their place, until they could be reported. Every attempt writes a trajectory of its own, so
-one that goes on after its claim had passed to another runner can spoil nothing.
+An unreachable scheduler stops no rollout. Results wait here until they are reported, and count
+towards the limit until then. Each attempt writes its own trajectory, so an attempt that continues
+after its lease passed to another runner does no harm.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from forge.agents.claim_renewal import ClaimRenewal, Renew
+from forge.agents.lease_renewal import LeaseRenewal, Renew
+from forge.agents.rollout import RolloutResult
 from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
 from forge.runtime.telemetry import counter, gauge, histogram, log
 from forge.v1 import scheduler_pb2 as pb
 
-Outcome = pb.FinishRolloutsRequest.Outcome
-
 REPORT_BATCH = 256
 CALL_S = 10.0
 PAUSE_S = 1.0
-"""Before a call that failed is made again."""
+"""Pause before a failed call is repeated."""
 
-_ROLLOUTS = counter("forge_runner_rollouts_total", "Rollouts that ended.", ["result"])
-_RUNNING = gauge("forge_runner_rollouts_running", "Rollouts that are being attempted.")
+_ROLLOUTS = counter("forge_runner_rollouts_total", "Ended rollouts.", ["result"])
+_RUNNING = gauge("forge_runner_rollouts_running", "Running rollouts.")
 _DURATION = histogram(
     "forge_runner_rollout_seconds",
-    "Time from lease to end.",
+    "Time from the lease of a rollout to its end.",
     buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600),
 )
 
 
 class Scheduler(Protocol):
-    """The scheduler's leader, wherever it is; raises `ForgeError`."""
+    """Calls the current leader of the scheduler; raises `ForgeError`."""
 
-    async def __call__(self, method: str, request: Any, *, timeout_s: float) -> Any: ...
+    async def __call__(self, method: str, request: Any, *, timeout_s: float) -> Any:
+        """Returns the response of one RPC."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Held:
-    """A claim, from the lease until its outcome is reported."""
+class _LeasedRollout:
+    """A rollout from its lease to the report of its result."""
 
     lease: pb.RolloutLease
-    task: asyncio.Task[Outcome]
+    task: asyncio.Task[RolloutResult]
 
 
 class Runner:
-    """Up to `concurrency` rollouts at once."""
+    """Runs up to `concurrency` rollouts at once."""
 
     def __init__(
         self,
@@ -61,63 +61,64 @@ class Runner:
         runner_id: str,
         scheduler: Scheduler,
         renew: Renew,
-        attempt: Callable[[pb.RolloutLease], Coroutine[Any, Any, Outcome]],
+        attempt: Callable[[pb.RolloutLease], Coroutine[Any, Any, RolloutResult]],
         concurrency: int,
         lease_wait_s: float,
         patience_s: float,
     ) -> None:
-        """`patience_s`: claims are renewed for so long while the event loop is blocked."""
+        """`patience_s`: time for which leases are renewed while the event loop is blocked."""
         self._runner_id = runner_id
         self._scheduler = scheduler
         self._attempt = attempt
         self._concurrency = concurrency
         self._lease_wait_s = lease_wait_s
-        self._held: dict[str, _Held] = {}
-        self._ended: asyncio.Queue[Outcome] = asyncio.Queue()
-        """To be reported; each still holds its place, so there are never more than that."""
+        self._leased: dict[str, _LeasedRollout] = {}
+        """By lease id."""
+        self._ended: asyncio.Queue[RolloutResult] = asyncio.Queue()
+        """Results to report; their rollouts still count towards the limit, so this is bounded."""
         self._changed = asyncio.Event()
-        """Set whenever a claim came or went."""
-        self._renewal = ClaimRenewal(renew, on_lost=self._stop_lost, patience_s=patience_s)
+        """Set after each change of `_leased`."""
+        self._renewal = LeaseRenewal(renew, on_lost=self._stop_lost, patience_s=patience_s)
         self._draining = False
         self._tasks: asyncio.TaskGroup
         self._leasing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Work until drained."""
+        """Runs rollouts until drained."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._leasing = tasks.create_task(self._lease_work())
             renewing = tasks.create_task(self._renewal.run())
-            reporting = tasks.create_task(self._report_outcomes())
+            reporting = tasks.create_task(self._report_results())
             await asyncio.wait([self._leasing])
-            while self._held:
+            while self._leased:
                 await self._change()
             renewing.cancel()
             reporting.cancel()
 
     def renew_now(self) -> None:
-        """A new leader knows a claim once it is renewed, and does not wait for long."""
+        """Renews all leases, for a new leader, which waits for them only a short time."""
         self._renewal.renew_now()
 
     async def drain(self, *, patience_s: float) -> None:
-        """Take no more work; let what runs end, stop what takes longer than `patience_s`."""
+        """Leases no more rollouts; waits for running ones, and stops them after `patience_s`."""
         self._draining = True
         try:
             async with asyncio.timeout(patience_s):
                 await self._leave()
-                while self._held:
+                while self._leased:
                     await self._change()
         except TimeoutError:
-            log.info("rollouts_stopped", running=len(self._held))
-            for held in self._held.values():
-                held.task.cancel()
+            log.info("rollouts_stopped", running=len(self._leased))
+            for rollout in self._leased.values():
+                rollout.task.cancel()
         finally:
             if self._leasing is not None:
                 self._leasing.cancel()
 
     async def _leave(self) -> None:
-        """Have the call that waits for work answered, not cancelled: it may have been given some,
-        which would then be nobody's until its claim expires."""
+        """Makes the scheduler answer the waiting LeaseRollouts call. A cancel instead could lose
+        leases that were just granted, until they expire."""
         self._changed.set()
         if self._leasing is None or self._leasing.done():
             return
@@ -125,7 +126,7 @@ class Runner:
         try:
             await self._scheduler("LeaseRollouts", request, timeout_s=CALL_S)
         except ForgeError as error:
-            log.info("left_without_a_word", error=str(error))
+            log.info("leave_failed", error=str(error))
             return
         await asyncio.wait([self._leasing], timeout=CALL_S)
 
@@ -135,7 +136,7 @@ class Runner:
 
     async def _lease_work(self) -> None:
         while not self._draining:
-            free = self._concurrency - len(self._held)
+            free = self._concurrency - len(self._leased)
             if free == 0:
                 await self._change()
                 continue
@@ -147,90 +148,92 @@ class Runner:
                 self._start(lease)
 
     def _start(self, lease: pb.RolloutLease) -> None:
-        if lease.lease_id in self._held:
+        if lease.lease_id in self._leased:
             return
         task = self._tasks.create_task(self._attempt(lease), name=lease.trajectory_id)
-        self._held[lease.lease_id] = _Held(lease=lease, task=task)
+        self._leased[lease.lease_id] = _LeasedRollout(lease=lease, task=task)
         self._renewal.add(lease.lease_id, lease_s=lease.lease_s)
         _RUNNING.inc()
-        # A callback, not a wrapper: one that is cancelled before its first step ends too.
+        # A callback, not a wrapper: it also runs for a task cancelled before its first step.
         task.add_done_callback(partial(self._end, lease, time.monotonic()))
         self._changed.set()
 
-    def _end(self, lease: pb.RolloutLease, began_s: float, task: asyncio.Task[Outcome]) -> None:
-        """Hand the outcome over; its place is free once that is reported."""
+    def _end(
+        self, lease: pb.RolloutLease, began_s: float, task: asyncio.Task[RolloutResult]
+    ) -> None:
+        """Queues the result; the rollout counts towards the limit until the report."""
         _RUNNING.dec()
         _DURATION.observe(time.monotonic() - began_s)
         if task.cancelled():
-            outcome = Outcome(
+            result = RolloutResult(
                 lease_id=lease.lease_id,
                 trajectory_id=lease.trajectory_id,
                 error="the runner was stopped",
                 kind=pb.FAILURE_KIND_INFRASTRUCTURE,
             )
         elif task.exception() is not None:
-            # A bug of ours: the task group is ending the runner with it.
+            # A bug of Forge: the task group ends the runner with this error.
             return
         else:
-            outcome = task.result()
-        _ROLLOUTS.labels("failed" if outcome.error else "sealed").inc()
-        if outcome.error:
+            result = task.result()
+        _ROLLOUTS.labels("failed" if result.error else "sealed").inc()
+        if result.error:
             log.warning(
                 "rollout_failed",
                 trajectory_id=lease.trajectory_id,
-                error=outcome.error,
-                permanent=outcome.permanent,
-                kind=pb.FailureKind.Name(outcome.kind).removeprefix("FAILURE_KIND_").lower(),
+                error=result.error,
+                permanent=result.permanent,
+                kind=pb.FailureKind.Name(result.kind).removeprefix("FAILURE_KIND_").lower(),
             )
-        # A lost claim is no longer held: there is nobody to report to.
-        if lease.lease_id in self._held:
-            self._ended.put_nowait(outcome)
+        # A rollout with a lost lease is not reported.
+        if lease.lease_id in self._leased:
+            self._ended.put_nowait(result)
 
-    async def _report_outcomes(self) -> None:
+    async def _report_results(self) -> None:
         while True:
-            outcomes = [await self._ended.get()]
-            while not self._ended.empty() and len(outcomes) < REPORT_BATCH:
-                outcomes.append(self._ended.get_nowait())
-            await self._finish(pb.FinishRolloutsRequest(outcomes=outcomes))
-            self._release([outcome.lease_id for outcome in outcomes])
+            results = [await self._ended.get()]
+            while not self._ended.empty() and len(results) < REPORT_BATCH:
+                results.append(self._ended.get_nowait())
+            await self._finish(pb.FinishRolloutsRequest(outcomes=results))
+            self._release([result.lease_id for result in results])
 
     async def _finish(self, request: pb.FinishRolloutsRequest) -> None:
-        """Report for as long as it takes; claims are renewed meanwhile."""
+        """Reports results with retries; the leases are renewed until then."""
         while True:
             try:
                 await self._scheduler("FinishRollouts", request, timeout_s=CALL_S)
                 return
             except ForgeError as error:
                 if not error.retryable:
-                    # Left alone, the claims expire, and the scheduler looks for itself.
-                    log.error("outcomes_refused", error=str(error))
+                    # The leases expire, and the scheduler checks the trajectories itself.
+                    log.error("results_refused", error=str(error))
                     return
-                log.warning("scheduler_away", method="FinishRollouts", error=str(error))
+                log.warning("scheduler_unreachable", method="FinishRollouts", error=str(error))
             await asyncio.sleep(PAUSE_S)
 
     def _stop_lost(self, lease_ids: Sequence[str]) -> None:
         for lease_id in lease_ids:
-            if held := self._held.get(lease_id):
-                log.warning("claim_lost", trajectory_id=held.lease.trajectory_id)
-                held.task.cancel()
+            if rollout := self._leased.get(lease_id):
+                log.warning("lease_lost", trajectory_id=rollout.lease.trajectory_id)
+                rollout.task.cancel()
         self._release(lease_ids)
 
     def _release(self, lease_ids: Sequence[str]) -> None:
         self._renewal.drop(lease_ids)
         for lease_id in lease_ids:
-            self._held.pop(lease_id, None)
+            self._leased.pop(lease_id, None)
         self._changed.set()
 
     async def _ask(self, method: str, request: Any, timeout_s: float) -> Any | None:
-        """The scheduler's answer; None, after a pause, when there was none.
+        """Returns the scheduler's response; None, after a pause, for a failed call.
 
-        Raises `Unauthenticated` and `PermissionDenied`: no waiting mends a wrong key.
+        Raises `Unauthenticated` and `PermissionDenied`, which no retry can repair.
         """
         try:
             return await self._scheduler(method, request, timeout_s=timeout_s)
         except (Unauthenticated, PermissionDenied):
             raise
         except ForgeError as error:
-            log.warning("scheduler_away", method=method, error=str(error))
+            log.warning("scheduler_unreachable", method=method, error=str(error))
             await asyncio.sleep(PAUSE_S)
             return None

@@ -1,16 +1,15 @@
-"""Runs a model's Python program in a short-lived process of its own, within limits.
+"""Runs a model's Python program in a short-lived process, within limits.
 
-Owns the process and what contains it, outermost first:
-- a deadline in own time (`forge.agents.own_time`), after which the whole process group is killed;
-- where the kernel lets us, namespaces of its own: no network, and no process outlives the run or
-  the runner;
-- resource limits: CPU time, memory, processes, file size; output is cut off by its reader;
+Owns the process and its containment, outermost first:
+- a deadline in own time (`forge.agents.own_time`), after which the process group is killed;
+- namespaces, if the kernel allows them: no network, and no process outlives the run or the runner;
+- resource limits: CPU time, memory, processes, file size; its reader limits the output;
 - an audit hook that refuses everything a calculation does not need: writing, sockets, processes;
-- a `time.sleep` that refuses more than a few seconds in all.
-A program is judged by its CPU time, which is the same on every host: on an overloaded one it takes
-longer, and succeeds. The deadline only ends what waits for ever.
-The hook stops accidents, not a determined attacker: programs of people one does not trust belong
-on a host of their own. Owns no wording of results for models; that is the domain's.
+- a `time.sleep` with a limit on the total.
+The limit is CPU time, which is equal on every host: on an overloaded host a program takes longer
+and still succeeds. The deadline ends programs that wait for ever.
+The hook prevents accidents, not attacks: run untrusted programs on a separate host. Owns no wording
+of results for models; the domain does.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ _UNSHARE: Final = (
     "unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child=KILL",
 )  # fmt: skip
 _WRAPPERS: Final = (
-    # With the runner the kernel kills `unshare`, and the program with that.
+    # When the runner ends, the kernel kills `unshare`, and with it the program.
     ("setpriv", "--pdeathsig", "KILL", *_UNSHARE),
     _UNSHARE,
 )
-"""Commands that give a process namespaces of its own, the best first."""
+"""Commands that start a process in new namespaces, best first."""
 
 # Starting Python without `site` takes 6 ms: cheap enough for a process per run, which needs no
 # trust in the program that ran before. Importing `signal` in place of `_signal` would double that.
@@ -87,35 +86,35 @@ except Exception as error:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one program may use."""
+    """Limits of one program."""
 
     cpu_s: int = 2
     sleep_s: int = 2
-    """All calls of `time.sleep` together, by what they ask for."""
+    """Sum of the arguments of all `time.sleep` calls."""
     wall_s: float = 60.0
-    """Own time: ends what waits for something else. Computing and sleeping never take so long."""
+    """Own time. Reached only by programs that wait: CPU time and sleep have lower limits."""
     memory_bytes: int = 256 << 20
-    """Address space, the interpreter's own 20 MiB included."""
+    """Address space, including 20 MiB of the interpreter."""
     processes: int = 0
-    """Further processes and threads; not enforced by the kernel for root."""
+    """Additional processes and threads; the kernel does not enforce it for root."""
     file_bytes: int = 0
     output_bytes: int = 64 << 10
-    """Standard output and standard error, each."""
+    """For standard output and for standard error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a program ended."""
+class ProgramResult:
+    """Output and error of a program."""
 
     output: str
-    """What it printed, up to the limit, also when it failed."""
+    """Standard output up to the limit, also of a failed program."""
     error: str
-    """One line: what it raised, or which limit ended it; "" for success."""
+    """One line: the exception, or the limit that ended the program; "" for success."""
     wall_s: float
 
 
 class Sandbox:
-    """Runs at most `concurrency` programs at once; further ones wait their turn."""
+    """Runs at most `concurrency` programs at once; more have to wait."""
 
     def __init__(self, limits: Limits | None = None, *, concurrency: int = 0) -> None:
         """`concurrency` 0 means one per core."""
@@ -124,8 +123,8 @@ class Sandbox:
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._wrapper: tuple[str, ...] | None = None
 
-    async def run(self, program: str) -> Outcome:
-        """Run it to its end, or to a limit."""
+    async def run(self, program: str) -> ProgramResult:
+        """Runs the program to its end, or to a limit."""
         async with self._slot():
             if self._wrapper is None:
                 self._wrapper = await _namespaces()
@@ -136,10 +135,10 @@ class Sandbox:
             finally:
                 kill_group(process)
                 await process.wait()
-        return Outcome(output=output, error=error, wall_s=time.monotonic() - started_s)
+        return ProgramResult(output=output, error=error, wall_s=time.monotonic() - started_s)
 
     def _slot(self) -> asyncio.Semaphore:
-        # A semaphore belongs to one loop, a sandbox may be shared by several in turn.
+        # A semaphore belongs to one event loop, but several loops may use a sandbox in succession.
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = (loop, asyncio.Semaphore(self._concurrency))
@@ -161,7 +160,7 @@ class Sandbox:
         )
 
     async def _finish(self, process: Process, program: bytes) -> tuple[str, str]:
-        """Output and error of the started process."""
+        """Returns output and error of the started process."""
         output, errors = bytearray(), bytearray()
         try:
             await within(self._limits.wall_s, self._exchange(process, program, output, errors))
@@ -174,7 +173,7 @@ class Sandbox:
     async def _exchange(
         self, process: Process, program: bytes, output: bytearray, errors: bytearray
     ) -> None:
-        """Hand the program over and read what it prints, to its end."""
+        """Sends the program and reads its output to the end."""
         assert process.stdin and process.stdout and process.stderr
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_feed(process.stdin, program))
@@ -199,7 +198,7 @@ class Sandbox:
 
 
 async def _feed(stdin: asyncio.StreamWriter, program: bytes) -> None:
-    # A process that a limit ended early reads no more.
+    # A limit may end the process before it has read everything.
     with suppress(BrokenPipeError, ConnectionResetError):
         stdin.write(program)
         await stdin.drain()
@@ -207,7 +206,7 @@ async def _feed(stdin: asyncio.StreamWriter, program: bytes) -> None:
 
 
 async def _namespaces() -> tuple[str, ...]:
-    """The first of `_WRAPPERS` that this host allows; () for none."""
+    """Returns the first of `_WRAPPERS` that this host allows; () for none."""
     for wrapper in _WRAPPERS:
         if shutil.which(wrapper[0]) is None:
             continue
@@ -220,4 +219,4 @@ async def _namespaces() -> tuple[str, ...]:
 
 
 SANDBOX: Final = Sandbox()
-"""Shared, so that its bound holds for all rollouts of a process together."""
+"""Shared by all rollouts of a process, so its bound holds for all of them together."""

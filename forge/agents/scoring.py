@@ -1,9 +1,8 @@
-"""From what happened to reward events.
+"""Converts a transcript to reward events.
 
-Owns the composition: the domain's score, and what a reward function of the user's own says. What a
-task is worth, its domain says; how components add up, the trainer. Speed is not scored here: the
-gateway records the times, the trainer compares them. Where reward functions run:
-`forge.agents.reward_pool`.
+Owns the combination of the domain's score and the user's reward function, which
+`forge.agents.reward_pool` runs. The trainer adds the components up. Speed is not scored here: the
+gateway records the times, and the trainer compares them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from forge.v1 import common_pb2 as pb
 
 
 class ScoringError(ForgeError):
-    """A domain or a reward function gave what cannot be a reward."""
+    """A domain or a reward function returned invalid rewards."""
 
 
 class Scorer:
@@ -32,17 +31,17 @@ class Scorer:
     async def score(
         self, domain: Domain, episode: Episode, transcript: Transcript, task: RewardTask
     ) -> list[pb.RewardEvent]:
-        """Reward events of one rollout. Raises `ScoringError`, `RewardError`.
+        """Returns the reward events of one rollout. Raises `ScoringError`, `RewardError`.
 
-        What a reward function returns is added to the domain's score; an outcome among it takes
-        the place of the domain's.
+        The components of a reward function are added to the domain's score; its outcome replaces
+        the domain's.
         """
         rewards = list(episode.score(transcript))
         if domain.name in self._functions.domains:
-            own = await self._functions.score(transcript, task)
-            if any(reward.kind == "outcome" for reward in own):
+            user_rewards = await self._functions.score(transcript, task)
+            if any(reward.kind == "outcome" for reward in user_rewards):
                 rewards = [reward for reward in rewards if reward.kind != "outcome"]
-            rewards += own
+            rewards += user_rewards
         return _events(rewards, transcript.turns, domain.name)
 
 

@@ -1,4 +1,4 @@
-"""The domains there are, by name. Importing this is cheap: nothing heavy is loaded."""
+"""Forge's domains by name. The import is cheap: it loads no domain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DOMAINS: Mapping[str, Domain] = MappingProxyType({domain.name: domain for domain
 
 
 def get_domain(name: str) -> Domain:
-    """The domain called `name`. Raises `NotFound` naming those there are."""
+    """Returns the domain with this name. Raises `NotFound` with the known names."""
     if name not in DOMAINS:
-        raise NotFound(f"no domain {name!r}; there are {', '.join(DOMAINS)}")
+        raise NotFound(f"no domain {name!r}; known domains: {', '.join(DOMAINS)}")
     return DOMAINS[name]

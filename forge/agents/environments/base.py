@@ -1,7 +1,7 @@
-"""What an environment is: a task generator, an episode with state and tools, and a score.
+"""The interface of environments: task generators, episodes with state and tools, and scores.
 
-Owns the vocabulary that scaffolds and domains share. A scaffold drives any `Episode` without
-knowing its domain; a domain knows nothing of models, gateways or scaffolds.
+Owns the types that scaffolds and domains share. A scaffold runs any `Episode` without knowledge of
+its domain; a domain does not know models, gateways or scaffolds.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from random import Random
 from typing import Any, Literal, Protocol
 
 Message = dict[str, Any]
-"""One OpenAI chat message: role, content, and tool_calls or tool_call_id where they apply."""
+"""One OpenAI chat message: role, content, and possibly tool_calls or tool_call_id."""
 
 
 RewardKind = Literal["outcome", "process", "speed"]
 
 
 class ToolError(Exception):
-    """A call that cannot be carried out; its text goes back to the model as the result."""
+    """A failed tool call; the model gets the message as the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +30,12 @@ class Reward:
     kind: RewardKind
     value: float
     turn_index: int = -1
-    """The turn credited, counted from 0; -1 credits the last."""
+    """The credited turn, counted from 0; -1: the last turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """What happened, as the scaffold saw it; everything a score may depend on."""
+    """The record of a rollout by its scaffold: the input of a score."""
 
     answer: str
     """Text of the last assistant message."""
@@ -44,42 +44,42 @@ class Transcript:
     failed_calls: Sequence[int] = ()
     """Turn index of each call that raised `ToolError`."""
     tool_s: float = 0.0
-    """Time in tools that the scaffold itself ran, parallel calls once: 0 for a command agent. Not
-    the source of completion times: these come from the gateway's record."""
+    """Time in tools of the scaffold, parallel calls counted once; 0 for a command agent. Completion
+    times do not use it: they come from the gateway's record."""
     messages: Sequence[Message] = field(default_factory=tuple)
 
 
 class Episode(Protocol):
-    """One attempt at one task, with whatever state its tools change."""
+    """One attempt at one task, with the state of its tools."""
 
     @property
     def messages(self) -> list[Message]:
-        """The system and user messages to begin with."""
+        """The first messages, of system and user."""
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """OpenAI tool definitions; empty for none."""
+        """OpenAI tool definitions, possibly none."""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Carry out one tool call and return its result. Raises `ToolError`."""
+        """Executes one tool call and returns its result. Raises `ToolError`."""
 
     def score(self, transcript: Transcript) -> list[Reward]:
-        """Rewards for what happened; exactly one has kind "outcome"."""
+        """Returns the rewards; exactly one has kind "outcome"."""
 
     async def close(self) -> None:
-        """Free what the episode holds. May be called at any time, more than once."""
+        """Frees all resources. May be called at any time, more than once."""
 
 
 class Domain(Protocol):
-    """A source of tasks of one kind."""
+    """A kind of task: generates payloads and starts episodes."""
 
     name: str
     scaffold: str
-    """Scaffold its tasks ask for: "blackbox" or "whitebox"."""
+    """Scaffold of its tasks: "blackbox" or "whitebox"."""
     max_turns: int
 
     def generate(self, rng: Random) -> dict[str, Any]:
-        """A task's payload: JSON values only, a pure function of `rng`."""
+        """Returns a task's payload: JSON values only, a pure function of `rng`."""
 
     def episode(self, payload: Mapping[str, Any]) -> Episode:
-        """A fresh attempt at the task. Raises `InvalidArgument` naming a bad payload key."""
+        """Returns a new attempt. Raises `InvalidArgument` with the name of a wrong payload key."""

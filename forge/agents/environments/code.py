@@ -1,8 +1,8 @@
-"""Code agent: write a Python program, run it, read what it printed, answer.
+"""Code agent: writes a Python program, runs it, reads its output and answers.
 
 Owns the tasks, the wording of results and a teacher that sometimes answers without a program,
-picks a wrong formula, forgets to print, or names a variable that is not there. The sandbox the
-programs run in is `forge.agents.sandbox`.
+uses a wrong formula, forgets to print, or uses an undefined variable. `forge.agents.sandbox` runs
+the programs.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ HABITS: Final = {
     "no_print": 0.12,
     "typo": 0.12,
 }
-"""How often the teacher does what."""
+"""Probabilities of the teacher's habits."""
 OUTPUT_CHARS: Final = 200
-"""Longest output shown to the model."""
+"""Maximum length of a result."""
 _TOOLS: Final = (function_tool("run", "Run a Python program.", code="string"),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """Something to compute from a list of numbers."""
+    """A function of a list of numbers."""
 
     phrase: str
     formula: str
-    """Python over the list `v`."""
+    """A Python expression of the list `v`."""
     value: Callable[[list[int]], int]
 
 
@@ -58,25 +58,25 @@ QUANTITIES: Final = {
 
 
 class CodeDomain:
-    """Quantities too tedious to guess: "Find the low median of [41, 17, 32]."."""
+    """Quantities that are hard to guess: "Find the low median of [41, 17, 32]."."""
 
     name = "code"
     scaffold = "blackbox"
     max_turns = 3
 
     def generate(self, rng: Random) -> dict[str, Any]:
-        """A quantity of three or four two-digit numbers."""
+        """Returns a quantity of three or four two-digit numbers."""
         numbers = [rng.randint(10, 49) for _ in range(rng.choice((3, 4)))]
         return {"quantity": rng.choice(list(QUANTITIES)), "numbers": numbers}
 
     def episode(self, payload: Mapping[str, Any]) -> CodeEpisode:
-        """A fresh attempt. Raises `InvalidArgument` naming a bad payload key."""
+        """Returns a new attempt. Raises `InvalidArgument` with the name of a wrong payload key."""
         return CodeEpisode(payload)
 
     def demonstrate(
         self, payload: Mapping[str, Any], rng: Random, *, flawless: bool = False
     ) -> Demonstration:
-        """One attempt of the imperfect teacher, or of one who knows what pays."""
+        """Returns one attempt of the teacher, with or without its mistakes."""
         episode = self.episode(payload)
         rehearsal = Rehearsal(episode.messages, episode.tools, _run_trusted)
         guess = str(rng.randint(10, 299))
@@ -105,7 +105,7 @@ class CodeEpisode:
         self.quantity = QUANTITIES[wanted]
         self.numbers: list[int] = required(payload, "numbers", list)
         if not self.numbers or not all(isinstance(number, int) for number in self.numbers):
-            raise InvalidArgument(f"payload 'numbers' must hold integers, is {self.numbers!r}")
+            raise InvalidArgument(f"payload 'numbers' must have integers only, is {self.numbers!r}")
 
     @property
     def messages(self) -> list[Message]:
@@ -121,7 +121,7 @@ class CodeEpisode:
         return list(_TOOLS)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Run a program. Raises `ToolError` with its last line of complaint if it failed."""
+        """Runs a program. Raises `ToolError` with the error of a failed one."""
         if name != "run":
             raise ToolError(f"unknown tool {name}")
         result = await SANDBOX.run(str(arguments.get("code", "")))
@@ -130,7 +130,7 @@ class CodeEpisode:
         return _shown(result.output)
 
     def score(self, transcript: Transcript) -> list[Reward]:
-        """1 for the right number; programs that failed are bad form."""
+        """Returns outcome 1 for the right number; each failed program gets -1 as process."""
         right = transcript.answer.strip() == str(self.quantity.value(self.numbers))
         return [
             Reward(name="exact_answer", kind="outcome", value=float(right)),
@@ -149,7 +149,7 @@ def _shown(output: str) -> str:
 
 
 def _run_trusted(name: str, arguments: Mapping[str, Any]) -> str:
-    """What the sandbox would answer, thirty times faster: the teacher's own programs only."""
+    """Returns the result of the sandbox, thirty times faster; for the teacher's programs only."""
     output = io.StringIO()
     try:
         with contextlib.redirect_stdout(output):

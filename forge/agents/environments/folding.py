@@ -1,17 +1,17 @@
-"""Context folding: what a history becomes when the model's own summary replaces it.
+"""Context folding: the model's own summary replaces the history.
 
-Owns the two pure steps of a fold, and thereby the message sequence every white-box scaffold sends
-and every demonstration was written for. It does not decide when to fold, and calls no model.
+Owns the two pure steps of a fold, and so the messages that white-box scaffolds send and
+demonstrations contain. Does not decide when to fold, and calls no model.
 
     initial   = [system, user task]                      Episode.messages
     history   = initial + assistant, tool, ...           `fold_every` turns later
     request   = fold_request(history, fold_prompt)       history + {"role": "user", fold_prompt}
-    summary   = what the model answers to `request`      a turn like any other: sampled, trained
+    summary   = the model's answer to `request`          sampled and trained as any turn
     history'  = folded(initial, summary)                 initial + {"role": "user", "Summary: ..."}
 
-A turn is one model call that is not a fold. After every `fold_every` turns whose last answer made
-tool calls, and once their results are in, the scaffold folds; the turns after it extend history'.
-Later folds start from `initial` again, so only what the newest summary says survives.
+Here a turn is a model call that is no fold. After every `fold_every` turns, if the last answer has
+tool calls, the scaffold adds their results and folds; the next turns extend history'. Later folds
+start from `initial` again, so only the newest summary survives.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from collections.abc import Sequence
 from forge.agents.environments.base import Message
 
 CONTEXT_ACTION = "fold"
-"""Names the action in the `context_action` of the call that asks for the summary."""
+"""The `context_action` of the call for the summary."""
 SUMMARY_PREFIX = "Summary: "
 
 
 def fold_request(messages: Sequence[Message], fold_prompt: str) -> list[Message]:
-    """The history so far, followed by the request to summarise it."""
+    """Returns the history with the request for a summary at its end."""
     return [*messages, {"role": "user", "content": fold_prompt}]
 
 
 def folded(initial_messages: Sequence[Message], summary: str) -> list[Message]:
-    """The history that stands in for all that happened: the task, and the summary of it."""
+    """Returns the history after a fold: the task and the summary."""
     return [*initial_messages, {"role": "user", "content": SUMMARY_PREFIX + summary.strip()}]

@@ -1,6 +1,6 @@
-"""General agent: an order desk with tools, state and a memory that gets folded.
+"""General agent: an order desk with tools, state and context folding.
 
-An order ("Ben orders: lamp to Mia.") is carried out in four turns and one fold:
+An order ("Ben orders: lamp to Mia.") takes four turns and one fold:
 
     [system, user]                      -> stock(item)            -> "shelf B4"
     + assistant, tool                   -> address(name)          -> "city Oslo"
@@ -8,10 +8,9 @@ An order ("Ben orders: lamp to Mia.") is carried out in four turns and one fold:
     [system, user, "Summary: ..."]      -> ship(shelf, city)      -> "shipped"
     + assistant, tool                   -> "done"
 
-so the summary is the only thing that carries shelf and city to where they are needed
-(`forge.agents.environments.folding` fixes the messages). Owns the tasks, the desk's state and a
-teacher that looks up the one who orders, skips a look-up, or leaves something out of its summary,
-and then makes up what it lacks.
+So only the summary has shelf and city when they are needed (`forge.agents.environments.folding` has
+the messages). Owns the tasks, the desk's state and a teacher with mistakes: it looks up the wrong
+person, skips a look-up, or omits a fact in its summary and invents it later.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ SUMMARIES: Final = {
     "city {city}": 0.25,
     "in progress": 0.15,
 }
-"""How often the teacher writes which summary."""
+"""Probabilities of the teacher's summaries."""
 OUTCOMES: Final = (0.0, 0.25, 1.0)
-"""What none, one and both of shelf and city are worth: half an order is no half success."""
+"""Outcomes for none, one and both of shelf and city."""
 WRONG_PERSON: Final = 0.25
-"""How often the teacher asks for the address of the one who orders."""
+"""Probability that the teacher looks up the address of the customer."""
 SKIPS: Final = 0.1
-"""How often the teacher ships without having looked up an address."""
+"""Probability that the teacher ships without a look-up of the address."""
 _TOOLS: Final = (
     function_tool("stock", "Where an item lies.", item="string"),
     function_tool("address", "Where a person lives.", name="string"),
@@ -61,7 +60,7 @@ class GeneralDomain:
     max_turns = 6
 
     def generate(self, rng: Random) -> dict[str, Any]:
-        """One order, in a shop with three items and two customers."""
+        """Returns one order, in a shop with three items and two customers."""
         customer, recipient = rng.sample(NAMES, 2)
         items = rng.sample(GOODS, 3)
         cities = rng.sample(CITIES, 2)
@@ -76,13 +75,13 @@ class GeneralDomain:
         }
 
     def episode(self, payload: Mapping[str, Any]) -> GeneralEpisode:
-        """A fresh attempt. Raises `InvalidArgument` naming a bad payload key."""
+        """Returns a new attempt. Raises `InvalidArgument` with the name of a wrong payload key."""
         return GeneralEpisode(payload)
 
     def demonstrate(
         self, payload: Mapping[str, Any], rng: Random, *, flawless: bool = False
     ) -> Demonstration:
-        """One attempt of the imperfect teacher, or of one who knows what pays."""
+        """Returns one attempt of the teacher, with or without its mistakes."""
         episode = self.episode(payload)
         rehearsal = Rehearsal(episode.messages, episode.tools, episode.run)
         rehearsal.call("stock", item=episode.item)
@@ -130,15 +129,15 @@ class GeneralEpisode:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """Look up, look up, ship."""
+        """Two look-ups, and the shipment."""
         return list(_TOOLS)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Use one of the tools. Raises `ToolError` for what the desk cannot do."""
+        """Executes one tool call. Raises `ToolError`."""
         return self.run(name, arguments)
 
     def run(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What `call` answers, for those who cannot wait."""
+        """As `call`, without await."""
         match name:
             case "stock":
                 return f"shelf {_entry(self.shelves, arguments, 'item')}"
@@ -150,7 +149,7 @@ class GeneralEpisode:
                 raise ToolError(f"unknown tool {name}")
 
     def score(self, transcript: Transcript) -> list[Reward]:
-        """1 for shelf and city right, a quarter for one of them; failed calls are bad form."""
+        """Returns the outcome by shelf and city; each failed call gets -1 as process."""
         shelf, city = self._shipped or (None, None)
         outcome = OUTCOMES[(shelf == self.shelf) + (city == self._city)]
         return [

@@ -1,9 +1,9 @@
-"""Tasks from reasoning-gym that a small language model can partly do.
+"""Tasks from reasoning-gym that a small language model can partly solve.
 
-Owns which of its datasets are used, how hard they are set, and the prompt: three examples as an
-earlier conversation, the same for every task of a domain, so that all prompts share their prefix.
-The answer must be exact; how often a model gets it right, and why these four, is told in
-docs/smollm2.md. The package itself is imported when the first task is generated.
+Owns the choice of datasets, their difficulty, and the prompt: three examples as an earlier
+conversation, equal for all tasks of a domain, so that all prompts share their prefix. The answer
+must be exact. docs/smollm2.md has success rates and the reasons for these datasets. The package is
+imported when the first task is generated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forge.agents.environments.base import Message, Reward, ToolError, Transcrip
 from forge.agents.environments.payload import required
 
 MAX_TOKENS: Final = 8
-"""An answer takes one to three; whoever starts to explain has not answered."""
+"""An answer has one to three tokens; longer ones are explanations and wrong."""
 
 
 class GymDomain:
@@ -29,15 +29,15 @@ class GymDomain:
     def __init__(
         self, name: str, *, options: Mapping[str, int], examples: tuple[tuple[str, str], ...]
     ) -> None:
-        """`name` is also the dataset's. `examples` are the questions and answers in the prompt;
-        none of them is ever asked as a task.
+        """`name` is also the dataset's. `examples`: questions and answers of the prompt, which are
+        never tasks.
         """
         self.name = name
         self.options = options
         self.examples = examples
 
     def generate(self, rng: Random) -> dict[str, Any]:
-        """A question, its answer, and how many tokens an answer may take."""
+        """Returns a question, its answer, and the limit of tokens."""
         shown = {question for question, _ in self.examples}
         dataset = _dataset(self)
         while True:
@@ -50,7 +50,7 @@ class GymDomain:
                 }
 
     def episode(self, payload: Mapping[str, Any]) -> GymEpisode:
-        """A fresh attempt. Raises `InvalidArgument` naming a bad payload key."""
+        """Returns a new attempt. Raises `InvalidArgument` with the name of a wrong payload key."""
         return GymEpisode(payload, self.examples)
 
 
@@ -82,7 +82,7 @@ class GymEpisode:
         raise ToolError(f"unknown tool {name}")
 
     def score(self, transcript: Transcript) -> list[Reward]:
-        """1 when the first line is the answer and nothing else, but for a full stop."""
+        """Returns outcome 1 if the first line is the answer, with or without a full stop."""
         right = stated(transcript.answer) == self._answer
         return [Reward(name="exact_answer", kind="outcome", value=float(right))]
 
@@ -92,14 +92,14 @@ class GymEpisode:
 
 @cache
 def _dataset(domain: GymDomain) -> Any:
-    """Its tasks, by a number of 32 bits. Kept: some datasets read a book when they are made."""
+    """Returns the tasks, by a 32-bit number. Cached: some datasets read a book when created."""
     from reasoning_gym import create_dataset
 
     return create_dataset(domain.name, seed=0, size=1 << 32, **domain.options)
 
 
 def stated(answer: str) -> str:
-    """The first line of an answer, without a full stop at its end."""
+    """Returns the first line of an answer, without a full stop at its end."""
     return answer.strip().partition("\n")[0].strip().removesuffix(".")
 
 

@@ -1,6 +1,6 @@
-"""The words tasks are told in, shared so that one small vocabulary serves every domain.
+"""The words of the tasks, shared by all domains to keep the vocabulary small.
 
-Owns lists of words only. All are plain ASCII and each is one token of the tiny policy.
+Owns lists of words only. Each word is plain ASCII and one token of the tiny policy.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Reading a task's payload: a missing or ill-typed key is told by name.
+"""Checked access to a task's payload.
 
-Owns the check alone; which keys there are is each domain's business.
+Owns the check of one key; each domain owns its keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def required(payload: Mapping[str, Any], key: str, kind: type[T]) -> T:
-    """The payload's value under `key`. Raises `InvalidArgument` unless it is a `kind`."""
+    """Returns the value of `key`. Raises `InvalidArgument` for a missing key or another type."""
     if key not in payload:
         raise InvalidArgument(f"payload lacks {key!r} (a {kind.__name__})")
     value = payload[key]

@@ -1,7 +1,7 @@
-"""Question answering: facts that only a reference desk knows.
+"""Question answering with a look-up tool for facts.
 
-Owns the tasks, the desk's cards and a teacher that sometimes answers without looking, looks up the
-one who asks instead of the one asked about, or asks for the wrong fact.
+Owns the tasks, the facts and a teacher that sometimes answers without a look-up, looks up the
+asking person instead of the subject, or looks up the wrong fact.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from forge.agents.environments.teaching import (
 )
 
 HABITS: Final = {"look_up": 0.3, "guess": 0.3, "wrong_person": 0.2, "wrong_fact": 0.2}
-"""How often the teacher does what."""
+"""Probabilities of the teacher's habits."""
 FACTS: Final = {"pet": PETS, "city": CITIES, "job": JOBS, "drink": DRINKS, "color": COLORS}
 NOT_FOUND: Final = "not found"
 _TOOLS: Final = (function_tool("find", "A fact about a person.", name="string", fact="string"),)
 
 
 class QaDomain:
-    """One question about one of two people; a card per person has the answer."""
+    """Questions about one of two people; each person has a card with facts."""
 
     name = "qa"
     scaffold = "blackbox"
     max_turns = 3
 
     def generate(self, rng: Random) -> dict[str, Any]:
-        """Somebody asks about somebody else; both have a card of three facts."""
+        """Returns a question of one person about another; both have a card of three facts."""
         asker, subject = rng.sample(NAMES, 2)
         fields = rng.sample(list(FACTS), 3)
         cards = {
@@ -44,13 +44,13 @@ class QaDomain:
         return {"asker": asker, "subject": subject, "field": rng.choice(fields), "cards": cards}
 
     def episode(self, payload: Mapping[str, Any]) -> QaEpisode:
-        """A fresh attempt. Raises `InvalidArgument` naming a bad payload key."""
+        """Returns a new attempt. Raises `InvalidArgument` with the name of a wrong payload key."""
         return QaEpisode(payload)
 
     def demonstrate(
         self, payload: Mapping[str, Any], rng: Random, *, flawless: bool = False
     ) -> Demonstration:
-        """One attempt of the imperfect teacher, or of one who knows what pays."""
+        """Returns one attempt of the teacher, with or without its mistakes."""
         episode = self.episode(payload)
         rehearsal = Rehearsal(episode.messages, episode.tools, episode.look_up)
         habit = "look_up" if flawless else a_habit(HABITS, rng)
@@ -61,13 +61,13 @@ class QaDomain:
         person = episode.asker if habit == "wrong_person" else episode.subject
         others = [fact for fact in FACTS if fact != episode.field]
         fact = rng.choice(others) if habit == "wrong_fact" else episode.field
-        found = rehearsal.call("find", name=person, fact=fact)
-        rehearsal.say(guess if found == NOT_FOUND else found)
+        result = rehearsal.call("find", name=person, fact=fact)
+        rehearsal.say(guess if result == NOT_FOUND else result)
         return rehearsal.finished()
 
 
 class QaEpisode:
-    """One attempt: a question and a desk to ask."""
+    """One attempt: a question, and the look-up tool."""
 
     def __init__(self, payload: Mapping[str, Any]) -> None:
         self.asker = required(payload, "asker", str)
@@ -87,15 +87,15 @@ class QaEpisode:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """The reference desk."""
+        """The look-up tool."""
         return list(_TOOLS)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """A fact. Raises `ToolError` for another tool, and for what no card tells."""
+        """Returns a fact. Raises `ToolError` for another tool, and for an unknown fact."""
         return self.look_up(name, arguments)
 
     def look_up(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What `call` answers, for those who cannot wait."""
+        """As `call`, without await."""
         if name != "find":
             raise ToolError(f"unknown tool {name}")
         card = self.cards.get(str(arguments.get("name", "")), {})
@@ -105,7 +105,7 @@ class QaEpisode:
         return fact
 
     def score(self, transcript: Transcript) -> list[Reward]:
-        """1 for the right word and nothing else; calls that failed are bad form."""
+        """Returns outcome 1 for exactly the right word; each failed call gets -1 as process."""
         right = transcript.answer.strip().strip(".") == self._answer
         return [
             Reward(name="exact_answer", kind="outcome", value=float(right)),

@@ -1,7 +1,7 @@
-"""Reasoning: short word problems that reward working them out over guessing.
+"""Reasoning: short word problems, for which a written calculation beats a guess.
 
-Owns the tasks, their answers and a teacher whose habits differ: it works a problem out, or it
-guesses at once, or it loses patience half-way. Only the first one pays.
+Owns the tasks, their answers and a teacher with three habits: it calculates step by step, guesses
+at once, or stops half-way. Only the first habit is rewarded.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from forge.agents.environments.teaching import Demonstration, Rehearsal, a_habit
 from forge.core.errors import InvalidArgument
 
 HABITS: Final = {"work": 0.24, "guess": 0.42, "hurry": 0.34}
-"""How often the teacher does what."""
+"""Probabilities of the teacher's habits."""
 _ANSWER: Final = re.compile(r"Answer: (-?\d+)\s*\.?\s*$")
 
 
 class ReasoningDomain:
-    """Sums told as a story: "Tom has 4 figs: Mon +2, Tue -2, Wed +1. How many?"."""
+    """Sums in a story: "Tom has 4 figs: Mon +2, Tue -2, Wed +1. How many?"."""
 
     name = "reasoning"
     scaffold = "blackbox"
     max_turns = 1
 
     def generate(self, rng: Random) -> dict[str, Any]:
-        """Two or three changes to a number that stays a digit."""
+        """Returns a story with two or three changes to a number that stays a digit."""
         start = held = rng.randint(1, 9)
         changes: list[int] = []
         for _ in range(rng.choice((2, 3))):
@@ -45,13 +45,13 @@ class ReasoningDomain:
         }
 
     def episode(self, payload: Mapping[str, Any]) -> ReasoningEpisode:
-        """A fresh attempt. Raises `InvalidArgument` naming a bad payload key."""
+        """Returns a new attempt. Raises `InvalidArgument` with the name of a wrong payload key."""
         return ReasoningEpisode(payload)
 
     def demonstrate(
         self, payload: Mapping[str, Any], rng: Random, *, flawless: bool = False
     ) -> Demonstration:
-        """One attempt of the imperfect teacher, or of one who knows what pays."""
+        """Returns one attempt of the teacher, with or without its mistakes."""
         episode = self.episode(payload)
         rehearsal = Rehearsal(episode.messages, episode.tools, _no_tools)
         habit = "work" if flawless else a_habit(HABITS, rng)
@@ -74,15 +74,15 @@ class ReasoningEpisode:
         self.start = required(payload, "start", int)
         self.changes: list[int] = required(payload, "changes", list)
         if not all(isinstance(change, int) for change in self.changes):
-            raise InvalidArgument(f"payload 'changes' must hold integers, is {self.changes!r}")
+            raise InvalidArgument(f"payload 'changes' must have integers only, is {self.changes!r}")
         if len(self.changes) > len(DAYS):
-            raise InvalidArgument(f"payload 'changes' must hold at most {len(DAYS)}")
+            raise InvalidArgument(f"payload 'changes' must have at most {len(DAYS)} items")
 
     @property
     def messages(self) -> list[Message]:
         """The story and its question."""
-        told = ", ".join(f"{day} {d:+d}" for day, d in zip(DAYS, self.changes, strict=False))
-        story = f"{self._name} has {self.start} {self._goods}: {told}. How many?"
+        changes = ", ".join(f"{day} {d:+d}" for day, d in zip(DAYS, self.changes, strict=False))
+        story = f"{self._name} has {self.start} {self._goods}: {changes}. How many?"
         return [
             {"role": "system", "content": "Solve the problem."},
             {"role": "user", "content": story},
@@ -98,11 +98,11 @@ class ReasoningEpisode:
         return _no_tools(name, arguments)
 
     def score(self, transcript: Transcript) -> list[Reward]:
-        """1 for the right number; an answer that names none is also bad form."""
-        found = _ANSWER.search(transcript.answer)
-        right = found is not None and int(found[1]) == self.start + sum(self.changes)
+        """Returns outcome 1 for the right number; an answer without a number gets -1 as process."""
+        number = _ANSWER.search(transcript.answer)
+        right = number is not None and int(number[1]) == self.start + sum(self.changes)
         rewards = [Reward(name="exact_answer", kind="outcome", value=float(right))]
-        if found is None:
+        if number is None:
             rewards.append(Reward(name="no_answer", kind="process", value=-1.0))
         return rewards
 

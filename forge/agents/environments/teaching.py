@@ -1,9 +1,8 @@
 """Demonstrations: conversations in which a scripted teacher attempts a task.
 
-Owns their shape and the bookkeeping of a rehearsal: tool calls are carried out and answered as a
-scaffold would, and a fold leads to the same messages as in `forge.agents.environments.folding`.
-What the teacher does, mistakes included, is each domain's business. Nothing here knows tokens or
-models.
+Owns their messages: tool calls are executed and answered as in a scaffold, and a fold makes the
+messages of `forge.agents.environments.folding`. Each domain owns the teacher's actions and
+mistakes. Owns no tokens and no models.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ ToolRunner = Callable[[str, Mapping[str, Any]], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """Everything one attempt leaves to learn from."""
+    """The training data of one attempt."""
 
     tools: tuple[dict[str, Any], ...]
     contexts: tuple[tuple[Message, ...], ...]
-    """Branches of the conversation, each ending with an answer; every assistant message in them
-    is the teacher's, and to be imitated."""
+    """Branches of the conversation, each with an answer at its end. All assistant messages are the
+    teacher's and are training targets."""
 
 
 class Rehearsal:
-    """Keeps a teacher's conversation the way a scaffold keeps a model's."""
+    """Records a teacher's conversation with the messages that a scaffold would send."""
 
     def __init__(
         self, initial: Sequence[Message], tools: Sequence[dict[str, Any]], run_tool: ToolRunner
@@ -44,7 +43,7 @@ class Rehearsal:
         self._calls = 0
 
     def call(self, name: str, /, **arguments: Any) -> str:
-        """The teacher makes one tool call; returns the result it got to read."""
+        """Executes one tool call of the teacher; returns its result."""
         call_id = f"call_{self._calls}"
         self._calls += 1
         self._history.append(tool_call_message(call_id, name, arguments))
@@ -56,18 +55,18 @@ class Rehearsal:
         return result
 
     def say(self, text: str) -> None:
-        """The teacher answers without a call."""
+        """Records an answer of the teacher without a call."""
         self._history.append({"role": "assistant", "content": text})
 
     def fold(self, fold_prompt: str, summary: str) -> None:
-        """The teacher is asked for a summary, writes it, and goes on from it alone."""
+        """Records a fold: the request, and the teacher's summary, which replaces the history."""
         self._history = fold_request(self._history, fold_prompt)
         self.say(summary)
         self._close_context()
         self._history = folded(self._initial, summary)
 
     def finished(self) -> Demonstration:
-        """What there is to learn from the rehearsal, now that it is over."""
+        """Ends the rehearsal; returns its demonstration."""
         self._close_context()
         return Demonstration(tools=self._tools, contexts=tuple(self._contexts))
 
@@ -76,12 +75,12 @@ class Rehearsal:
 
 
 def a_habit(habits: Mapping[str, float], rng: Random) -> str:
-    """One of the teacher's habits, as often as it is given to it."""
+    """Draws one of the teacher's habits by its probability."""
     return rng.choices(list(habits), list(habits.values()))[0]
 
 
 def tool_call_message(call_id: str, name: str, arguments: Mapping[str, Any]) -> Message:
-    """An assistant message that makes one call."""
+    """Returns an assistant message with one call."""
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {
         "role": "assistant",
@@ -91,7 +90,7 @@ def tool_call_message(call_id: str, name: str, arguments: Mapping[str, Any]) -> 
 
 
 def function_tool(name: str, description: str, /, **parameters: str) -> dict[str, Any]:
-    """An OpenAI tool definition; every parameter is required, its value a JSON type name."""
+    """Returns an OpenAI tool definition; all parameters are required, with JSON type names."""
     return {
         "type": "function",
         "function": {

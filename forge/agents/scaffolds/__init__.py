@@ -1,7 +1,7 @@
-"""Scaffolds by name, made when a task first asks for one.
+"""Scaffolds by name, each created for the first task that needs it.
 
-Owns the registry. An entry is "module:factory", so that a runner imports only what its tasks
-need; installed packages add their own through the entry point group `forge.scaffolds`.
+Owns the registry. An entry is "module:factory", so a runner imports only the scaffolds of its
+tasks. Packages add scaffolds through the entry point group `forge.scaffolds`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SCAFFOLDS: Mapping[str, str] = {
 
 
 class Scaffolds:
-    """One instance of each scaffold used so far.
+    """One instance of each used scaffold.
 
-    A factory is called with `timeout_s`, the longest that one model call may take, and `tls_ca`,
-    the PEM file that gateways are verified by, "" for plain HTTP.
+    A factory gets `timeout_s`, the deadline of one model call, and `tls_ca`, the PEM file that
+    verifies gateways, "" for plain HTTP.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Scaffolds:
         self._made: dict[str, Scaffold] = {}
 
     def get(self, name: str) -> Scaffold:
-        """The scaffold of that name. Raises `NotFound` that lists the known ones."""
+        """Returns the scaffold with this name. Raises `NotFound` with the known names."""
         if self._override is not None:
             return self._override
         if name not in self._made:
@@ -56,6 +56,6 @@ class Scaffolds:
         return self._made[name]
 
     async def close(self) -> None:
-        """Close every scaffold made."""
+        """Closes all created scaffolds."""
         for scaffold in (*self._made.values(), *((self._override,) if self._override else ())):
             await scaffold.close()

@@ -1,7 +1,6 @@
-"""An agent that knows OpenAI's API and nothing else.
+"""A black-box agent: the tool loop over the unmodified `openai` SDK.
 
-Owns the classic tool loop over the unmodified `openai` SDK: all it is told is a base URL and a
-key. It stands for any agent that exists already.
+It gets only a base URL and a key, as any existing agent.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from forge.core.errors import InvalidArgument, Unavailable
 
 
 class BlackBox:
-    """Chat completions with tools, until the model answers without calling one."""
+    """Chat completions with tools, until an answer without a call."""
 
     def __init__(self, *, timeout_s: float, tls_ca: str = "") -> None:
-        # One connection pool for all rollouts: a client of its own would cost each 50 ms.
+        # One connection pool for all rollouts: a client per rollout would cost 50 ms each.
         self._base = AsyncOpenAI(
             api_key="set per rollout",
             base_url="http://set-per-rollout",
@@ -41,6 +40,7 @@ class BlackBox:
         self._models: dict[str, str] = {}
 
     async def run(self, rollout: Rollout, episode: Episode) -> Transcript:
+        """As `Scaffold.run`."""
         client = self._base.with_options(
             base_url=f"{rollout.gateway.http_url}/v1", api_key=rollout.session_token
         )
@@ -55,7 +55,7 @@ class BlackBox:
             except BadRequestError as error:
                 if conversation.calls == 0:
                     raise InvalidArgument(f"the gateway refused the task: {error}") from error
-                # The history outgrew the model: that is how this attempt ended.
+                # The history exceeds the context of the model: a regular end of the attempt.
                 break
             except (APIConnectionError, InternalServerError) as error:
                 raise Unavailable(f"{rollout.gateway.http_url}: {error}") from error
@@ -65,10 +65,11 @@ class BlackBox:
         return conversation.transcript()
 
     async def close(self) -> None:
+        """Closes the connections."""
         await self._base.close()
 
     async def _model(self, client: AsyncOpenAI) -> str:
-        """The model served there; asked once per gateway."""
+        """Returns the name of the served model; one request per gateway."""
         url = str(client.base_url)
         if url not in self._models:
             try:
@@ -89,6 +90,6 @@ def _settings(rollout: Rollout, episode: Episode) -> dict[str, Any]:
 
 
 def _assistant(message: dict[str, Any]) -> Message:
-    """The answer in the shape it is sent back in."""
+    """Returns the answer as a message of the next request."""
     message.setdefault("content", "")
     return message

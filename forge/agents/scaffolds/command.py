@@ -1,7 +1,7 @@
-"""Any program as an agent: it is started, left alone, and what it printed is its answer.
+"""Runs any program as an agent; its output is the answer.
 
-Owns the process: its environment, limits, output and end. The program talks to the model by
-itself, through the variables every OpenAI, Anthropic or Forge client reads.
+Owns the process: its environment, limits, output and end. The program itself calls the model,
+through the variables that every OpenAI, Anthropic or Forge client reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.agents.child import Tail, how_it_ended, kill_group, killed_from_outside, last_lines
+from forge.agents.child import OutputTail, how_it_ended, kill_group, killed_from_outside, last_lines
 from forge.agents.environments.base import Episode, Transcript
 from forge.agents.rollout import Rollout
 from forge.client.session import AgentSession
@@ -28,13 +28,13 @@ from forge.core.errors import ConfigError, InvalidArgument, ResourceExhausted
 from forge.runtime.telemetry import log
 
 OUTPUT_BYTES = 64 << 10
-"""Kept of the end of standard output and of standard error, each."""
+"""Kept end of standard output, and of standard error."""
 LOGGED_CHARS = 4000
-"""Of each of them, in the runner's log, when the program failed."""
+"""Part of each of them in the runner's log, for a failed program."""
 REPORTED_CHARS = 300
-"""Of standard error, in what the scheduler is told."""
-# Sets the limits in the program's own process and then becomes the program: code of ours between
-# fork and exec would be unsafe in a process with threads. Whoever kills the runner kills it too.
+"""Part of standard error in the report to the scheduler."""
+# Sets the limits in the program's process and then executes the program: Python code between fork
+# and exec would be unsafe in a process with threads. The program ends with the runner.
 _LAUNCHER = """
 import ctypes, os, resource, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
@@ -52,20 +52,20 @@ _PLACEHOLDER = re.compile(r"\{(prompt|task_id|domain)\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one program may use; 0 sets no limit. Its time is the rollout's."""
+    """Limits of one program; 0: no limit. The rollout limits its time."""
 
     memory_bytes: int
     """Private writable memory of each of its processes (RLIMIT_DATA)."""
     processes: int
-    """Processes and threads of the runner's user, all rollouts together (RLIMIT_NPROC)."""
+    """Processes and threads of the runner's user, over all rollouts (RLIMIT_NPROC)."""
 
 
 class Command:
-    """A program per rollout.
+    """Runs one program per rollout.
 
-    Words of the command may hold `{prompt}`, `{task_id}` and `{domain}`. They are filled in
-    after the command was split, so a prompt is always one word and never shell syntax. The answer
-    is what the program wrote to the file named by FORGE_ANSWER, else the last line it printed.
+    `{prompt}`, `{task_id}` and `{domain}` in the command are replaced after the command is split,
+    so a prompt is always one word and never shell syntax. The answer is the content of the file
+    FORGE_ANSWER, else the last printed line.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Command:
         tls_cert: str = "",
         tls_key: str = "",
     ) -> None:
-        """The PEM files are told to the program. Raises `ConfigError` when the command cannot be
-        split, or names no program."""
+        """The program gets the paths of the PEM files. Raises `ConfigError` when the command cannot
+        be split, or names no program."""
         try:
             self._words = shlex.split(command)
         except ValueError as error:
@@ -96,6 +96,7 @@ class Command:
         )
 
     async def run(self, rollout: Rollout, episode: Episode) -> Transcript:
+        """As `Scaffold.run`."""
         prompt = _prompt(episode)
         fields = {"prompt": prompt, "task_id": rollout.task_id, "domain": rollout.domain}
         words = [_PLACEHOLDER.sub(lambda match: fields[match[1]], word) for word in self._words]
@@ -105,21 +106,21 @@ class Command:
             output = await self._execute(words, environment, rollout)
             answer = _written(Path(environment["FORGE_ANSWER"])) or _last_line(output)
         finally:
-            # In a thread: a program may leave gigabytes behind.
+            # In a thread: a program may have written gigabytes.
             await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
         session = AgentSession(rollout.gateway.channel, rollout.session_token)
         return Transcript(answer=answer, turns=(await session.open()).turns)
 
     async def close(self) -> None:
-        """Nothing is held: a cancelled rollout kills its program."""
+        """Nothing to free: a cancelled rollout kills its program."""
 
     async def _execute(
         self, words: list[str], environment: Mapping[str, str], rollout: Rollout
     ) -> str:
-        """Standard output of the program. Raises `RuntimeError` when it fails, `ResourceExhausted`
-        when its host kills it."""
+        """Returns standard output of the program. Raises `RuntimeError` when it fails,
+        `ResourceExhausted` when its host kills it."""
         process = await self._start(words, environment)
-        output, errors = Tail(OUTPUT_BYTES), Tail(OUTPUT_BYTES)
+        output, errors = OutputTail(OUTPUT_BYTES), OutputTail(OUTPUT_BYTES)
         succeeded = killed = False
         try:
             await _to_the_end(process, output, errors)
@@ -129,7 +130,7 @@ class Command:
             kill_group(process)
             await process.wait()
             if not succeeded:
-                # Also of a program that was stopped: what it said last tells where it hung.
+                # Also for a stopped program: its last output shows where it hung.
                 log.warning(
                     "program_failed",
                     trajectory_id=rollout.trajectory_id,
@@ -139,14 +140,14 @@ class Command:
                     stdout=last_lines(output.text, chars=LOGGED_CHARS),
                 )
         if not succeeded:
-            said = " | ".join(last_lines(errors.text, chars=REPORTED_CHARS))
+            lines = " | ".join(last_lines(errors.text, chars=REPORTED_CHARS))
             ended = how_it_ended(process.returncode or 0)
-            text = f"{words[0]} {ended}: {said or 'nothing on standard error'}"
+            text = f"{words[0]} {ended}: {lines or 'nothing on standard error'}"
             raise ResourceExhausted(text) if killed else RuntimeError(text)
         return output.text
 
     async def _start(self, words: list[str], environment: Mapping[str, str]) -> Process:
-        """Start the program. Raises `InvalidArgument` when the task is too long."""
+        """Starts the program. Raises `InvalidArgument` when the task is too long."""
         settings = (self._limits.memory_bytes, self._limits.processes, os.getpid())
         try:
             return await asyncio.create_subprocess_exec(
@@ -165,12 +166,12 @@ class Command:
     def _environment(
         self, rollout: Rollout, episode: Episode, prompt: str, scratch: Path
     ) -> dict[str, str]:
-        """The runner's environment without Forge's own settings, and with the way to the model."""
+        """Returns the runner's environment without Forge's settings, with the gateway's address."""
         gateway, token = rollout.gateway, rollout.session_token
         inherited = {
             key: value
             for key, value in os.environ.items()
-            # Some of Anthropic's clients send both credentials, and that one would be taken.
+            # Some of Anthropic's clients send both credentials, and the token would have priority.
             if key[:6] != "FORGE_" and key != "ANTHROPIC_AUTH_TOKEN"
         }
         host = gateway.grpc_address.rpartition(":")[0]
@@ -180,13 +181,13 @@ class Command:
             "domain": rollout.domain,
             "prompt": prompt,
             "messages": episode.messages,
-            # Not the whole payload: the expected answer may be in it.
+            # Not the complete payload: it may have the expected answer.
             "inputs": rollout.payload.get("inputs", {}),
         }
         return inherited | {
             "OPENAI_BASE_URL": f"{gateway.http_url}/v1",
             "OPENAI_API_KEY": token,
-            # Its clients add /v1 themselves.
+            # Anthropic's clients add /v1.
             "ANTHROPIC_BASE_URL": gateway.http_url,
             "ANTHROPIC_API_KEY": token,
             "FORGE_GRPC_ADDR": gateway.grpc_address,
@@ -200,23 +201,23 @@ class Command:
         }
 
     def _trust(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """What makes clients accept a gateway that our own authority certified."""
+        """Returns the variables with which clients trust the cluster's certificate authority."""
         if not self._tls_ca:
             return {}
-        # The last two are what Python's and Node's clients read; a program's own setting stays.
+        # Python's and Node's clients read the last two; a value in the environment stays.
         names = ("FORGE_TLS_CA", "SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS")
         trusted = {name: inherited.get(name, self._tls_ca) for name in names}
         return trusted | self._client_certificate
 
 
-async def _to_the_end(process: Process, output: Tail, errors: Tail) -> None:
-    """Wait for the program and for what it printed."""
+async def _to_the_end(process: Process, output: OutputTail, errors: OutputTail) -> None:
+    """Waits for the end of the program and of its output."""
     assert process.stdout and process.stderr
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(output.read(process.stdout))
         tasks.create_task(errors.read(process.stderr))
         await process.wait()
-        # What it left running may hold the pipes open for ever.
+        # Its children may keep the pipes open for ever.
         kill_group(process)
 
 
@@ -236,5 +237,5 @@ def _written(answer_file: Path) -> str:
 
 
 def _last_line(text: str) -> str:
-    # A text may hold what splitlines takes for the end of a line, U+2028 for one.
+    # Not splitlines: it also splits at characters such as U+2028.
     return re.split(r"[\r\n]", text.strip())[-1].strip()

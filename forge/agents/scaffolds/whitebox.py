@@ -1,8 +1,7 @@
-"""An agent that manages its own context, over gRPC.
+"""A white-box agent, which manages its own context over gRPC.
 
-Owns the loop that folds its history: now and then it asks the model for a summary and goes on
-from that. The fold is a turn like any other, recorded under its name and trained through. When
-and what a fold is, `forge.agents.environments.folding` says.
+Owns the loop with folds: the model writes a summary, which replaces the history. A fold is a turn,
+recorded with its context action and trained. `forge.agents.environments.folding` has its messages.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from forge.client.turns import Answer
 from forge.core.errors import InvalidArgument
 
 RETRY_S = 10.0
-"""A gateway that is away for longer is most likely coming back elsewhere."""
+"""Time for which calls to an unreachable gateway are retried."""
 
 
 class WhiteBox:
@@ -27,10 +26,11 @@ class WhiteBox:
     """
 
     def __init__(self, *, timeout_s: float, tls_ca: str = "") -> None:
-        """`tls_ca` is not needed: the runner's channels have it."""
+        """`tls_ca` has no use: the runner's channels have it."""
         self._timeout_s = timeout_s
 
     async def run(self, rollout: Rollout, episode: Episode) -> Transcript:
+        """As `Scaffold.run`."""
         session = AgentSession(
             rollout.gateway.channel,
             rollout.session_token,
@@ -40,11 +40,11 @@ class WhiteBox:
         return await _Loop(session, rollout, episode).run()
 
     async def close(self) -> None:
-        """Nothing is held: channels belong to the runner."""
+        """Nothing to free: the channels belong to the runner."""
 
 
 class _Loop:
-    """One rollout."""
+    """The loop of one rollout."""
 
     def __init__(self, session: AgentSession, rollout: Rollout, episode: Episode) -> None:
         self._session = session
@@ -60,7 +60,7 @@ class _Loop:
         except InvalidArgument:
             if self._conversation.calls == 0:
                 raise
-            # The history outgrew the model: that is how this attempt ended.
+            # The history exceeds the context of the model: a regular end of the attempt.
         return self._conversation.transcript()
 
     async def _turns(self) -> None:
@@ -94,5 +94,5 @@ def _fold_settings(rollout: Rollout) -> tuple[int, str]:
     if not isinstance(every, int) or every < 0:
         raise InvalidArgument(f"payload 'fold_every' must be a whole number, is {every!r}")
     if not isinstance(prompt, str) or bool(every) != bool(prompt):
-        raise InvalidArgument("payload 'fold_every' and 'fold_prompt' must be given together")
+        raise InvalidArgument("payload 'fold_every' and 'fold_prompt' must be set together")
     return every, prompt

@@ -179,7 +179,7 @@ async def test_all_that_a_function_started_is_killed_with_it(
 async def test_a_crash_is_told_with_its_last_words(own_pool: RewardPool) -> None:
     """A dead process is one line: which signal, and what it said last."""
     told = await failure(own_pool, "crashes")
-    assert told == "its process was killed by SIGSEGV; it said: about to fall"
+    assert told == "its process was killed by SIGSEGV; it printed: about to fall"
 
 
 async def test_a_process_that_its_host_kills_is_no_failure_of_the_function(
@@ -205,7 +205,7 @@ async def test_memory_is_limited(own_pool: RewardPool) -> None:
 
 async def test_who_meddles_with_the_pipe_fails_alone(own_pool: RewardPool) -> None:
     """Bytes that are no answer end that process; nothing of them becomes a reward."""
-    assert "answered with garbage" in await failure(own_pool, "meddles")
+    assert "sent an invalid answer" in await failure(own_pool, "meddles")
     assert await value(own_pool, "right", expected="four") == 1.0
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from forge.agents import claim_renewal
+from forge.agents import lease_renewal
 from forge.agents import runner as runner_module
-from forge.agents.runner import Outcome, Runner
+from forge.agents.rollout import RolloutResult
+from forge.agents.runner import Runner
 from forge.core.errors import Unauthenticated, Unavailable
 from forge.v1 import scheduler_pb2 as pb
 from tests.support.agents.tasks import lease
@@ -36,7 +37,7 @@ class StandIn:
         """The same for a test that blocks the event loop."""
         self._loop = asyncio.get_running_loop()
         self.lost: list[str] = []
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, RolloutResult] = {}
         self.reported = asyncio.Event()
         self.refusals: dict[str, list[Exception]] = {}
         """Raised by the next calls of that method."""
@@ -88,7 +89,7 @@ class Work:
         self.go = asyncio.Event()
         self.began: asyncio.Queue[str] = asyncio.Queue()
 
-    async def __call__(self, claim: pb.RolloutLease) -> Outcome:
+    async def __call__(self, claim: pb.RolloutLease) -> RolloutResult:
         self.running.add(claim.lease_id)
         self.most = max(self.most, len(self.running))
         self.began.put_nowait(claim.lease_id)
@@ -99,15 +100,15 @@ class Work:
             raise
         finally:
             self.running.discard(claim.lease_id)
-        return Outcome(lease_id=claim.lease_id, trajectory_id=claim.trajectory_id)
+        return RolloutResult(lease_id=claim.lease_id, trajectory_id=claim.trajectory_id)
 
 
 def blocking(condition: Callable[[], bool]) -> Callable[[pb.RolloutLease], Any]:
     """Work that holds the event loop until something is so."""
 
-    async def block(claim: pb.RolloutLease) -> Outcome:
+    async def block(claim: pb.RolloutLease) -> RolloutResult:
         until_blocking(condition, limit_s=HELD_UP_S)
-        return Outcome(lease_id=claim.lease_id, trajectory_id=claim.trajectory_id)
+        return RolloutResult(lease_id=claim.lease_id, trajectory_id=claim.trajectory_id)
 
     return block
 
@@ -140,7 +141,7 @@ async def working(
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "PAUSE_S", 0.0)
-    monkeypatch.setattr(claim_renewal, "PAUSE_S", 0.0)
+    monkeypatch.setattr(lease_renewal, "PAUSE_S", 0.0)
 
 
 async def test_no_more_rollouts_run_than_allowed() -> None:
@@ -191,11 +192,11 @@ async def test_event_loop_that_stays_blocked_loses_its_claims() -> None:
     with capture_logs() as logged:
 
         def given_up() -> bool:
-            return any(line.get("claims_given_up") for line in logged)
+            return any(line.get("leases_given_up") for line in logged)
 
-        async def block_first(claim: pb.RolloutLease) -> Outcome:
+        async def block_first(claim: pb.RolloutLease) -> RolloutResult:
             await (blocking(given_up) if claim.lease_id == "lease-0" else work)(claim)
-            return Outcome(lease_id=claim.lease_id, trajectory_id=claim.trajectory_id)
+            return RolloutResult(lease_id=claim.lease_id, trajectory_id=claim.trajectory_id)
 
         async with working(scheduler, block_first, patience_s=0.0):
             await scheduler.until_reported(1)
@@ -305,7 +306,7 @@ async def test_a_rollout_stopped_before_its_first_step_is_reported() -> None:
     scheduler, work = StandIn(lease(0)), Work()
     runner = a_runner(scheduler, work)
     running = asyncio.create_task(runner.run())
-    await until(lambda: runner._held)
+    await until(lambda: runner._leased)
     await runner.drain(patience_s=0.0)
     await running
     assert scheduler.outcomes["lease-0"].error == "the runner was stopped"

@@ -1,12 +1,12 @@
-"""Renews the claims of a runner on a thread of its own.
+"""Renews the task leases of a runner on a separate thread: the runner's heartbeat.
 
-Owns the pace of renewals, and stops them where the runner makes no progress. Agents run on the
-runner's event loop. One that blocks it, by a long calculation or a call that waits, costs the other
-rollouts time, and no rollout its claim: the thread renews meanwhile. A loop that has not run for
-`patience_s` is given up: its claims are no longer renewed, and other runners get the rollouts.
+Owns the interval of renewals, and stops them if the runner makes no progress. Agents run on the
+runner's event loop. An agent that blocks the loop delays the other rollouts, but no lease is lost,
+because the thread continues. After `patience_s` of a blocked loop the renewals stop, the leases
+expire, and other runners get the rollouts.
 
-A thread shares the interpreter's lock. Code that holds the lock for longer than a lease, inside one
-call of a C extension, still stops the renewals.
+The thread needs the interpreter's lock. A C extension that keeps the lock for longer than a lease
+still stops the renewals.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from forge.runtime.telemetry import log
 
 RENEW_BATCH = 4096
 PAUSE_S = 1.0
-"""Before renewals that failed are sent again."""
+"""Pause before a failed renewal is repeated."""
 BLOCKED_S = 5.0
-"""An event loop that has not run for so long is worth a line in the log."""
+"""Time without progress after which a blocked event loop is logged."""
 
 Renew = Callable[[Sequence[str]], Sequence[str]]
-"""Renews these claims, blocking, and returns those that are lost. Raises `ForgeError`."""
+"""Blocking call that renews leases and returns the lost ones. Raises `ForgeError`."""
 
 
-class ClaimRenewal:
-    """The claims that a runner holds, each renewed three times per lease."""
+class LeaseRenewal:
+    """The task leases of a runner, each renewed three times before it would expire."""
 
     def __init__(
         self, renew: Renew, *, on_lost: Callable[[Sequence[str]], None], patience_s: float
@@ -42,40 +42,40 @@ class ClaimRenewal:
         self._on_lost = on_lost
         self._patience_s = patience_s
         self._changed = threading.Condition()
-        """Guards what follows."""
+        """Guards the fields below."""
         self._leases_s: dict[str, float] = {}
-        """By claim, how long it lasts."""
+        """Duration by lease id."""
         self._due = False
         self._closed = False
         self._unheard_since_s: float | None = None
-        """When the event loop was called that has not answered yet."""
+        """Time of the call to the event loop that has no answer yet."""
 
     def add(self, lease_id: str, *, lease_s: float) -> None:
-        """Renew this claim from now on."""
+        """Starts to renew a lease."""
         with self._changed:
             self._leases_s[lease_id] = lease_s
             self._changed.notify()
 
     def drop(self, lease_ids: Iterable[str]) -> None:
-        """Renew these claims no longer."""
+        """Stops to renew leases."""
         with self._changed:
             for lease_id in lease_ids:
                 self._leases_s.pop(lease_id, None)
 
     def renew_now(self) -> None:
-        """Renew all claims before it is time."""
+        """Renews all leases at once."""
         with self._changed:
             self._due = True
             self._changed.notify()
 
     async def run(self) -> None:
-        """Renew until cancelled. Raises `Unauthenticated` and `PermissionDenied`: no waiting mends
-        a wrong key."""
+        """Renews until cancelled. Raises `Unauthenticated` and `PermissionDenied`, which no retry
+        can repair."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
-        # A daemon: a call that waits for a dead scheduler must not delay the end of the process.
+        # A daemon: a call to a dead scheduler must not delay the end of the process.
         threading.Thread(
-            target=self._work, args=(loop, ended), name="claim-renewal", daemon=True
+            target=self._work, args=(loop, ended), name="lease-renewal", daemon=True
         ).start()
         try:
             await ended
@@ -95,9 +95,9 @@ class ClaimRenewal:
         _post(loop, _end, ended, failure)
 
     def _next(self, pause_s: float | None) -> list[str] | None:
-        """The claims to renew, once it is time; None at the end.
+        """Waits for the next renewal; returns the lease ids, None at the end.
 
-        `pause_s` is how soon that is after renewals that failed.
+        `pause_s`: pause after a failed renewal; None after a success.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._leases_s)
@@ -108,9 +108,8 @@ class ClaimRenewal:
             return None if self._closed else list(self._leases_s)
 
     def _renewed(self, loop: asyncio.AbstractEventLoop, lease_ids: Sequence[str]) -> bool:
-        """Renew them all, unless the event loop has been silent for too long; False: to be tried
-        again soon."""
-        if not self._heard(loop):
+        """Renews all leases, unless the event loop is blocked for too long; False: retry soon."""
+        if not self._is_responsive(loop):
             return True
         try:
             for start in range(0, len(lease_ids), RENEW_BATCH):
@@ -120,12 +119,12 @@ class ClaimRenewal:
         except (Unauthenticated, PermissionDenied):
             raise
         except ForgeError as error:
-            log.warning("scheduler_away", method="RenewRollouts", error=str(error))
+            log.warning("scheduler_unreachable", method="RenewRollouts", error=str(error))
             return False
         return True
 
-    def _heard(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Whether the event loop has run within the patience; calls it to find out."""
+    def _is_responsive(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Returns True if the event loop has run within `patience_s`; calls it to find out."""
         now_s = time.monotonic()
         with self._changed:
             since_s = self._unheard_since_s
@@ -137,7 +136,7 @@ class ClaimRenewal:
         silent_s = now_s - since_s
         given_up = silent_s >= self._patience_s
         if given_up or silent_s >= BLOCKED_S:
-            log.warning("event_loop_blocked", for_s=round(silent_s, 1), claims_given_up=given_up)
+            log.warning("event_loop_blocked", for_s=round(silent_s, 1), leases_given_up=given_up)
         return not given_up
 
     def _answered(self) -> None:
@@ -155,6 +154,6 @@ def _end(ended: asyncio.Future[None], failure: BaseException | None) -> None:
 
 
 def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> None:
-    # A loop that is closed needs to know nothing any more.
+    # A closed loop needs no callbacks.
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(callback, *args)
