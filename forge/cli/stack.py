@@ -17,12 +17,13 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from forge.cli.presets import PROCESSES, Settings
 from forge.cli.rundir import RunDirectory
 from forge.core.errors import InvalidArgument, NotFound, Unavailable
 from forge.runtime.coordination import Coordinator
+from forge.runtime.first_done import first_done
 from forge.runtime.ports import free_ports
 from forge.runtime.processes import ProcessEvent, ProcessSpec, ProcessSupervisor
 
@@ -148,16 +149,11 @@ class Stack:
     async def guard(self, work: Coroutine[object, object, T]) -> T:
         """Do `work` while every process lives. Raises `Unavailable` when one is given up."""
         task = asyncio.ensure_future(work)
-        try:
-            waited: set[asyncio.Future[Any]] = {task, self._given_up}
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                event = self._given_up.result()
-                log = self.plan.directory.log_file(event.name)
-                raise Unavailable(f"{event.line}; see {log}")
-            return task.result()
-        finally:
-            task.cancel()
+        if task not in await first_done(task, asyncio.shield(self._given_up)):
+            event = self._given_up.result()
+            log = self.plan.directory.log_file(event.name)
+            raise Unavailable(f"{event.line}; see {log}")
+        return task.result()
 
     async def ready(
         self, coordinator: Coordinator, *, timeout_s: float, on_ready: Callable[[str], None]

@@ -13,11 +13,9 @@ from random import Random
 from typing import TypeVar
 
 from forge.core.errors import ForgeError
+from forge.runtime.backoff import Backoff
 
 Result = TypeVar("Result")
-
-FIRST_DELAY_S = 0.05
-MAX_DELAY_S = 2.0
 
 
 class Patience:
@@ -27,15 +25,15 @@ class Patience:
         self._clock = clock
         self._rng = rng
         self._deadline_s = clock() + retry_for_s
-        self._delay_s = FIRST_DELAY_S
+        self._backoff = Backoff(0.05, 2.0)
 
     def pause_s(self, error: ForgeError) -> float:
         """How long to wait before the next attempt. Raises `error` when there is to be none."""
         # The server's own word on when to come back beats our guess.
-        pause_s = error.retry_after_s or self._delay_s * self._rng.uniform(0.5, 1.5)
+        delay_s = self._backoff.next_s()
+        pause_s = error.retry_after_s or delay_s * self._rng.uniform(0.5, 1.5)
         if not error.retryable or self._clock() + pause_s > self._deadline_s:
             raise error
-        self._delay_s = min(self._delay_s * 2, MAX_DELAY_S)
         return pause_s
 
 

@@ -32,6 +32,7 @@ from forge.runtime.actor_system import ActorSystem
 from forge.runtime.clock_watch import ClockWatch
 from forge.runtime.config import ServiceConfig
 from forge.runtime.coordination import Coordinator, Instance, Registration
+from forge.runtime.first_done import first_done
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.server import RpcServer
@@ -176,15 +177,11 @@ class _Process:
                 await self._drain()
 
     async def _unless_stopping(self, step: Coroutine[Any, Any, None]) -> bool:
-        """Carry out a step to its end; False when told to stop first, the step is then undone."""
+        """Run a step to its end; cancel it and return False when a signal comes first."""
         task = asyncio.create_task(step)
-        stop = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if task.done():
+        if task in await first_done(task, self._stopping.wait()):
             await task
             return True
-        task.cancel()
         await asyncio.wait({task})
         return False
 

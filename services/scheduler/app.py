@@ -8,6 +8,7 @@ import gc
 
 from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.coordination import Leadership
+from forge.runtime.first_done import first_done
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2_grpc, scheduler_pb2_grpc
@@ -113,7 +114,7 @@ class SchedulerApp:
         begin = asyncio.create_task(term.begin())
         ended = asyncio.create_task(term.ended())
         try:
-            await asyncio.wait({begin, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await first_done(begin, asyncio.shield(ended))
             if begin.done():
                 self._servicer.office = begin.result()
                 await self._announce(leading=True)

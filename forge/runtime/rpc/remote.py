@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import grpc.aio
 
 from forge.core.errors import ForgeError, Unavailable
+from forge.runtime.backoff import Backoff
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import from_rpc_error
 from forge.runtime.telemetry import counter, log
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 Stub = TypeVar("Stub")
 
 _RETRIES = counter("forge_rpc_retries_total", "Calls made again, by kind called.", ["kind"])
-_FIRST_BACKOFF_S = 0.05
-_MAX_BACKOFF_S = 2.0
 
 
 class Remote(Generic[Stub]):
@@ -84,18 +83,17 @@ class Remote(Generic[Stub]):
         """
         give_up_s = time.monotonic() + retry_for_s
         failed: set[str] = set()
-        backoff_s = _FIRST_BACKOFF_S
+        backoff = Backoff(0.05, 2.0)
         while True:
             try:
                 return await self._attempt(method, request, timeout_s, where, failed)
             except ForgeError as error:
-                pause_s = max(self._random.uniform(0, backoff_s), error.retry_after_s or 0.0)
+                pause_s = max(self._random.uniform(0, backoff.next_s()), error.retry_after_s or 0.0)
                 if not error.retryable or time.monotonic() + pause_s >= give_up_s:
                     raise
                 log.debug("rpc_retried", kind=self._kind, method=method, error=str(error))
             _RETRIES.labels(self._kind).inc()
             await asyncio.sleep(pause_s)
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _attempt(
         self,

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable
 
 from forge.core.errors import DeadlineExceeded, ForgeError, Unavailable
+from forge.runtime.backoff import Backoff
 from forge.runtime.rpc import tokens
 from forge.v1 import inference_pb2 as pb
 from services.gateway.errors import RouterLost
@@ -63,7 +64,7 @@ class SampleCall:
 
     def _reset_retry_time(self) -> None:
         self._give_up_s = time.monotonic() + self._retry_for_s
-        self._backoff_s = FIRST_BACKOFF_S
+        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
 
     def set_request(
         self, request: pb.SampleRequest, *, on_retry: Callable[[], None] = lambda: None
@@ -92,9 +93,10 @@ class SampleCall:
                     return None
                 if isinstance(error, RouterLost) and self._attempt_was_long():
                     self._reset_retry_time()
-                if self._seen_by_agent or time.monotonic() + self._backoff_s >= self._give_up_s:
+                pause_s = self._backoff.next_s()
+                if self._seen_by_agent or time.monotonic() + pause_s >= self._give_up_s:
                     raise
-            await self._prepare_retry()
+            await self._prepare_retry(pause_s)
 
     async def send_request(self) -> None:
         """Sends the request to one router; waits for a router to appear. Raises `Unavailable`, and
@@ -157,15 +159,14 @@ class SampleCall:
         responses, self._responses = self._responses, []
         return join_responses(responses)
 
-    async def _prepare_retry(self) -> None:
+    async def _prepare_retry(self, pause_s: float) -> None:
         UPSTREAM_RETRIES.inc()
         self.cancel_attempt()
         self._reset_attempt()
         self._on_retry()
         # A new id: the router may still hold the lost attempt under the old one.
         self._request.request_id = f"{self.call_id}-{uuid.uuid4().hex[:8]}"
-        await asyncio.sleep(self._backoff_s)
-        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+        await asyncio.sleep(pause_s)
 
     def _attempt_was_long(self) -> bool:
         return self._sent_s is not None and time.monotonic() - self._sent_s >= LONG_ATTEMPT_S

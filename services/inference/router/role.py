@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from forge.runtime.actor_system import ActorRef
 from forge.runtime.background import Background
 from forge.runtime.coordination import Discovery
+from forge.runtime.first_done import first_done
 from forge.runtime.service import ServiceContext
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig
@@ -64,8 +65,4 @@ async def watch(discoveries: Sequence[Discovery], router: ActorRef) -> None:
     while True:
         changes = [asyncio.ensure_future(discovery.changed()) for discovery in discoveries]
         router.tell(FleetChanged())
-        try:
-            await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for change in changes:
-                change.cancel()
+        await first_done(*changes)

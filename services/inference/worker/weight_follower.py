@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
+from forge.runtime.backoff import Backoff
 from forge.runtime.rpc.streams import flowing
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
@@ -33,8 +34,6 @@ from services.inference.worker.metrics import (
 from services.inference.worker.weight_assembly import WeightAssembly
 from services.inference.worker.weight_sources import WeightSources
 
-_FIRST_BACKOFF_S = 0.2
-_MAX_BACKOFF_S = 10.0
 _NAMED = 3
 """Failed sources that an error names; the log has all."""
 ERROR_KEY = "weights_error"
@@ -103,7 +102,7 @@ class WeightFollower:
                 self._news.set()
 
     async def _keep_up(self) -> None:
-        backoff_s = _FIRST_BACKOFF_S
+        backoff = Backoff(0.2, 10.0)
         while True:
             self._news.clear()
             manifest = self._wanted
@@ -112,20 +111,20 @@ class WeightFollower:
                 continue
             try:
                 await self._obtain(manifest)
-                backoff_s = _FIRST_BACKOFF_S
+                backoff.reset()
             except ForgeError as error:
                 FETCH_FAILURES.inc()
+                pause_s = backoff.next_s()
                 log.warning(
                     "weights_not_obtained",
                     weight_version=manifest.weight_version,
-                    retry_in_s=backoff_s,
+                    retry_in_s=pause_s,
                     error=str(error),
                 )
                 await self._announce_error(f"version {manifest.weight_version}: {error}")
                 # Newer weights end the wait: they may be easier to get.
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), backoff_s)
-                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+                    await asyncio.wait_for(self._news.wait(), pause_s)
 
     async def _announce_error(self, text: str) -> None:
         if self._context.metadata.get(ERROR_KEY) != text:

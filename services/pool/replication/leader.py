@@ -21,6 +21,7 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.runtime.coordination import Coordinator, Leadership
+from forge.runtime.first_done import first_done
 from forge.runtime.telemetry import log
 from forge.v1 import replica_pb2 as pb
 from services.pool.config import PoolConfig
@@ -85,15 +86,7 @@ class Leader:
         and whoever was elected meanwhile has changed the record.
         """
         while not self.deposed.is_set():
-            ends = {
-                asyncio.create_task(self.leadership.lost()),
-                asyncio.create_task(self.deposed.wait()),
-            }
-            try:
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for end in ends:
-                    end.cancel()
+            await first_done(self.leadership.lost(), self.deposed.wait())
             if not self.deposed.is_set():
                 log.warning("lease_lost", pool_shard=self._store.shard)
                 await self._regain()

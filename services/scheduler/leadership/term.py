@@ -19,6 +19,7 @@ from forge.core.errors import ForgeError
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.runtime.actor_system import ActorRef, ActorSystem
 from forge.runtime.coordination import Coordinator, Leadership
+from forge.runtime.first_done import first_done
 from forge.runtime.supervision import Restart
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
@@ -136,15 +137,7 @@ class Term:
 
     async def ended(self) -> None:
         """Returns when leadership is lost or an actor has failed."""
-        waits = {
-            asyncio.create_task(self._leadership.lost()),
-            asyncio.create_task(self._failed.wait()),
-        }
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        await first_done(self._leadership.lost(), self._failed.wait())
 
     async def end(self) -> None:
         """Stop the actors, answering whoever waits, and leave the office to the next."""

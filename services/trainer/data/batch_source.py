@@ -17,6 +17,8 @@ from forge.client.scheduler import leads
 from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
 from forge.core.prefix_tree import Sample
 from forge.rl.learner.batch_plan import BatchPlan
+from forge.runtime.backoff import Backoff
+from forge.runtime.first_done import first_done
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.streams import flowing
@@ -32,8 +34,6 @@ _SILENCE_S = 30.0
 _LEASE_WAIT_S = 5.0
 _HURRIED_S = 3.0
 """What a call may still take once the process is told to stop."""
-_FIRST_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +272,7 @@ class BatchSource:
         together = len(trajectory_ids)
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + self._settings.patience_s
-        backoff_s = _FIRST_BACKOFF_S
+        backoff = Backoff(0.1, 5.0)
         while missing := [i for i in trajectory_ids if i not in found and i not in lost]:
             asked = missing[:together]
             together = len(trajectory_ids)
@@ -288,8 +288,7 @@ class BatchSource:
                 if not error.retryable or loop.time() > give_up_s:
                     raise
                 log.warning("fetch_retried", shard=shard, error=str(error))
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+                await asyncio.sleep(backoff.next_s())
         return found
 
     async def _stream(
@@ -317,17 +316,13 @@ class BatchSource:
                 where=leads,
             )
         )
-        hurried = asyncio.ensure_future(self._hurried.wait())
-        try:
-            await asyncio.wait({call, hurried}, return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():
-                await asyncio.wait({call}, timeout=_HURRIED_S)
-            if not call.done():
-                raise Unavailable(f"the scheduler gave no answer to {method} before the end")
-            return call.result()
-        finally:
-            call.cancel()
-            hurried.cancel()
+        if call not in await first_done(call, self._hurried_end()):
+            raise Unavailable(f"the scheduler gave no answer to {method} before the end")
+        return call.result()
+
+    async def _hurried_end(self) -> None:
+        await self._hurried.wait()
+        await asyncio.sleep(_HURRIED_S)
 
 
 def _groups_with(lost: Mapping[str, str], groups: Sequence[scheduler_pb2.BatchGroup]) -> list[str]:

@@ -1,0 +1,43 @@
+"""Wait for the first of several tasks."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from forge.runtime.first_done import first_done
+
+
+async def test_the_first_task_is_returned_and_the_others_are_cancelled() -> None:
+    """A task and a coroutine race; a shielded future survives."""
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(asyncio.Event().wait())
+    first = asyncio.create_task(asyncio.sleep(0, result=3))
+    (done,) = await first_done(task, first, asyncio.shield(never))
+    assert done is first
+    assert done.result() == 3
+    await asyncio.wait({task})
+    assert task.cancelled()
+    assert not never.done()
+
+
+async def test_an_error_stays_in_its_task() -> None:
+    """A task that fails counts as ended; its error is for the caller to read."""
+
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    (done,) = await first_done(fail(), asyncio.Event().wait())
+    with pytest.raises(ValueError, match="broken"):
+        await done
+
+
+async def test_a_cancelled_wait_cancels_all() -> None:
+    """No task outlives its waiter."""
+    task = asyncio.create_task(asyncio.Event().wait())
+    waiter = asyncio.create_task(first_done(task))
+    await asyncio.sleep(0)
+    waiter.cancel()
+    await asyncio.wait({task, waiter})
+    assert task.cancelled()
