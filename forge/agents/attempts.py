@@ -47,8 +47,8 @@ class Limits:
     """Defaults and bounds of every rollout."""
 
     rollout_s: float
-    """Limit on the agent's own time (`forge.agents.own_time`): the wait for the model, for its score
-    or for a busy host does not count."""
+    """Limit on the agent's own time (`forge.agents.own_time`): waiting for the model, the score or
+    a busy host does not count."""
     max_tokens: int
 
 
@@ -181,8 +181,8 @@ class Attempts:
     async def _kind_by_gateway(
         self, lease: pb.RolloutLease, gateway: Gateway, result: RolloutResult
     ) -> FailureKind:
-        """Returns the cause of an agent's failure: the infrastructure, if its gateway is unreachable
-        or its last model call got no answer."""
+        """Returns the cause of an agent's failure: the infrastructure, if its gateway is
+        unreachable or its last model call got no answer."""
         try:
             info = await _described(gateway, lease.session_token).open()
         except ForgeError as error:

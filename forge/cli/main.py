@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
+from forge.cli.command_exit import console, fail, finish
 from forge.cli.connection import Connection, of_run
-from forge.cli.outcome import console, fail, finish
 from forge.cli.pool import pool_app
 from forge.cli.pool_options import reading
 from forge.cli.queue import queue_app

@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 
+from forge.cli.command_exit import console, fail, finish
 from forge.cli.connection import Connection
-from forge.cli.outcome import console, fail, finish
 from forge.cli.pool_options import reading
 from forge.core.errors import ForgeError
 from forge.v1 import common_pb2, pool_pb2

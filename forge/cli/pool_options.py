@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
+from forge.cli.command_exit import fail
 from forge.cli.connection import Connection, newest_run, of_run
-from forge.cli.outcome import fail
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.v1 import common_pb2, pool_pb2
 

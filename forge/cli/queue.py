@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from forge.cli.command_exit import console, finish
 from forge.cli.connection import Connection
-from forge.cli.outcome import console, finish
 from forge.cli.pool_options import reading
 from forge.cli.trouble import troubles
 from forge.v1 import common_pb2, scheduler_pb2

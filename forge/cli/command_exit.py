@@ -1,4 +1,4 @@
-"""How a command ends: errors in one line, exit codes, Ctrl-C."""
+"""The end of a command: errors in one line, exit codes, Ctrl-C."""
 
 from __future__ import annotations
 
