@@ -200,7 +200,8 @@ def export(
     """Write trajectories with their tokens, log-probs, versions and rewards to a file.
 
     One row is one trajectory with its turns, the same in both formats; memory does not grow with
-    the number of rows. Sealed ones unless --state says otherwise.
+    the number of rows. Sealed ones unless --state says otherwise. Damaged ones are named on stderr
+    and left out; then the exit code is 1.
 
     [dim]forge pool export code.parquet --domain code --since 1d[/dim]
     """

@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+import typer
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console
@@ -25,8 +26,11 @@ from rich.table import Table
 
 from forge.cli.connection import Connection
 from forge.cli.export import export_file
-from forge.client.pool import Page, PoolReader
+from forge.client.pool import PoolReader
 from forge.v1 import common_pb2, pool_pb2
+
+DAMAGED = 1
+"""Exit code of an export that lacks damaged trajectories."""
 
 _CHANGES = {
     pool_pb2.TRAJECTORY_CHANGE_CLOSED: "closed",
@@ -53,7 +57,7 @@ async def list_trajectories(
     shown, more = 0, False
     async with _reader(at) as reader:
         async for page in reader.query(wanted, page_size=limit):
-            _name_damaged(page)
+            _name_damaged(page.shard, page.damaged)
             for summary in page.trajectories:
                 more = bool(limit) and shown == limit
                 if more:
@@ -72,11 +76,9 @@ async def list_trajectories(
         console.print(f"There are more than these {limit}: see --limit.", highlight=False)
 
 
-def _name_damaged(page: Page) -> None:
-    for trajectory_id in page.damaged:
-        sys.stderr.write(
-            f"forge: {trajectory_id} of pool shard {page.shard} is damaged and left out\n"
-        )
+def _name_damaged(shard: str, trajectory_ids: Sequence[str]) -> None:
+    for trajectory_id in trajectory_ids:
+        sys.stderr.write(f"forge: {trajectory_id} of pool shard {shard} is damaged and left out\n")
 
 
 async def follow_trajectories(
@@ -111,9 +113,9 @@ async def follow_trajectories(
 async def export_trajectories(
     at: Connection, wanted: pool_pb2.TrajectoryFilter, file: Path, *, console: Console
 ) -> None:
-    """Write everything that fits to `file`."""
+    """Write everything that fits and can be read to `file`; exits with 1 if anything is damaged."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
-    count = size_bytes = freed = 0
+    count = size_bytes = fitting = unlisted = unread = 0
     with (
         export_file(file) as writer,
         _bar(*columns) as bar,
@@ -121,20 +123,26 @@ async def export_trajectories(
         task = bar.add_task("exporting")
         async with _reader(at) as reader:
             async for page in reader.query(wanted):
-                _name_damaged(page)
-                whole = [one.trajectory_id for one in page.trajectories if not one.freed]
-                freed += len(page.trajectories)
-                async for trajectory in reader.fetch(page.shard, whole):
+                fitting += len(page.trajectories)
+                damaged = [*page.damaged]
+                stored = [one.trajectory_id for one in page.trajectories if not one.freed]
+                async for trajectory in reader.fetch(page.shard, stored, on_damage=damaged.append):
                     writer.add(trajectory)
-                    count, freed = count + 1, freed - 1
+                    count += 1
                     size_bytes += trajectory.ByteSize()
                     bar.update(task, description=f"{count} trajectories, {decimal(size_bytes)}")
+                _name_damaged(page.shard, damaged)
+                unlisted += len(page.damaged)
+                unread += len(damaged)
+    freed = fitting - count - (unread - unlisted)
     left_out = f"; {freed} that fit were freed" if freed else ""
     console.print(
         f"{file}: {count} trajectories, {decimal(file.stat().st_size)}{left_out}",
         highlight=False,
         soft_wrap=True,
     )
+    if unread:
+        raise typer.Exit(DAMAGED)
 
 
 async def compact_shard(

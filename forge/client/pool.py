@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from forge.client.retry import Patience
-from forge.core.errors import ForgeError, InvalidArgument, NotFound
+from forge.core.errors import DataLoss, ForgeError, InvalidArgument, NotFound
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.chunks import Joiner
@@ -93,10 +93,10 @@ class PoolReader:
                     break
 
     async def fetch(
-        self, shard: str, trajectory_ids: Sequence[str]
+        self, shard: str, trajectory_ids: Sequence[str], *, on_damage: Callable[[str], None]
     ) -> AsyncIterator[common_pb2.Trajectory]:
-        """Whole trajectories in the order asked, one in memory at a time; those that have been
-        freed meanwhile are left out."""
+        """Yields whole trajectories in the order asked, one in memory at a time. Leaves out freed
+        ones, and damaged ones, whose ids go to `on_damage`."""
         left = list(trajectory_ids)
         patience = self._patience()
         size = FETCH_TRAJECTORIES
@@ -107,10 +107,12 @@ class PoolReader:
                         del left[0]
                         patience = self._patience()
                         yield trajectory
-            except NotFound:
+            except (NotFound, DataLoss) as error:
                 # One by one tells which of them it is.
                 if size == 1:
-                    del left[0]
+                    trajectory_id = left.pop(0)
+                    if isinstance(error, DataLoss):
+                        on_damage(trajectory_id)
                 size = FETCH_TRAJECTORIES if size == 1 else 1
             except ForgeError as error:
                 await asyncio.sleep(patience.pause_s(error))

@@ -21,6 +21,7 @@ from forge.core.token_columns import float32_array, int32_array
 from forge.runtime.coordination import Coordinator
 from forge.v1 import pool_pb2
 from services.pool.storage.file_locks import lock_directory
+from tests.support.pool.damage import flip_served
 from tests.support.pool.process import PoolClient, PoolProcess
 from tests.support.pool.records import make_group, make_reward, make_turn
 from tests.support.runtime.etcd import EtcdServer
@@ -188,3 +189,20 @@ async def test_a_running_pool_is_compacted_by_its_directory(pool, client, tmp_pa
     assert elsewhere.code == 2
     assert elsewhere.stderr.startswith("forge: the instance that serves the shard has it in ")
     assert elsewhere.stderr.count("\n") == 1
+
+
+async def test_an_export_goes_past_damage(pool, client, tmp_path):
+    """Every other trajectory is in the file; the damaged one is named, and the exit code is 1."""
+    said = "only this turn says so"
+    names = [f"hurt:{number}:0" for number in range(3)]
+    for name in names:
+        await client.append([make_turn(name, messages_json=said if name == names[1] else "")])
+        await client.seal(name, 1, [make_reward()], domain="hurt")
+    flip_served(pool.data_dir, said.encode())
+    file = tmp_path / "hurt.jsonl"
+    done = await forge(pool, "export", str(file), "--domain", "hurt")
+    assert done.code == 1
+    assert done.stderr == "forge: hurt:1:0 of pool shard s0 is damaged and left out\n"
+    assert done.stdout.startswith(f"{file}: 2 trajectories, ") and "freed" not in done.stdout
+    rows = [json.loads(line) for line in file.open()]
+    assert [row["trajectory_id"] for row in rows] == [names[0], names[2]]

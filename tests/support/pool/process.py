@@ -119,11 +119,16 @@ class PoolClient:
         return [answer async for answer in self.stub.AppendTurns(stream(), timeout=CALL_S)]
 
     async def seal(
-        self, trajectory_id: str, turns: int, rewards: Sequence[common_pb2.RewardEvent] = ()
+        self,
+        trajectory_id: str,
+        turns: int,
+        rewards: Sequence[common_pb2.RewardEvent] = (),
+        *,
+        domain: str = "code",
     ) -> common_pb2.TrajectorySummary:
         request = pool_pb2.SealTrajectoryRequest(
             trajectory_id=trajectory_id,
-            domain="code",
+            domain=domain,
             turns=turns,
             rewards=rewards,
             state=common_pb2.TRAJECTORY_STATE_SEALED,

@@ -35,5 +35,5 @@ async def test_shard_that_hangs_in_a_fetch_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("forge.client.pool.CALL_S", 0.01)
     reader: Any = PoolReader
     with pytest.raises(DeadlineExceeded, match=r"pool shard s0 sent nothing for 0\.01 s"):
-        async for _ in reader(None, None, retry_for_s=0.0).fetch("s0", ["a:0:0"]):
+        async for _ in reader(None, None, retry_for_s=0.0).fetch("s0", ["a:0:0"], on_damage=print):
             pass
