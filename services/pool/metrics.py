@@ -34,7 +34,7 @@ DAMAGED_ENTRIES = counter(
 COVERED_STEP = gauge("forge_pool_covered_step", "What up to it was trained may be freed.")
 REPAIRS = counter(
     "forge_pool_repairs_total",
-    "Damaged trajectories, groups and other records: repaired, or left for want of a copy.",
+    "Damaged records: repaired from a copy, left without one, or overwritten by a new state.",
     ["outcome"],
 )
 REPLICA_LAG = gauge(

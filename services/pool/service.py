@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from forge.runtime.rpc.chunks import split
 from forge.v1 import pool_pb2, pool_pb2_grpc, replica_pb2, replica_pb2_grpc
 from services.pool import validation
 from services.pool.actors.writer import WriterRef
-from services.pool.data.commands import Command
+from services.pool.data.commands import Command, SealTrajectory, SetGroupStates
 from services.pool.data.group_scan import Scan
 from services.pool.data.query import query
 from services.pool.data.stats import Tally
@@ -186,7 +187,13 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def _commit(self, command: Command, context: Any) -> Any:
         left_s = context.time_remaining()
         timeout_s = COMMIT_TIMEOUT_S if left_s is None else min(left_s, COMMIT_TIMEOUT_S)
-        return await self._writer.ask(command, timeout_s=timeout_s)
+        try:
+            return await self._writer.ask(command, timeout_s=timeout_s)
+        except DamagedRecord:
+            if not isinstance(command, (SetGroupStates, SealTrajectory)):
+                raise
+            # No replica has it: a damaged group must not stop a scheduler or a session for ever.
+            return await self._writer.ask(replace(command, past_damage=True), timeout_s=timeout_s)
 
 
 def begin_scan(

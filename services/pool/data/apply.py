@@ -42,12 +42,20 @@ from services.pool.data.commands import (
     SealTrajectory,
     SetGroupStates,
 )
-from services.pool.data.freeing import check_not_freed, forget_orphan, free, put_state, state_of
+from services.pool.data.freeing import (
+    check_not_freed,
+    forget_orphan,
+    free,
+    intact_state,
+    is_freed,
+    put_state,
+)
 from services.pool.data.orphans import mark
 from services.pool.data.record_repair import repair_from_replica
 from services.pool.data.summaries import count_turns, header_of, rewards_of, summarize
 from services.pool.storage.change_log import log_closed, log_rewarded
 from services.pool.storage.group_index import (
+    SETTLED_STATES,
     GroupMoves,
     after_late_seal,
     before_late_seal,
@@ -63,6 +71,7 @@ from services.pool.storage.keys import (
     turn_key,
 )
 from services.pool.storage.records import (
+    DamagedRecord,
     Records,
     TrajectoryHeader,
     TurnHead,
@@ -224,11 +233,13 @@ def _close(
         heads.append(decode_turn_head(index_of_turn_key(key), payload))
         marks.append((key, checksum))
         size_bytes += len(payload)
+    stored = rewards_of(records, trajectory, header)
     if command.state == common_pb2.TRAJECTORY_STATE_SEALED:
         _check_complete(command, heads)
         # What came before the seal could credit any turn.
-        stored = rewards_of(records, trajectory, header)
         _check_credits(command.trajectory, stored, turns=command.turns)
+    task_id = command.trajectory.task_id
+    settled = before_late_seal(records, task_id, past_damage=command.past_damage)
     closed = TrajectoryHeader(
         state=command.state,
         domain=command.domain,
@@ -241,7 +252,6 @@ def _close(
     _put_rewards(records, trajectory, header, command.rewards)
     closed = with_rewards(closed, marks_of(records, Table.REWARDS, trajectory))
     closed = log_closed(records, trajectory, closed)
-    settled = before_late_seal(records, command.trajectory.task_id)
     records.put(Table.TRAJECTORIES, trajectory, encode_header(closed))
     after_late_seal(records, settled)
 
@@ -283,7 +293,7 @@ def _put_groups(records: Records, command: PutGroups) -> None:
     _check_fence(records, command.fence)
     for group in command.groups:
         key = group_key(group.task.task_id)
-        if records.get(Table.GROUPS, key) is not None:
+        if records.has(Table.GROUPS, key):
             continue
         forget_orphan(records, group.task.task_id)
         records.put(Table.GROUPS, key, group.SerializeToString())
@@ -300,7 +310,7 @@ def _set_group_states(records: Records, command: SetGroupStates) -> None:
     new = {
         task_id: state
         for task_id, state in command.states.items()
-        if _is_new_state(records, task_id, state)
+        if _is_new_state(records, task_id, state, past_damage=command.past_damage)
     }
     moves = GroupMoves(records)
     for task_id, state in new.items():
@@ -309,11 +319,24 @@ def _set_group_states(records: Records, command: SetGroupStates) -> None:
     _raise_fence(records, command.fence)
 
 
-def _is_new_state(records: Records, task_id: str, state: common_pb2.GroupRecord) -> bool:
-    """False for the state that a freed group has. Raises `FailedPrecondition` for another."""
-    stored = state_of(records, task_id)
-    if stored is None or records.get(Table.GROUPS, group_key(task_id)) is None:
+def _is_new_state(
+    records: Records, task_id: str, state: common_pb2.GroupRecord, *, past_damage: bool
+) -> bool:
+    """False for the state that a freed group has. Raises `FailedPrecondition` for another, and
+    `DamagedRecord` for a group that cannot be read, unless `past_damage`."""
+    key = group_key(task_id)
+    if not records.has(Table.GROUPS, key):
         raise NotFound(f"group {task_id} is not on this shard")
+    stored = intact_state(records, task_id)
+    if not past_damage:
+        if stored is None:
+            message = f"the state of group {task_id} is damaged or lost"
+            raise DamagedRecord(message, table=Table.STATES, key=key)
+        records.get(Table.GROUPS, key)  # Raises.
+    if stored is None:
+        if is_freed(records, task_id) and state.state not in SETTLED_STATES:
+            raise FailedPrecondition(f"group {task_id} was freed, in a state that is damaged")
+        return True
     if not stored.freed_unix_s:
         return True
     if (stored.state, stored.batch_id, stored.step) != (state.state, state.batch_id, state.step):

@@ -63,6 +63,8 @@ class SealTrajectory:
     reason: str
     sealed_unix_s: float
     closing_agent_s: float | None = None
+    past_damage: bool = False
+    """A damaged group does not stop it: no replica has that."""
 
     @property
     def cost_bytes(self) -> int:
@@ -86,6 +88,8 @@ class SetGroupStates:
     """By task id: a GroupRecord with state, batch, step and reason alone."""
     fence: int
     now_unix_s: float
+    past_damage: bool = False
+    """A damaged state is replaced: no replica has it."""
 
     @property
     def cost_bytes(self) -> int:

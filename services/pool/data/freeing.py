@@ -14,6 +14,7 @@ trained ones only when a checkpoint covers them, is checked here, in the transac
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -24,11 +25,19 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.pool.data.commands import FreeGroups
 from services.pool.data.summaries import count_turns, rewards_of, turns_of
+from services.pool.metrics import REPAIRS
 from services.pool.storage.change_log import delete_changes
 from services.pool.storage.group_index import SETTLED_STATES, GroupMoves
 from services.pool.storage.keys import group_key, task_prefix
-from services.pool.storage.records import Records, TrajectoryHeader, decode_header, encode_header
-from services.pool.storage.settled_index import index_settled, settled_key
+from services.pool.storage.records import (
+    DamagedRecord,
+    Records,
+    TrajectoryHeader,
+    decode_header,
+    encode_header,
+    open_value,
+)
+from services.pool.storage.settled_index import index_settled, remove_settled, settled_key
 from services.pool.storage.tables import Table
 
 
@@ -58,19 +67,20 @@ def put_state(
     *,
     now_unix_s: float,
 ) -> None:
-    """Stores the state of a group in place of the one before, and keeps the indexes; the caller
-    stores `moves`.
-
-    `check_not_freed` came first. A group that is settled already keeps its time.
+    """Replaces the state of a group, damaged or not, and keeps the indexes; the caller stores
+    `moves`. A group that is settled already keeps its time, unless its old state is damaged.
     """
-    before = state_of(records, task_id)
-    assert before is not None and not before.freed_unix_s
+    before = intact_state(records, task_id)
     after = common_pb2.GroupRecord()
     after.CopyFrom(state)
-    if before.settled_unix_s:
-        records.delete(Table.SETTLED, settled_key(before.settled_unix_s, task_id))
+    if before is None:
+        log.error("group_state_overwritten", task_id=task_id, step=state.step)
+        REPAIRS.labels("overwritten").inc()
+        after.freed_unix_s = now_unix_s if is_freed(records, task_id) else 0.0
+    remove_settled(records, task_id, before)
     if after.state in SETTLED_STATES:
-        after.settled_unix_s = before.settled_unix_s or now_unix_s
+        settled_unix_s = before.settled_unix_s if before is not None else 0.0
+        after.settled_unix_s = settled_unix_s or now_unix_s
         index_settled(records, task_id, after)
     records.put(Table.STATES, group_key(task_id), after.SerializeToString())
     moves.moved(task_id, before, after)
@@ -78,9 +88,28 @@ def put_state(
 
 def forget_orphan(records: Records, task_id: str) -> None:
     """Its group has come after all. What was freed of it meanwhile stays freed."""
-    state = state_of(records, task_id)
+    if records.has(Table.STATES, group_key(task_id)):
+        remove_settled(records, task_id, intact_state(records, task_id))
+
+
+def intact_state(records: Records, task_id: str) -> common_pb2.GroupRecord | None:
+    """None for a state that is damaged or lost."""
+    try:
+        return state_of(records, task_id)
+    except DamagedRecord:
+        return None
+
+
+def is_freed(records: Records, task_id: str) -> bool:
+    """Whether a group was freed: by its state or, where that is damaged, by its trajectories."""
+    state = intact_state(records, task_id)
     if state is not None:
-        records.delete(Table.SETTLED, settled_key(state.settled_unix_s, task_id))
+        return bool(state.freed_unix_s)
+    for key, value in records.scan_sealed(Table.TRAJECTORIES, prefix=task_prefix(task_id)):
+        with suppress(DamagedRecord):
+            if decode_header(open_value(Table.TRAJECTORIES, key, value)).freed:
+                return True
+    return False
 
 
 def check_not_freed(
@@ -92,8 +121,7 @@ def check_not_freed(
         if header.freed:
             raise FailedPrecondition(f"{name} was freed: {_fate(records, name.task_id)}")
         return
-    state = state_of(records, name.task_id)
-    if state is not None and state.freed_unix_s:
+    if is_freed(records, name.task_id):
         raise FailedPrecondition(
             f"group {name.task_id} was freed, so {name} cannot begin: "
             f"{_fate(records, name.task_id)}"
@@ -233,9 +261,9 @@ def _drop_payload(records: Records, task_id: str) -> int:
 
 
 def _fate(records: Records, task_id: str) -> str:
-    state = state_of(records, task_id)
+    state = intact_state(records, task_id)
     if state is not None and state.state == common_pb2.GROUP_STATE_TRAINED:
         return f"a checkpoint covers step {state.step}, which trained its group"
-    if records.get(Table.GROUPS, group_key(task_id)) is None:
+    if not records.has(Table.GROUPS, group_key(task_id)):
         return "its group never came"
     return "its group was settled long ago"

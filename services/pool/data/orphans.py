@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from forge.core.trajectory import TaskId
 from forge.v1 import common_pb2
 from services.pool.data.commands import MarkOrphans
-from services.pool.data.freeing import state_of
 from services.pool.storage.keys import group_key, name_of_trajectory_key, task_prefix
 from services.pool.storage.records import Records
 from services.pool.storage.settled_index import index_orphan
@@ -54,7 +53,7 @@ def mark(records: Records, command: MarkOrphans) -> int:
     """Gives up those of the tasks that have no state yet; how many."""
     marked = 0
     for task_id in command.task_ids:
-        if state_of(records, task_id) is not None:
+        if records.has(Table.STATES, group_key(task_id)):
             continue
         state = common_pb2.GroupRecord(
             state=common_pb2.GROUP_STATE_TOMBSTONED,

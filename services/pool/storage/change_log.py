@@ -17,13 +17,16 @@ from enum import IntEnum
 
 import msgspec
 
-from services.pool.storage.records import Payload, Records, TrajectoryHeader
+from forge.runtime.telemetry import log
+from services.pool.storage.records import DamagedRecord, Payload, Records, TrajectoryHeader
 from services.pool.storage.tables import Table
 
 _LOG_KEY = b"change_log"
 _LOG_END = struct.Struct(">Qd")
 """Newest number given, and its time."""
 _NUMBER = struct.Struct(">Q")
+_SKIPPED = 1 << 32
+"""Numbers left out after the newest one was lost."""
 
 
 class ChangeKind(IntEnum):
@@ -86,7 +89,11 @@ def delete_changes(records: Records, header: TrajectoryHeader) -> None:
 
 
 def _append(records: Records, kind: ChangeKind, trajectory: bytes, unix_s: float) -> int:
-    number, newest_unix_s = _log_end(records)
+    try:
+        number, newest_unix_s = _log_end(records)
+    except DamagedRecord as error:
+        log.error("change_log_end_damaged", error=str(error))
+        number, newest_unix_s = _lost_log_end(records)
     change = Change(kind=kind, trajectory=trajectory, logged_unix_s=max(unix_s, newest_unix_s))
     records.put(Table.CHANGES, change_key(number + 1), _encoder.encode(change))
     records.put(Table.META, _LOG_KEY, _LOG_END.pack(number + 1, change.logged_unix_s))
@@ -96,6 +103,14 @@ def _append(records: Records, kind: ChangeKind, trajectory: bytes, unix_s: float
 def _log_end(records: Records) -> tuple[int, float]:
     stored = records.get(Table.META, _LOG_KEY)
     return (0, 0.0) if stored is None else _LOG_END.unpack(stored)
+
+
+def _lost_log_end(records: Records) -> tuple[int, float]:
+    """A number above all that were given: entries behind the last one may have been deleted."""
+    newest = next(records.keys_backwards(Table.CHANGES, prefix=b"\0"), change_key(0))
+    number = number_of_change_key(newest)
+    times = [change.logged_unix_s for _, change in changes_after(records, max(number - 1, 0))]
+    return number + _SKIPPED, max(times, default=0.0)
 
 
 def changes_after(records: Records, number: int) -> Iterator[tuple[int, Change]]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -95,15 +96,24 @@ class GroupMoves:
     def __init__(self, records: Records) -> None:
         self._records = records
         self._counts = SettledCounts()
+        self._damaged: set[str] = set()
+        """Tasks of groups whose record, or the state before, is damaged."""
 
     def moved(
-        self, task_id: str, before: common_pb2.GroupRecord, after: common_pb2.GroupRecord
+        self, task_id: str, before: common_pb2.GroupRecord | None, after: common_pb2.GroupRecord
     ) -> None:
-        """The state of a group that is stored, as it was and as it is."""
+        """The state of a group that is stored, as it was, None for a damaged one, and as it is."""
+        if before is None:
+            self._damaged.add(task_id)
+            return
         was, now = before.state in SETTLED_STATES, after.state in SETTLED_STATES
         if not (was or now):
             return
-        group = _group_of(self._records, task_id)
+        try:
+            group = _group_of(self._records, task_id)
+        except DataLoss:
+            self._damaged.add(task_id)
+            return
         if group is None:
             return
         old, new = entries_of(group, before), entries_of(group, after)
@@ -120,7 +130,10 @@ class GroupMoves:
 
     def store(self) -> None:
         """The states are stored already."""
-        _store(self._records, self._counts)
+        if self._damaged:
+            _index_again(self._records, self._damaged)
+        else:
+            _store(self._records, self._counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +145,19 @@ class SettledGroupRollouts:
     rollouts: list[Rollout]
 
 
-def before_late_seal(records: Records, task_id: str) -> SettledGroupRollouts | None:
-    """None for a group that is not settled: its rollouts are counted when it is."""
-    stored = records.get(Table.STATES, group_key(task_id))
-    state = common_pb2.GroupRecord.FromString(bytes(stored or b""))
-    if state.state not in SETTLED_STATES:
+def before_late_seal(
+    records: Records, task_id: str, *, past_damage: bool
+) -> SettledGroupRollouts | None:
+    """None for a group that is not settled: its rollouts are counted when it is. Raises
+    `DamagedRecord`, or returns None, for a group that cannot be read."""
+    try:
+        stored = records.get(Table.STATES, group_key(task_id))
+        state = common_pb2.GroupRecord.FromString(bytes(stored or b""))
+        group = _group_of(records, task_id) if state.state in SETTLED_STATES else None
+    except DataLoss:
+        if not past_damage:
+            raise
         return None
-    group = _group_of(records, task_id)
     if group is None:
         return None
     return SettledGroupRollouts(group, state, counted_rollouts(records, group))
@@ -192,6 +211,21 @@ def rebuild(records: Records) -> None:
     for group, state in stored_groups(records):
         for table, key in entries_of(group, state):
             records.put(table, key, b"")
+    _recount(records)
+
+
+def _index_again(records: Records, task_ids: Container[str]) -> None:
+    """Makes the entries of groups again, whatever they were, and all counters."""
+    for table in (Table.PENDING, Table.SETTLED_ORDER):
+        keys = [key for key, _ in records.scan_sealed(table)]
+        for key in keys:
+            with suppress(ValueError):
+                if task_of_entry(table, key) in task_ids:
+                    records.delete(table, key)
+    for group, state in stored_groups(records):
+        if group.task.task_id in task_ids:
+            for table, key in entries_of(group, state):
+                records.put(table, key, b"")
     _recount(records)
 
 

@@ -45,6 +45,17 @@ def index_settled(records: Records, task_id: str, state: common_pb2.GroupRecord)
     records.put(Table.SETTLED, key, _STEP.pack(state.step))
 
 
+def remove_settled(records: Records, task_id: str, state: common_pb2.GroupRecord | None) -> None:
+    """Takes a group out of the index; `state`: as it was entered, None where that is unknown."""
+    if state is None:
+        keys = [key for key, _ in records.scan_sealed(Table.SETTLED)]
+        entered = [key for key in keys if key[_SETTLED_KEY.size :] == group_key(task_id)]
+    else:
+        entered = [settled_key(state.settled_unix_s, task_id)] if state.settled_unix_s else []
+    for key in entered:
+        records.delete(Table.SETTLED, key)
+
+
 def index_orphan(records: Records, task_id: str, state: common_pb2.GroupRecord) -> None:
     """Enters trajectories whose group never came, under the state they were given."""
     key = settled_key(state.settled_unix_s, task_id)
