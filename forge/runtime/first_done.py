@@ -12,7 +12,7 @@ async def first_done(*awaitables: Awaitable[Any]) -> set[asyncio.Future[Any]]:
 
     A coroutine becomes a task; a task or future stays itself. When cancelled, cancels all of them.
     """
-    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(each) for each in awaitables]
     try:
         return (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]
     finally:
