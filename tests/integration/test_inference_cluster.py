@@ -259,7 +259,7 @@ async def test_a_kept_stream_carries_calls_and_ends_when_the_router_drains(
 async def test_without_workers_the_caller_is_told(inference: InferenceCluster) -> None:
     """UNAVAILABLE once the wait limit has passed."""
     await inference.workers("prefill", 0)
-    router = inference.start("router", "--worker-wait-s", "0.5")
+    router = inference.start("router", "--router.worker-wait-s", "0.5")
     instance = await inference.registered("router", router)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         call = inference.stub(instance).Sample(inference.request([1]), timeout=CALL_S)

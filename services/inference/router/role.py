@@ -27,11 +27,12 @@ class RouterRole:
 
     @classmethod
     async def start(cls, context: ServiceContext) -> RouterRole:
+        """Spawn the actor and add the servicer."""
         config: InferenceConfig = context.config
         limits = read_limits(config.model_path, context_tokens=config.context_tokens)
         discoveries = [context.coordinator.discover(kind) for kind in ("prefill", "decode")]
         router = await context.actors.spawn(
-            lambda: RouterActor(discoveries, queue_limit=config.queue_limit), name="router"
+            lambda: RouterActor(discoveries, queue_limit=config.router.queue_limit), name="router"
         )
         servicer = InferenceServicer(
             router,
@@ -40,8 +41,8 @@ class RouterRole:
             model_path=config.model_path,
             options=RouterOptions(
                 request_timeout_s=config.request_timeout_s,
-                worker_wait_s=config.worker_wait_s,
-                hold_s=config.hold_s,
+                worker_wait_s=config.router.worker_wait_s,
+                hold_s=config.router.hold_s,
             ),
         )
         context.server.add(
@@ -57,6 +58,7 @@ class RouterRole:
         self._servicer.drain()
 
     async def stop(self) -> None:
+        """Stop watching discovery."""
         await self._background.stop()
 
 

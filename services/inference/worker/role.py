@@ -25,6 +25,7 @@ class WorkerRole:
 
     @classmethod
     async def start(cls, context: ServiceContext) -> WorkerRole:
+        """Start the engine, add its servicers and follow the weights."""
         config: InferenceConfig = context.config
         engine = await _start_engine(context)
         follower = WeightFollower(context, engine, policy=config.policy)
@@ -42,6 +43,7 @@ class WorkerRole:
         await self._engine.idle()
 
     async def stop(self) -> None:
+        """Stop following the weights."""
         await self._background.stop()
 
 
@@ -54,14 +56,14 @@ async def _start_engine(context: ServiceContext) -> Engine:
         device=config.device,
         context_tokens=config.context_tokens,
         threads=config.torch_threads,
-        block_tokens=config.block_tokens,
-        cache_bytes=config.cache_mib * _MIB,
-        kv_bytes=config.kv_mib * _MIB,
+        block_tokens=config.kv.block_tokens,
+        cache_bytes=config.kv.cache_mib * _MIB,
+        kv_bytes=config.kv.mib * _MIB,
         pass_tokens=config.pass_tokens,
         max_running=config.max_running,
         request_timeout_s=config.request_timeout_s,
     )
-    context.metadata["block_tokens"] = str(config.block_tokens)
+    context.metadata["block_tokens"] = str(config.kv.block_tokens)
     if config.role == "prefill":
         prefill = await provider.start_prefill(context.actors, options)
         context.metadata["cache_tokens"] = str(prefill.cache_tokens)

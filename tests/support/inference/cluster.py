@@ -130,8 +130,15 @@ class InferenceCluster:
         self._base = [
             *(sys.executable, "-m", "services.inference", "--etcd", etcd.endpoint),
             *("--cluster", name, "--key-file", str(key_file), "--model-path", str(model_path)),
-            *("--lease-ttl-s", str(LEASE_TTL_S), "--block-tokens", "8", "--drain-s", str(START_S)),
-            *("--worker-wait-s", str(START_S)),
+            *(
+                "--lease-ttl-s",
+                str(LEASE_TTL_S),
+                "--kv.block-tokens",
+                "8",
+                "--drain-s",
+                str(START_S),
+            ),
+            *("--router.worker-wait-s", str(START_S)),
         ]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._numbers = itertools.count()

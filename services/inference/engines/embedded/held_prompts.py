@@ -51,7 +51,7 @@ class HeldPrompts:
         if needed > self._capacity_bytes:
             raise ResourceExhausted(
                 f"a prompt of {prompt.tokens} tokens takes {needed} bytes of keys and values, more "
-                f"than all of {self._capacity_bytes} (kv_mib)",
+                f"than all of {self._capacity_bytes} (kv.mib)",
                 retry_after_s=0.5,
             )
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -71,10 +71,12 @@ class HeldPrompts:
         self._held[prompt.request_id] = _Held(read, expiry)
 
     def get(self, request_id: str) -> HeldPrompt | None:
+        """Return a held prompt, None if unknown."""
         held = self._held.get(request_id)
         return None if held is None else held.prompt
 
     def release(self, request_id: str) -> None:
+        """Drop a held prompt; an unknown id changes nothing."""
         held = self._held.pop(request_id, None)
         if held is not None:
             held.expiry.cancel()
@@ -82,6 +84,7 @@ class HeldPrompts:
             self._advance()
 
     def clear(self) -> None:
+        """Drop all held prompts."""
         for request_id in list(self._held):
             self.release(request_id)
 

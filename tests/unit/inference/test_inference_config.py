@@ -1,0 +1,29 @@
+"""Settings of the inference service."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge.core.errors import ConfigError
+from forge.runtime.config import load
+from services.inference.config import InferenceConfig
+
+
+@pytest.mark.parametrize(
+    ("flat", "nested"),
+    [
+        ("queue_limit", "router.queue_limit"),
+        ("worker_wait_s", "router.worker_wait_s"),
+        ("hold_s", "router.hold_s"),
+        ("kv_mib", "kv.mib"),
+        ("cache_mib", "kv.cache_mib"),
+        ("block_tokens", "kv.block_tokens"),
+    ],
+)
+def test_a_flat_key_is_refused_with_its_place_in_a_table(flat: str, nested: str) -> None:
+    """One line names the new key, for a flag and for a variable."""
+    variable = f"FORGE_{flat.upper()}"
+    for argv, environ in (([f"--{flat}=3"], {}), ([], {variable: "3"})):
+        with pytest.raises(ConfigError, match=f"no setting {flat}.*did you mean {nested} ") as e:
+            load(InferenceConfig, service="inference", argv=argv, environ=environ)
+        assert "\n" not in str(e.value)
