@@ -41,73 +41,93 @@ class ForgeError(Exception):
 
 
 class InvalidArgument(ForgeError):
+    """A field of the request is wrong."""
+
     code = "INVALID_ARGUMENT"
     http_status = 400
 
 
 class ConfigError(InvalidArgument):
-    pass
+    """A setting is wrong."""
 
 
 class Unauthenticated(ForgeError):
+    """The credential is absent, forged or expired."""
+
     code = "UNAUTHENTICATED"
     http_status = 401
 
 
 class PermissionDenied(ForgeError):
+    """The credential lacks the scope."""
+
     code = "PERMISSION_DENIED"
     http_status = 403
 
 
 class NotFound(ForgeError):
+    """The record does not exist."""
+
     code = "NOT_FOUND"
     http_status = 404
 
 
 class FailedPrecondition(ForgeError):
+    """The state of the record forbids the call."""
+
     code = "FAILED_PRECONDITION"
     http_status = 409
 
 
 class StaleFence(FailedPrecondition):
-    pass
+    """A write of a former leader, or a lost compare-and-swap."""
 
 
 class LeaseLost(FailedPrecondition):
-    pass
+    """The claim has expired."""
 
 
 class Conflict(ForgeError):
+    """Another writer was first."""
+
     code = "ABORTED"
     http_status = 409
 
 
 class ResourceExhausted(ForgeError):
+    """A bounded resource is full."""
+
     code = "RESOURCE_EXHAUSTED"
     http_status = 429
     retryable = True
 
 
 class MailboxFull(ResourceExhausted):
-    pass
+    """The mailbox of the actor is full."""
 
 
 class Unavailable(ForgeError):
+    """The process starts, drains or is unreachable."""
+
     code = "UNAVAILABLE"
     http_status = 503
     retryable = True
 
 
 class ActorStopped(Unavailable):
-    pass
+    """The actor has stopped."""
 
 
 class DeadlineExceeded(ForgeError):
+    """No answer before the deadline; the outcome is unknown."""
+
     code = "DEADLINE_EXCEEDED"
     http_status = 504
     retryable = True
 
 
 class DataLoss(ForgeError):
+    """A checksum failed."""
+
     code = "DATA_LOSS"
     http_status = 500

@@ -47,6 +47,7 @@ class TrajectoryName:
 
     @property
     def trajectory_id(self) -> TrajectoryId:
+        """Return the id as text."""
         return TrajectoryId(str(self))
 
 
@@ -72,13 +73,20 @@ class TurnShape(Protocol):
     """How a turn hangs in its trajectory, whatever else is known about it."""
 
     @property
-    def turn_index(self) -> int: ...
+    def turn_index(self) -> int:
+        """Position in the trajectory, from 0."""
+
     @property
-    def parent_turn(self) -> int: ...
+    def parent_turn(self) -> int:
+        """Turn that this one extends, or `NO_PARENT`."""
+
     @property
-    def prefix_tokens(self) -> int: ...
+    def prefix_tokens(self) -> int:
+        """Tokens shared with the parent."""
+
     @property
-    def new_tokens(self) -> int: ...
+    def new_tokens(self) -> int:
+        """Tokens behind the shared prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +110,17 @@ class TurnTokens:
 
     @property
     def prompt_tokens(self) -> int:
+        """Number of prompt ids of this turn alone."""
         return len(self.prompt_ids) // TOKEN_BYTES
 
     @property
     def sampled_tokens(self) -> int:
+        """Number of sampled ids."""
         return len(self.sampled_ids) // TOKEN_BYTES
 
     @property
     def new_tokens(self) -> int:
+        """Number of ids behind the shared prefix."""
         return self.prompt_tokens + self.sampled_tokens
 
 

@@ -30,6 +30,7 @@ class ActorRef:
 
     @property
     def alive(self) -> bool:
+        """Whether the actor still takes messages."""
         return not self._mailbox.closed
 
     async def ask(self, message: Any, *, timeout_s: float) -> Any:

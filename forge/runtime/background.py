@@ -21,6 +21,7 @@ class Background:
         self._task.add_done_callback(self._ended)
 
     async def stop(self) -> None:
+        """Cancel the task and wait for its end."""
         self._task.remove_done_callback(self._ended)
         self._task.cancel()
         await asyncio.wait({self._task})

@@ -79,6 +79,7 @@ class ClockWatch:
 
 
 def clock_name(instance: Instance) -> str:
+    """Return the name of an instance's clock for the log."""
     return f"{instance.instance_id} at {instance.address}"
 
 

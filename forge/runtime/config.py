@@ -98,18 +98,22 @@ class Setting:
 
     @property
     def table(self) -> str:
+        """Name of the table; empty without one."""
         return self.key.rpartition(".")[0]
 
     @property
     def name(self) -> str:
+        """Key without the table."""
         return self.key.rpartition(".")[2]
 
     @property
     def text(self) -> str:
+        """Help text: the string under the field."""
         return _texts(self.owner).get(self.name, "")
 
     @property
     def allowed(self) -> str:
+        """Allowed values, in words."""
         return _allowed(self.type)
 
     @property

@@ -37,6 +37,7 @@ class KindMetrics:
 
     @classmethod
     def of(cls, kind: str) -> KindMetrics:
+        """Return the metrics of a kind of actor."""
         if kind not in cls._kinds:
             cls._kinds[kind] = cls(kind)
         return cls._kinds[kind]
@@ -67,6 +68,7 @@ class Envelope:
 
 
 def answer_all(envelopes: Iterable[Envelope], outcomes: Iterable[Any]) -> None:
+    """Answer each envelope with its outcome."""
     for envelope, outcome in zip(envelopes, outcomes, strict=True):
         envelope.answer(outcome)
 

@@ -67,6 +67,7 @@ class ProcessEvent:
 
     @property
     def line(self) -> str:
+        """The event in one line."""
         said = f": {self.last_line}" if self.last_line else ""
         match self.kind:
             case "crashed":

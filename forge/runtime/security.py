@@ -84,6 +84,7 @@ class Keyring:
 
     @classmethod
     def from_bytes(cls, *keys: bytes) -> Keyring:
+        """Return the ring of these keys; the first signs."""
         return cls(keys)
 
     @classmethod
@@ -123,6 +124,7 @@ class Keyring:
         return cls.from_file(path)
 
     def sign(self, claims: Claims) -> str:
+        """Return a signed token with these claims."""
         payload = {
             "sub": claims.subject,
             "scopes": sorted(claims.scopes),
@@ -213,6 +215,7 @@ class Security:
 
     @classmethod
     def from_config(cls, config: ServiceConfig) -> Security:
+        """Read the key file and the TLS files. Raises ConfigError."""
         if not config.key_file:
             raise ConfigError(
                 "key_file is not set: all processes of a cluster share one signing key "
@@ -278,6 +281,7 @@ class Security:
         )
 
     def require_plain_allowed(self, host: str) -> None:
+        """Raises ConfigError where plain TCP to `host` is not allowed."""
         if not self._insecure and not is_loopback(host):
             raise ConfigError(
                 f"host = {host!r} is not a loopback address, so TLS is needed: set tls_cert, "
@@ -286,6 +290,7 @@ class Security:
 
 
 def is_loopback(host: str) -> bool:
+    """Whether `host` is a loopback address."""
     if host == "localhost":
         return True
     try:

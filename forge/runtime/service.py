@@ -96,6 +96,7 @@ class ServiceContext:
         self._became_ready.set()
 
     async def until_ready(self) -> None:
+        """Wait for `set_ready`."""
         await self._became_ready.wait()
 
     def set_listening(self, address: str) -> None:

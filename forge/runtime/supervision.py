@@ -117,6 +117,7 @@ class Cell(ABC):
         return not self.mailbox.closed
 
     async def stop(self, timeout_s: float) -> None:
+        """Close the mailbox and wait for the actor's end; cancel it after `timeout_s`."""
         self._close()
         if self._pause is not None and not self._pause.done():
             self._pause.set_result(None)

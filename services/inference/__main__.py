@@ -5,6 +5,7 @@ from services.inference.config import InferenceConfig
 
 
 def load_app() -> type:
+    """Import the service."""
     from services.inference.app import InferenceApp
 
     return InferenceApp

@@ -29,6 +29,7 @@ class InferenceApp:
         self._role: _Role | None = None
 
     async def start(self) -> None:
+        """Start the role of this process."""
         # Imported by role: a router's host has no torch.
         if self.kind == "router":
             from services.inference.router.role import RouterRole
@@ -40,9 +41,11 @@ class InferenceApp:
             self._role = await WorkerRole.start(self._context)
 
     async def drain(self) -> None:
+        """Drain the role."""
         if self._role is not None:
             await self._role.drain()
 
     async def stop(self) -> None:
+        """Stop the role."""
         if self._role is not None:
             await self._role.stop()

@@ -65,6 +65,7 @@ def read_prompt(
 
 
 def check_ids(prompt_ids: bytes, limits: ModelLimits) -> None:
+    """Raises InvalidArgument for an empty or too long prompt, and for ids beyond the vocabulary."""
     if len(prompt_ids) % TOKEN_BYTES:
         raise InvalidArgument(
             f"prompt_ids has {len(prompt_ids)} bytes: not a whole number of int32"
@@ -86,6 +87,7 @@ def check_ids(prompt_ids: bytes, limits: ModelLimits) -> None:
 
 
 def read_sampling(params: SamplingParams, *, seed: int) -> Sampling:
+    """Return checked sampling parameters; `seed` replaces an absent one. Raises InvalidArgument."""
     temperature = params.temperature if params.HasField("temperature") else 1.0
     if not (math.isfinite(temperature) and temperature >= 0):
         raise InvalidArgument(f"sampling.temperature = {temperature}: must be finite, at least 0")
@@ -136,6 +138,7 @@ def _write_grammar(grammar: Grammar | None) -> GrammarParams | None:
 
 
 def write_sampling(sampling: Sampling) -> SamplingParams:
+    """Encode sampling parameters."""
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -149,6 +152,7 @@ def write_sampling(sampling: Sampling) -> SamplingParams:
 
 
 def write_tokens(tokens: Tokens) -> SampledTokens:
+    """Encode sampled tokens."""
     return SampledTokens(
         ids=array("i", tokens.ids).tobytes(),
         logprobs=array("f", tokens.logprobs).tobytes(),
@@ -190,10 +194,12 @@ def _read_top(tokens: SampledTokens) -> tuple[Likeliest, ...]:
 
 
 def write_finish(finish: Finish | None) -> FinishReason.ValueType:
+    """Encode a finish reason."""
     return _FINISH[finish]
 
 
 def read_finish(reason: FinishReason.ValueType) -> Finish | None:
+    """Decode a finish reason."""
     return _FROM_FINISH[reason]
 
 
@@ -256,6 +262,7 @@ def _read_block(data: bytes) -> KvSpan:
 
 
 def read_tensor(data: bytes) -> NamedTensor:
+    """Decode a serialized tensor."""
     tensor = Tensor.FromString(data)
     return NamedTensor(
         name=tensor.name, dtype=tensor.dtype, shape=tuple(tensor.shape), data=tensor.data

@@ -178,6 +178,7 @@ def common_depth(left: Node, right: Node) -> int:
 
 
 def root_of(node: Node) -> Root:
+    """Return the root of the path to `node`."""
     while node.parent is not None:
         node = node.parent
     assert isinstance(node, Root), "only roots have no parent"

@@ -69,6 +69,7 @@ class Message:
 
     @property
     def call_ids(self) -> tuple[str, ...]:
+        """Ids of the calls, in order."""
         return tuple(call.call_id for call in self.tool_calls)
 
 

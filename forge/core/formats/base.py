@@ -19,11 +19,15 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
+    """New text of the answer."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningDelta:
+    """New text of the reasoning."""
+
     text: str
 
 

@@ -46,6 +46,7 @@ class BlockParser:
         self._after_call = False
 
     def feed(self, text: str) -> list[Delta]:
+        """Take more text; return the deltas that are certain by now."""
         self._buffer += text
         deltas: list[Delta] = []
         while (step := self._inside() if self._in_block else self._content()) is not None:
@@ -56,6 +57,7 @@ class BlockParser:
         return deltas
 
     def finish(self) -> list[Delta]:
+        """Return the deltas of the text held back."""
         rest = self._take(len(self._buffer))
         if not self._in_block:
             return self._text(rest) + self._flush_space()

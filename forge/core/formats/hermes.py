@@ -26,14 +26,17 @@ class HermesFormat:
     takes_tools = True
 
     def parser(self, tools: Tools = ()) -> Parser:
+        """Return a parser for one answer."""
         return BlockParser(Block(open=OPEN, close=CLOSE, read=_read, complete=outside_strings))
 
     def opening(self, tool: str | None) -> str:
+        """Return the text that forces a call of `tool`."""
         if tool is None:
             return f'{OPEN}\n{{"name": "'
         return f'{OPEN}\n{{"name": {json.dumps(tool)}, "arguments": '
 
     def write(self, calls: Sequence[CallDelta]) -> str:
+        """Write the calls as the model does."""
         return "\n".join(f"{OPEN}\n{write_call(call)}\n{CLOSE}" for call in calls)
 
 

@@ -39,13 +39,16 @@ class LlamaJsonFormat:
     takes_tools = True
 
     def parser(self, tools: Tools = ()) -> Parser:
+        """Return a parser for one answer."""
         tagged = Block(open=PYTHON_TAG, close="", read=_read_objects, complete=outside_strings)
         return WholeParser("{", _read_json_answer, BlockParser(tagged))
 
     def opening(self, tool: str | None) -> str:
+        """Return the text that forces a call of `tool`."""
         return '{"name": "' if tool is None else f'{{"name": {json.dumps(tool)}, "parameters": '
 
     def write(self, calls: Sequence[CallDelta]) -> str:
+        """Write the calls as the model does."""
         return "; ".join(write_call(call, arguments_key="parameters") for call in calls)
 
 
@@ -58,6 +61,7 @@ class PythonicFormat:
     takes_tools = True
 
     def parser(self, tools: Tools = ()) -> Parser:
+        """Return a parser for one answer."""
         tagged = Block(
             open=PYTHON_START,
             close=PYTHON_END,
@@ -67,9 +71,11 @@ class PythonicFormat:
         return WholeParser("[", _read_list_answer, BlockParser(tagged))
 
     def opening(self, tool: str | None) -> str:
+        """Return the text that forces a call of `tool`."""
         return "[" if tool is None else f"[{tool}("
 
     def write(self, calls: Sequence[CallDelta]) -> str:
+        """Write the calls as the model does."""
         return f"[{', '.join(_write_python(call) for call in calls)}]"
 
 

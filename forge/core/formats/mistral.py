@@ -33,13 +33,16 @@ class MistralFormat:
     takes_tools = True
 
     def parser(self, tools: Tools = ()) -> Parser:
+        """Return a parser for one answer."""
         return BlockParser(Block(open=CALLS, close="", read=_read_array, complete=outside_strings))
 
     def opening(self, tool: str | None) -> str:
+        """Return the text that forces a call of `tool`."""
         begun = f'{CALLS}[{{"name": '
         return f'{begun}"' if tool is None else f'{begun}{json.dumps(tool)}, "arguments": '
 
     def write(self, calls: Sequence[CallDelta]) -> str:
+        """Write the calls as the model does."""
         return f"{CALLS}[{', '.join(write_call(call) for call in calls)}]"
 
 
@@ -52,12 +55,15 @@ class MistralV11Format:
     takes_tools = True
 
     def parser(self, tools: Tools = ()) -> Parser:
+        """Return a parser for one answer."""
         return BlockParser(Block(open=CALLS, close="", read=_read_named, complete=outside_strings))
 
     def opening(self, tool: str | None) -> str:
+        """Return the text that forces a call of `tool`."""
         return CALLS if tool is None else f"{CALLS}{tool}{ARGS}"
 
     def write(self, calls: Sequence[CallDelta]) -> str:
+        """Write the calls as the model does."""
         return "".join(
             CALLS
             + call.name

@@ -31,9 +31,11 @@ class LineParser:
 
     @property
     def error(self) -> str:
+        """Return the error of the inner parser."""
         return self._inner.error
 
     def feed(self, text: str) -> list[Delta]:
+        """Take more text; return the deltas that are certain by now."""
         if not text:
             return []
         break_before = "" if self._begun else "\n"
@@ -41,6 +43,7 @@ class LineParser:
         return self._without_break(self._inner.feed(break_before + text))
 
     def finish(self) -> list[Delta]:
+        """Return the deltas of the text held back."""
         return self._without_break(self._inner.finish())
 
     def _without_break(self, deltas: list[Delta]) -> list[Delta]:
@@ -62,6 +65,7 @@ class ReActFormat:
     takes_tools = True
 
     def parser(self, tools: Tools = ()) -> Parser:
+        """Return a parser for one answer."""
         block = Block(
             open=ACTION,
             close="",
@@ -72,9 +76,11 @@ class ReActFormat:
         return LineParser(BlockParser(block))
 
     def opening(self, tool: str | None) -> str:
+        """Return the text that forces a call of `tool`."""
         return "Action:" if tool is None else f"Action: {tool}\nAction Input:"
 
     def write(self, calls: Sequence[CallDelta]) -> str:
+        """Write the calls as the model does."""
         return "\n".join(f"Action: {call.name}\nAction Input: {call.arguments}" for call in calls)
 
 

@@ -44,9 +44,11 @@ class SectionFormat:
 
     @property
     def marks(self) -> frozenset[str]:
+        """Return all tags."""
         return frozenset((self.begin, self.end, self.call_begin, self.separator, self.call_end))
 
     def parser(self, tools: Tools = ()) -> Parser:
+        """Return a parser for one answer."""
         return BlockParser(
             Block(
                 open=self.begin,
@@ -90,10 +92,12 @@ class DeepSeekV31Format(SectionFormat):
     behind = re.compile(rf"\s*{call_end}\s*")
 
     def opening(self, tool: str | None) -> str:
+        """Return the text that forces a call of `tool`."""
         begun = self.begin + self.call_begin
         return begun if tool is None else f"{begun}{tool}{self.separator}"
 
     def write(self, calls: Sequence[CallDelta]) -> str:
+        """Write the calls as the model does."""
         inside = "".join(
             f"{self.call_begin}{call.name}{self.separator}{call.arguments}{self.call_end}"
             for call in calls
@@ -113,10 +117,12 @@ class DeepSeekV3Format(DeepSeekV31Format):
     behind = re.compile(rf"\s*```\s*{DeepSeekV31Format.call_end}\s*")
 
     def opening(self, tool: str | None) -> str:
+        """Return the text that forces a call of `tool`."""
         begun = f"{self.begin}{self.call_begin}function{self.separator}"
         return begun if tool is None else f"{begun}{tool}\n```json\n"
 
     def write(self, calls: Sequence[CallDelta]) -> str:
+        """Write the calls as the model does."""
         inside = "\n".join(
             f"{self.call_begin}function{self.separator}{call.name}\n```json\n{call.arguments}\n```"
             + self.call_end
@@ -141,10 +147,12 @@ class KimiFormat(SectionFormat):
     behind = re.compile(rf"\s*{re.escape(call_end)}\s*")
 
     def opening(self, tool: str | None) -> str:
+        """Return the text that forces a call of `tool`."""
         begun = f"{self.begin}{self.call_begin}functions."
         return begun if tool is None else f"{begun}{tool}:0{self.separator}"
 
     def write(self, calls: Sequence[CallDelta]) -> str:
+        """Write the calls as the model does."""
         inside = "".join(
             f"{self.call_begin}{call.call_id or f'functions.{call.name}:{at}'}{self.separator}"
             f"{call.arguments}{self.call_end}"

@@ -25,6 +25,7 @@ class ReasoningFormat:
 
     @property
     def marks(self) -> frozenset[str]:
+        """Return both tags."""
         return frozenset({self.open, self.close})
 
     @property
@@ -39,6 +40,7 @@ class ReasoningFormat:
         return self.starts_inside or prompt.rstrip().endswith(self.open)
 
     def parser(self, inner: Parser, *, inside: bool) -> Parser:
+        """Return a parser before `inner`; `inside`: the answer begins with reasoning."""
         return ThinkParser(inner, inside=inside, open_tag=self.open, close_tag=self.close)
 
 
@@ -73,9 +75,11 @@ class ThinkParser:
 
     @property
     def error(self) -> str:
+        """Return the error of the inner parser."""
         return self._inner.error
 
     def feed(self, text: str) -> list[Delta]:
+        """Take more text; return the deltas that are certain by now."""
         if self._stage == "behind":
             return self._inner.feed(text)
         self._buffer += text
@@ -89,6 +93,7 @@ class ThinkParser:
         return deltas
 
     def finish(self) -> list[Delta]:
+        """Return the deltas of the text held back."""
         deltas: list[Delta] = []
         if self._stage == "before":
             deltas += self._inner.feed(self._buffer)

@@ -29,9 +29,11 @@ class WholeParser:
 
     @property
     def error(self) -> str:
+        """Return the first error, its own or the inner parser's."""
         return self._error or self._inner.error
 
     def feed(self, text: str) -> list[Delta]:
+        """Take more text; return the deltas that are certain by now."""
         if self._stage == "content":
             return self._inner.feed(text)
         self._held.append(text)
@@ -44,6 +46,7 @@ class WholeParser:
         return self._inner.feed("".join(self._held))
 
     def finish(self) -> list[Delta]:
+        """Return the deltas of the text held back."""
         if self._stage == "content":
             return self._inner.finish()
         text = "".join(self._held)

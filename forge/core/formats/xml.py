@@ -54,9 +54,11 @@ class XmlFormat:
 
     @property
     def marks(self) -> frozenset[str]:
+        """Return the tags of a block."""
         return frozenset((self.begin, self.end))
 
     def parser(self, tools: Tools = ()) -> Parser:
+        """Return a parser for one answer."""
         return BlockParser(
             Block(
                 open=self.begin,
@@ -112,10 +114,12 @@ class Qwen3CoderFormat(XmlFormat):
     )
 
     def opening(self, tool: str | None) -> str:
+        """Return the text that forces a call of `tool`."""
         begun = f"{self.begin}\n<function="
         return begun if tool is None else f"{begun}{tool}>\n"
 
     def write(self, calls: Sequence[CallDelta]) -> str:
+        """Write the calls as the model does."""
         return "\n".join(
             f"{self.begin}\n<function={call.name}>\n"
             + "".join(
@@ -144,12 +148,15 @@ class GlmFormat(XmlFormat):
 
     @property
     def marks(self) -> frozenset[str]:
+        """Return the tags of blocks and arguments."""
         return frozenset((self.begin, self.end, *self.inner))
 
     def opening(self, tool: str | None) -> str:
+        """Return the text that forces a call of `tool`."""
         return self.begin if tool is None else f"{self.begin}{tool}\n"
 
     def write(self, calls: Sequence[CallDelta]) -> str:
+        """Write the calls as the model does."""
         return "\n".join(
             f"{self.begin}{call.name}\n"
             + "".join(
@@ -181,10 +188,12 @@ class MiniMaxFormat(XmlFormat):
     )
 
     def opening(self, tool: str | None) -> str:
+        """Return the text that forces a call of `tool`."""
         begun = f'{self.begin}\n<invoke name="'
         return begun if tool is None else f'{begun}{tool}">\n'
 
     def write(self, calls: Sequence[CallDelta]) -> str:
+        """Write the calls as the model does."""
         invocations = "".join(
             f'<invoke name="{call.name}">\n'
             + "".join(

@@ -39,6 +39,7 @@ class LoadGuard:
     slack_s: float = 0.5
 
     def admits(self, queue_delay_s: float, *, idlest_s: float) -> bool:
+        """Whether a worker with this queue delay may be chosen."""
         return queue_delay_s <= self.ratio * idlest_s + self.slack_s
 
 
@@ -88,6 +89,7 @@ class LearnedRate:
 
     @property
     def seconds(self) -> float:
+        """Seconds per unit of work."""
         return self._seconds / self._work
 
     def observe(self, *, seconds: float, units: float) -> None:

@@ -77,6 +77,7 @@ class DatasetCursor:
 
     @property
     def finished(self) -> bool:
+        """Whether all rows of all epochs were submitted."""
         return not self._waiting
 
     def waiting(self, limit: int) -> Sequence[Place]:

@@ -171,6 +171,7 @@ class Claim:
 
 
 def this_process() -> Owner:
+    """Return the owner for claims of this process."""
     return Owner.of(os.getpid())
 
 

@@ -31,6 +31,7 @@ class Instance:
 
     @classmethod
     def decode(cls, kind: str, instance_id: str, value: bytes, revision: int) -> Instance:
+        """Read an entry of etcd. Raises ValueError, KeyError or TypeError."""
         fields = json.loads(value)
         return cls(
             kind=kind,
@@ -49,6 +50,7 @@ class Contact:
         self._recovering_until_s = 0.0
 
     def heard(self, now_s: float) -> None:
+        """Record an answer of etcd."""
         if now_s - self._heard_s > SILENCE_S:
             self._recovering_until_s = now_s + GRACE_S
         self._heard_s = now_s
@@ -71,12 +73,14 @@ class Directory:
         return tuple(instance for _, instance in sorted(self._present.items()))
 
     def put(self, instance: Instance) -> None:
+        """Add an instance, or replace its older revision."""
         known = self._present.get(instance.instance_id)
         self._missing_until_s.pop(instance.instance_id, None)
         if known is None or instance.revision >= known.revision:
             self._present[instance.instance_id] = instance
 
     def remove(self, instance_id: str, *, now_s: float, in_doubt: bool) -> None:
+        """Remove an instance; `in_doubt` keeps it for the grace period."""
         if not in_doubt:
             self._present.pop(instance_id, None)
             self._missing_until_s.pop(instance_id, None)

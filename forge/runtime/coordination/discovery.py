@@ -64,6 +64,7 @@ class Discovery:
         return _until(self._next_change)
 
     async def close(self) -> None:
+        """Stop following."""
         self._task.cancel()
         await asyncio.wait({self._task})
         if self._expiry is not None:

@@ -63,9 +63,11 @@ class Etcd:
         self._watches = WatchStub(channel)
 
     async def close(self) -> None:
+        """Close the channel."""
         await self._channel.close()
 
     async def get(self, key: str, *, timeout_s: float = TIMEOUT_S) -> Versioned | None:
+        """Return the value of a key, None if absent. Raises Unavailable."""
         with self._reachable():
             found = await self._kv.get(self._prefix + key, timeout=timeout_s)
         for entry in found.kvs:
@@ -97,10 +99,12 @@ class Etcd:
         return int(response.header.revision) if response.succeeded else None
 
     async def grant(self, ttl_s: float, *, timeout_s: float) -> int:
+        """Grant a lease; return its id."""
         with self._reachable():
             return int((await self._leases.grant(math.ceil(ttl_s), timeout=timeout_s)).ID)
 
     async def renew(self, lease_id: int, *, timeout_s: float) -> bool:
+        """Renew a lease; False if it no longer exists."""
         stream = self._leases.keep_alive(lease_id)
         try:
             with self._reachable():
@@ -113,6 +117,7 @@ class Etcd:
         raise Unavailable(f"etcd at {self._endpoints} closed the lease stream")
 
     async def revoke(self, lease_id: int, *, timeout_s: float) -> None:
+        """End a lease and delete its keys."""
         with self._reachable():
             await self._leases.revoke(lease_id, timeout=timeout_s)
 

@@ -26,12 +26,14 @@ _RETRY_S = 0.25
 class LeaseStore(Protocol):
     """What leases need of etcd; every method raises Unavailable when it does not answer."""
 
-    async def grant(self, ttl_s: float, *, timeout_s: float) -> int: ...
+    async def grant(self, ttl_s: float, *, timeout_s: float) -> int:
+        """Grant a lease; return its id."""
 
     async def renew(self, lease_id: int, *, timeout_s: float) -> bool:
         """False when etcd says that there is no such lease any more."""
 
-    async def revoke(self, lease_id: int, *, timeout_s: float) -> None: ...
+    async def revoke(self, lease_id: int, *, timeout_s: float) -> None:
+        """End a lease and delete its keys."""
 
 
 class Lease:
@@ -51,21 +53,25 @@ class Lease:
     async def grant(
         cls, store: LeaseStore, *, ttl_s: float, timeout_s: float, clock: Clock = time.monotonic
     ) -> Lease:
+        """Grant a lease. Raises Unavailable."""
         granted_s = clock()
         lease_id = await store.grant(ttl_s, timeout_s=timeout_s)
         return cls(store, lease_id, ttl_s=ttl_s, granted_s=granted_s, clock=clock)
 
     @property
     def alive(self) -> bool:
+        """Whether the local deadline is in the future."""
         # A clock, not the event loop's: after a long callback the loop's own time is stale.
         return self.left_s > 0
 
     @property
     def left_s(self) -> float:
+        """Time until the local deadline."""
         return 0.0 if self._gone else max(0.0, self._deadline_s - self._clock())
 
     @property
     def period_s(self) -> float:
+        """Time between two renewals."""
         return min(self.ttl_s / 4, _MAX_PERIOD_S)
 
     async def renew(self, *, timeout_s: float) -> bool:

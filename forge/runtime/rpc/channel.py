@@ -69,6 +69,7 @@ class Channels:
         return channel
 
     async def close(self) -> None:
+        """Close all channels."""
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             await channel.close()

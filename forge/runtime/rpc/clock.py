@@ -19,6 +19,7 @@ class ClockServicer(rpc.ClockServiceServicer):
     async def GetClock(  # noqa: N802 - named by the proto
         self, request: pb.GetClockRequest, context: Any
     ) -> pb.GetClockResponse:
+        """Return this process's wall clock."""
         return pb.GetClockResponse(unix_s=time.time())
 
 

@@ -46,6 +46,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._wrapped: dict[str, Any] = {}
 
     def require(self, full_name: str, scopes: str | Mapping[str, str]) -> None:
+        """Set the scopes of a service, for all methods or by method name."""
         self._scopes[full_name] = scopes
 
     async def intercept_service(
@@ -53,6 +54,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
+        """Return the wrapped handler of a method."""
         path = handler_call_details.method
         handler = self._wrapped.get(path)
         if handler is None:

@@ -51,6 +51,7 @@ class Remote(Generic[Stub]):
         self._random = random.Random()
 
     def instances(self) -> tuple[Instance, ...]:
+        """The instances of the kind, as last known."""
         return self._discovery.instances
 
     def stub(self, instance: Instance) -> Stub:

@@ -64,6 +64,7 @@ def to_status(error: BaseException) -> tuple[grpc.StatusCode, str]:
 
 
 def trailing_metadata(error: BaseException) -> tuple[tuple[str, str], ...]:
+    """Return the trailing metadata of an error: its class and its retry hint."""
     if not isinstance(error, ForgeError):
         return ()
     known = next(one for one in type(error).__mro__ if one in _BY_NAME.values())

@@ -24,11 +24,17 @@ class Array(Protocol):
     """A dense array in host memory."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name in the manifest."""
+
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """Name of the element type."""
+
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Size of each dimension."""
+
     @property
     def data(self) -> bytes | memoryview:
         """Little-endian, C order, one byte an item."""

@@ -64,6 +64,7 @@ class Prompt:
 
     @property
     def tokens(self) -> int:
+        """Length of the prompt."""
         return len(self.ids) // TOKEN_BYTES
 
 
@@ -89,6 +90,8 @@ class Tokens:
 
 
 class Finish(Enum):
+    """Why an answer ended."""
+
     STOP = "stop"
     LENGTH = "length"
 
@@ -142,6 +145,8 @@ class NamedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
+    """Weights and load of an engine."""
+
     version: int
     """0 before any weights are loaded."""
     running: int
@@ -150,6 +155,8 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
+    """Limits of the model that requests are checked against."""
+
     context_tokens: int
     """Prompt and answer together."""
     vocabulary: int
@@ -208,15 +215,19 @@ class Engine(Protocol):
         All of them or none: UnfitWeights leaves the engine as it was. Empties prefix caches.
         """
 
-    def status(self) -> EngineStatus: ...
+    def status(self) -> EngineStatus:
+        """Return version and load."""
 
     async def idle(self) -> None:
         """Return once nothing is running and nothing is held for others."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Stop the engine."""
 
 
 class PrefillEngine(Engine, Protocol):
+    """Contract of the prefill role."""
+
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
         """Read the prompt and sample its first token, once there is room to hold it.
 
@@ -232,6 +243,8 @@ class PrefillEngine(Engine, Protocol):
 
 
 class DecodeEngine(Engine, Protocol):
+    """Contract of the decode role."""
+
     capacity: int
     """Most requests that sample at the same time; more wait."""
 

@@ -34,6 +34,7 @@ _Key = tuple[str, str, bool]
 
 
 def mask_words(vocabulary: int) -> int:
+    """Number of 32-bit words of a mask."""
     return -(-vocabulary // 32)
 
 
@@ -117,6 +118,7 @@ class Grammars:
         return matcher
 
     def close(self) -> None:
+        """Stop the compiling thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _prototype(self, grammar: Grammar) -> LLMatcher:

@@ -63,6 +63,7 @@ class Placement:
 
     @property
     def worker(self) -> Worker:
+        """The chosen worker; only after the placement."""
         assert self.chosen is not None, "the request was placed"
         return self.chosen
 
@@ -183,15 +184,18 @@ class RouterActor(Actor):
         self._throughput = _Throughput()
 
     async def started(self) -> None:
+        """Read the instances already known."""
         self._refresh()
 
     async def stopped(self) -> None:
+        """Fail the waiting admissions."""
         # An error, for a cancellation would pass for the caller's own.
         for admission in self._waiting:
             if not admission.granted.done():
-                admission.granted.set_exception(Unavailable("the router's line was given up"))
+                admission.granted.set_exception(Unavailable("the router stopped"))
 
     async def receive(self, message: Any) -> Any:  # noqa: C901
+        """Handle one message; see the module for their order."""
         match message:
             case Admit(admission=admission):
                 return self._admit(admission)

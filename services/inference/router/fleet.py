@@ -101,6 +101,7 @@ class Fleet:
         return gone
 
     def of(self, role: str) -> list[Worker]:
+        """Return the workers of a role."""
         return [worker for worker in self.workers.values() if worker.role == role]
 
     @property

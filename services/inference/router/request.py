@@ -58,6 +58,8 @@ _MOVES = (Unavailable, DeadlineExceeded, ResourceExhausted, NotFound)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions:
+    """Time limits of a request."""
+
     request_timeout_s: float
     worker_wait_s: float
     """How long one attempt after the other may fail before the caller is told."""

@@ -47,6 +47,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def Sample(
         self, request: pb.SampleRequest, context: Any
     ) -> AsyncIterator[pb.SampleResponse]:
+        """Sample one answer."""
         async with aclosing(self._sample(request)) as responses:
             async for response in responses:
                 yield response
@@ -54,6 +55,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def SampleStream(
         self, requests: AsyncIterator[pb.SampleStreamRequest], context: Any
     ) -> AsyncIterator[pb.SampleStreamResponse]:
+        """Sample many answers on one stream."""
         async with aclosing(self._streams.serve(requests)) as responses:
             async for response in responses:
                 yield response
@@ -81,6 +83,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def GetInferenceStatus(
         self, request: pb.GetInferenceStatusRequest, context: Any
     ) -> pb.GetInferenceStatusResponse:
+        """Return model, workers and load."""
         status: pb.GetInferenceStatusResponse = await self._router.ask(
             Report(), timeout_s=_ASK_TIMEOUT_S
         )

@@ -22,10 +22,13 @@ from services.inference.worker.weight_follower import WeightFollower
 
 
 class PrefillServicer(rpc.PrefillServiceServicer):
+    """The RPCs of a prefill worker."""
+
     def __init__(self, engine: PrefillEngine) -> None:
         self._engine = engine
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.PrefillResponse:
+        """Read a prompt and hold its keys and values."""
         if not request.request_id:
             raise InvalidArgument("request_id is empty")
         if not request.hold_s > 0:
@@ -48,6 +51,7 @@ class PrefillServicer(rpc.PrefillServiceServicer):
     async def FetchKv(
         self, request: pb.FetchKvRequest, context: Any
     ) -> AsyncIterator[pb.FetchKvResponse]:
+        """Send the keys and values of a held prompt."""
         span = await self._engine.fetch_kv(request.request_id, from_token=request.from_token)
         for response in codec.write_span(span, slices=request.slices):
             yield response
@@ -55,11 +59,14 @@ class PrefillServicer(rpc.PrefillServiceServicer):
             self._engine.release(request.request_id)
 
     async def ReleaseKv(self, request: pb.ReleaseKvRequest, context: Any) -> pb.ReleaseKvResponse:
+        """Drop a held prompt."""
         self._engine.release(request.request_id)
         return pb.ReleaseKvResponse()
 
 
 class DecodeServicer(rpc.DecodeServiceServicer):
+    """The RPC of a decode worker."""
+
     def __init__(self, engine: DecodeEngine, channels: Channels, *, silence_s: float) -> None:
         self._engine = engine
         self._channels = channels
@@ -68,6 +75,7 @@ class DecodeServicer(rpc.DecodeServiceServicer):
     async def Decode(
         self, request: pb.DecodeRequest, context: Any
     ) -> AsyncIterator[pb.DecodeResponse]:
+        """Fetch the keys and values, then sample."""
         prompt = codec.read_prompt(
             request.request_id,
             request.prompt_ids,
@@ -123,6 +131,7 @@ class WeightServicer(rpc.WeightServiceServicer):
     async def FetchWeights(
         self, request: pb.FetchWeightsRequest, context: Any
     ) -> AsyncIterator[pb.FetchWeightsResponse]:
+        """Send the tensors of one version. Raises NotFound for another version."""
         held = self._follower.held
         if held is None or held.version != request.weight_version:
             has = "none" if held is None else f"version {held.version}"

@@ -33,6 +33,7 @@ class WeightAssembly:
 
     @property
     def complete(self) -> bool:
+        """Whether all tensors have arrived."""
         return len(self.tensors) == len(self._names)
 
     def request(self) -> pb.FetchWeightsRequest:

@@ -155,9 +155,11 @@ class DecodeActor(ThreadActor):
         self._outbox: list[tuple[Deliver, Piece | ForgeError]] = []
 
     def started(self) -> None:
+        """Set the threads of torch."""
         torch.set_num_threads(self._threads)
 
     def receive(self, message: Any) -> Any:
+        """Handle a message between two steps."""
         match message:
             case Reserve(prompt=prompt):
                 return self._reserve(prompt)
@@ -171,6 +173,7 @@ class DecodeActor(ThreadActor):
         return None
 
     def work(self) -> bool:
+        """Run one decode step; False when no request is left."""
         self._admit()
         if len(self._running):
             self._step()

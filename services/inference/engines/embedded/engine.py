@@ -123,13 +123,16 @@ class _Embedded:
         return self._options.cache_bytes // block_bytes * self._options.block_tokens
 
     async def load(self, weights: Mapping[str, NamedTensor], *, version: int) -> None:
+        """See `Engine`."""
         staged = await asyncio.to_thread(self._policy.stage, weights, version=version)
         await self._actor.ask(Swap(weights=staged), timeout_s=self._options.request_timeout_s)
 
     async def idle(self) -> None:
+        """See `Engine`."""
         await self._work.none.wait()
 
     async def close(self) -> None:
+        """See `Engine`."""
         self._grammars.close()
         await self._actor.stop()
 
@@ -147,6 +150,7 @@ class EmbeddedPrefill(_Embedded):
 
     @classmethod
     async def start(cls, actors: ActorSystem, options: EngineOptions) -> EmbeddedPrefill:
+        """Build the model and start the actor."""
         policy = await asyncio.to_thread(_build_policy, options)
 
         def actor() -> PrefillActor:
@@ -162,6 +166,7 @@ class EmbeddedPrefill(_Embedded):
         return cls(policy, ref, options)
 
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
+        """See `PrefillEngine`."""
         now_s = time.monotonic()
         self._work.add(1)
         try:
@@ -178,6 +183,7 @@ class EmbeddedPrefill(_Embedded):
         return outcome.prefilled
 
     async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:
+        """See `PrefillEngine`."""
         held = self._held.get(request_id)
         if held is None:
             raise NotFound(f"no keys and values are held for request {request_id}")
@@ -192,13 +198,16 @@ class EmbeddedPrefill(_Embedded):
         )
 
     def release(self, request_id: str) -> None:
+        """See `PrefillEngine`."""
         self._held.release(request_id)
 
     async def close(self) -> None:
+        """Release all held prompts and stop."""
         self._held.clear()
         await super().close()
 
     def status(self) -> EngineStatus:
+        """Count held prompts as queued."""
         held = len(self._held)
         return EngineStatus(
             version=self._policy.version, running=self._work.count - held, queued=held
@@ -215,6 +224,7 @@ class EmbeddedDecode(_Embedded):
 
     @classmethod
     async def start(cls, actors: ActorSystem, options: EngineOptions) -> EmbeddedDecode:
+        """Build the model and start the actor."""
         policy = await asyncio.to_thread(_build_policy, options)
 
         def actor() -> DecodeActor:
@@ -233,6 +243,7 @@ class EmbeddedDecode(_Embedded):
         return cls(policy, ref, options)
 
     def status(self) -> EngineStatus:
+        """Count requests beyond `capacity` as queued."""
         running = min(self._work.count, self.capacity)
         return EngineStatus(
             version=self._policy.version, running=running, queued=self._work.count - running
@@ -241,6 +252,7 @@ class EmbeddedDecode(_Embedded):
     async def decode(
         self, prompt: Prompt, first: Tokens, fetch_kv: FetchKv, *, stream: bool
     ) -> AsyncGenerator[Piece, None]:
+        """See `DecodeEngine`."""
         asked_s = time.monotonic()
         pieces: asyncio.Queue[Piece | ForgeError] = asyncio.Queue()
         self._work.add(1)

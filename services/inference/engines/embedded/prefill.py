@@ -92,6 +92,7 @@ class PrefillActor(ThreadActor):
         self._threads = threads
 
     def started(self) -> None:
+        """Set the threads of torch."""
         torch.set_num_threads(self._threads)
 
     def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:

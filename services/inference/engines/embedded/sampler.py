@@ -22,6 +22,8 @@ from services.inference.engines.grammar_masks import Matcher, mask_words
 
 
 class DrawnToken(NamedTuple):
+    """One sampled token."""
+
     token: int
     logprob: float
     """In the distribution drawn from."""
@@ -45,6 +47,7 @@ class Drawn:
     """Rows whose grammar cannot be gone on with; what was drawn there means nothing."""
 
     def row(self, row: int) -> DrawnToken:
+        """Return the token of one row."""
         return DrawnToken(
             self.ids[row], self.logprobs[row], self.allowed.get(row, 0.0), self.top.get(row, ())
         )

@@ -42,4 +42,5 @@ def from_bytes(data: bytes | memoryview, *, dtype: str, shape: tuple[int, ...]) 
 
 
 def from_named(tensor: NamedTensor) -> torch.Tensor:
+    """Return a read-only view of a received tensor."""
     return from_bytes(tensor.data, dtype=tensor.dtype, shape=tensor.shape)

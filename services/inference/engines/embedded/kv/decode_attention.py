@@ -53,6 +53,7 @@ class SlabStep:
         scale: float | None,
         window: int | None,
     ) -> torch.Tensor:
+        """Store the new keys and values, then attend; see `KvPass`."""
         heads, head_size = k_NHD.shape[1:]
         q_NHGD = q_NQD.view(len(q_NQD), heads, -1, head_size)
         bias = self._bias_for(window)

@@ -29,15 +29,19 @@ class KvCache:
 
     @property
     def tokens(self) -> int:
+        """Number of cached tokens."""
         return self._index.tokens
 
     def match(self, ids: bytes, *, limit_tokens: int | None = None, pin: bool = False) -> Match:
+        """See `PrefixCache.match`."""
         return self._index.match(ids, limit_tokens=limit_tokens, pin=pin)
 
     def shared_tokens(self, match: Match) -> int:
+        """See `PrefixCache.shared_tokens`."""
         return self._index.shared_tokens(match)
 
     def unpin(self, match: Match) -> None:
+        """See `PrefixCache.unpin`."""
         self._index.unpin(match)
 
     def read(
@@ -69,8 +73,10 @@ class KvCache:
             self._blocks.index_copy_(3, slots, blocks)
 
     def clear(self) -> None:
+        """Empty the cache."""
         self._index.clear()
 
 
 def prefix(ids: bytes, tokens: int) -> bytes:
+    """Return the first `tokens` ids."""
     return ids[: tokens * TOKEN_BYTES]

@@ -21,6 +21,7 @@ class KvShape:
 
     @property
     def token_bytes(self) -> int:
+        """Bytes of one token over all layers."""
         return self.layers * 2 * self.heads * self.head_size * self.dtype.itemsize
 
     def empty(self, tokens: int) -> torch.Tensor:

@@ -55,6 +55,7 @@ class Trunks:
 
     @property
     def occupied(self) -> list[Slab]:
+        """The slabs with trunks, in order."""
         return self._slabs.occupied
 
     def seat(self, branch: Branch, running: Iterable[Branch]) -> None:

@@ -49,10 +49,12 @@ class Slab:
         self.kv_L2RHTD = self._allocate(0)
 
     def bytes_with(self, rows: int) -> int:
+        """Memory of this many rows."""
         return rows * self.class_tokens * self._shape.token_bytes
 
     @property
     def bytes(self) -> int:
+        """Allocated memory."""
         return self.bytes_with(self.room)
 
     @property
@@ -65,6 +67,7 @@ class Slab:
         return self.kv_L2RHTD[:, :, row.row]
 
     def resize(self, rows: int) -> None:
+        """Allocate `rows` rows and copy the occupied ones."""
         used = len(self.rows)
         assert rows >= used
         kv = self._allocate(rows)
@@ -72,6 +75,7 @@ class Slab:
         self.kv_L2RHTD = kv
 
     def append(self, row: SlabRow) -> None:
+        """Give `row` the next place."""
         row.slab, row.row = self, len(self.rows)
         self.rows.append(row)
 
@@ -111,6 +115,7 @@ class Slabs(Generic[Row]):
 
     @property
     def bytes(self) -> int:
+        """Allocated memory of all slabs."""
         return sum(slab.bytes for slab in self._slabs)
 
     def add(self, row: Row, *, tokens: int, expected_tokens: int) -> bool:
@@ -127,6 +132,7 @@ class Slabs(Generic[Row]):
         return False
 
     def remove(self, row: Row) -> None:
+        """Free the place of a sequence."""
         row.slab.remove(row)
         if not row.slab.rows:
             row.slab.resize(0)
