@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
@@ -30,19 +29,21 @@ from tests.support.runtime.waiting import until
 
 
 @pytest.fixture
-def stack(shared_etcd: EtcdServer, cluster: str, tmp_path: Path) -> Iterator[GatewayStack]:
-    """A pool, an engine and a gateway to be killed."""
-    made = GatewayStack(folder=tmp_path, etcd=shared_etcd, cluster=f"gateway-{cluster}")
-    made.start()
-    yield made
-    made.stop()
+def coordinator(own_coordinator: Coordinator) -> Coordinator:
+    """Of the file's stack."""
+    return own_coordinator
 
 
 @pytest_asyncio.fixture
-async def coordinator(stack: GatewayStack) -> AsyncIterator[Coordinator]:
-    connected = await Coordinator.connect(stack.etcd.endpoint, cluster=stack.cluster)
-    yield connected
-    await connected.close()
+async def engine(stack: GatewayStack, coordinator: Coordinator) -> AsyncIterator[str]:
+    """The only engine of the stack, for the test to kill; `<name>-next` takes its place."""
+    (name,) = (name for name in stack.processes if name.startswith("engine"))
+    await stack.gateway(coordinator)
+    yield name
+    stack.kill(name)
+    if f"{name}-next" not in stack.processes:
+        stack.start_engine(f"{name}-next")
+    await stack.gone(coordinator, "router", name)
 
 
 def user(text: str) -> Any:
@@ -82,15 +83,15 @@ async def test_killed_gateway_is_replaced_by_another(
     """After kill -9 a second gateway goes on with the same session, its prefix still exact."""
     trajectory_id = "handover:0:0"
     token = stack.token(trajectory_id)
-    first = await stack.gateway(coordinator)
-    stack.start_gateway("gateway-1")
+    stack.start_gateway("killed")
+    first = await stack.gateway(coordinator, "killed")
     history = [user("SAY[[one]]")]
     assert await ask(stack.openai(first, token), history) == "one"
     history.append(user("SAY[[two]]"))
     assert await ask(stack.openai(first, token), history) == "two"
     await until_durable(stack, coordinator, trajectory_id, 2)
-    stack.kill("gateway-0")
-    second = await stack.gateway(coordinator, "gateway-1")
+    stack.kill("killed")
+    second = await stack.gateway(coordinator)
     history.append(user("SAY[[three]]"))
     assert await ask(stack.openai(second, token), history) == "three"
     async with stack.agent(second, token) as agent:
@@ -111,23 +112,23 @@ async def test_agent_sees_one_error_when_its_gateway_is_killed(
     answers; the turns before keep their ids, and no turn is recorded of the call that failed."""
     trajectory_id = "failover:0:0"
     token = stack.token(trajectory_id)
-    first = stack.openai(await stack.gateway(coordinator), token)
-    stack.start_gateway("gateway-1")
+    stack.start_gateway("cut-off")
+    first = stack.openai(await stack.gateway(coordinator, "cut-off"), token)
     history = [user("SAY[[one]]")]
     await ask(first, history)
     await until_durable(stack, coordinator, trajectory_id, 1)
     history.append(user("PACE[[60]] SAY[[a long answer]]"))
     streamed = await first.chat.completions.create(model="policy", messages=history, stream=True)
     await anext(aiter(streamed))
-    stack.kill("gateway-0")
+    stack.kill("cut-off")
     with pytest.raises((APIError, httpx2.TransportError)):
         async for _ in streamed:
             pass
-    second = stack.openai(await stack.gateway(coordinator, "gateway-1"), token)
+    second = stack.openai(await stack.gateway(coordinator), token)
     assert await ask(second, history) == "a long answer"
     history.append(user("SAY[[three]]"))
     assert await ask(second, history) == "three"
-    async with stack.agent(await stack.gateway(coordinator, "gateway-1"), token) as agent:
+    async with stack.agent(await stack.gateway(coordinator), token) as agent:
         assert await agent.close(min_turns=3) == 3
     trajectory = await recorded(stack, coordinator, trajectory_id)
     # The engine notices in its own time that nobody is left to answer.
@@ -167,22 +168,22 @@ async def test_two_gateways_may_serve_one_session(
 
 
 async def test_answer_survives_the_death_of_its_router(
-    stack: GatewayStack, coordinator: Coordinator
+    stack: GatewayStack, coordinator: Coordinator, engine: str
 ) -> None:
     """An answer nobody has seen a part of is sampled anew elsewhere, and recorded once."""
     trajectory_id = "router:0:0"
     token = stack.token(trajectory_id)
     client = stack.openai(await stack.gateway(coordinator), token)
-    asking = asyncio.create_task(ask(client, [user("FAIL[[engine-0]] SAY[[survived]]")]))
-    await asyncio.to_thread(stack.processes["engine-0"].wait, START_S)
-    stack.start_engine("engine-1")
+    asking = asyncio.create_task(ask(client, [user(f"FAIL[[{engine}]] SAY[[survived]]")]))
+    await asyncio.to_thread(stack.processes[engine].wait, START_S)
+    stack.start_engine(f"{engine}-next")
     assert await asking == "survived"
     async with stack.agent(await stack.gateway(coordinator), token) as agent:
         assert await agent.close() == 1
 
 
 async def test_what_is_not_streamed_is_told_once(
-    stack: GatewayStack, coordinator: Coordinator
+    stack: GatewayStack, coordinator: Coordinator, engine: str
 ) -> None:
     """Where stop strings are looked for, tokens come one by one; whole answers over gRPC have
     nothing of the attempt that was lost, and are one response."""
@@ -191,7 +192,7 @@ async def test_what_is_not_streamed_is_told_once(
     async with grpc.aio.insecure_channel(gateway.address) as channel:
         asked = gateway_pb2.ChatRequest(
             messages=[
-                gateway_pb2.ChatMessage(role="user", content="FAIL[[engine-0]] SAY[[abcdef]]")
+                gateway_pb2.ChatMessage(role="user", content=f"FAIL[[{engine}]] SAY[[abcdef]]")
             ],
             stop=["e"],
         )
@@ -200,8 +201,8 @@ async def test_what_is_not_streamed_is_told_once(
         reading = asyncio.create_task(
             _all_of(stub.Chat(asked, metadata=credential, timeout=START_S))
         )
-        await asyncio.to_thread(stack.processes["engine-0"].wait, START_S)
-        stack.start_engine("engine-1")
+        await asyncio.to_thread(stack.processes[engine].wait, START_S)
+        stack.start_engine(f"{engine}-next")
         (answer,) = await reading
         ids = gateway_pb2.GenerateRequest(prompt_ids=int32_bytes([1, 2, 3]))
         (sampled,) = await _all_of(stub.Generate(ids, metadata=credential, timeout=START_S))
@@ -215,7 +216,7 @@ async def _all_of(call: Any) -> list[Any]:
 
 
 async def test_half_streamed_answer_ends_with_an_error_and_is_recorded(
-    stack: GatewayStack, coordinator: Coordinator
+    stack: GatewayStack, coordinator: Coordinator, engine: str
 ) -> None:
     """What the agent has seen cannot be taken back: it gets an error, the record what it saw."""
     trajectory_id = "halfway:0:0"
@@ -226,7 +227,7 @@ async def test_half_streamed_answer_ends_with_an_error_and_is_recorded(
     )
     # What begins the answer goes out with its first token.
     await anext(aiter(stream))
-    stack.kill("engine-0")
+    stack.processes[engine].kill()
     seen = ""
     with pytest.raises(APIError):
         async for chunk in stream:
@@ -263,11 +264,12 @@ async def test_stopping_gateway_finishes_its_calls(
 ) -> None:
     """SIGTERM lets the call in flight end, makes its turn durable, and exits with 0."""
     trajectory_id = "drain:0:0"
-    gateway = await stack.gateway(coordinator)
+    stack.start_gateway("stopped")
+    gateway = await stack.gateway(coordinator, "stopped")
     stream = await stack.openai(gateway, stack.token(trajectory_id)).chat.completions.create(
         model="policy", messages=[user("PACE[[0.02]] SAY[[to the very end]]")], stream=True
     )
-    process = stack.processes["gateway-0"]
+    process = stack.processes["stopped"]
     said = ""
     async for chunk in stream:
         if not said:
@@ -282,8 +284,8 @@ async def test_overload_is_refused_with_a_hint(
     stack: GatewayStack, coordinator: Coordinator
 ) -> None:
     """Beyond max_calls a call gets 429 and Retry-After, and the SDK's own retry succeeds."""
-    stack.start_gateway("gateway-small", "--max-calls", "1")
-    gateway = await stack.gateway(coordinator, "gateway-small")
+    stack.start_gateway("one-call", "--max-calls", "1")
+    gateway = await stack.gateway(coordinator, "one-call")
     slow = await stack.openai(gateway, stack.token("busy:0:0")).chat.completions.create(
         model="policy", messages=[user("PACE[[60]] SAY[[zz]]")], stream=True
     )
@@ -293,26 +295,33 @@ async def test_overload_is_refused_with_a_hint(
     assert int(caught.value.response.headers["Retry-After"]) >= 1
     patient = stack.openai(gateway, token, max_retries=10)
     asking = asyncio.create_task(ask(patient, [user("SAY[[later]]")]))
-    await stack.logged("gateway-small", '"status": 429', times=2)
+    await stack.logged("one-call", '"status": 429', times=2)
     await slow.close()
     assert await asking == "later"
 
 
-async def test_oversized_body_is_refused(stack: GatewayStack, coordinator: Coordinator) -> None:
+@pytest.fixture(scope="module")
+def small(stack: GatewayStack) -> str:
+    """A gateway for short bodies and one session in memory."""
+    stack.start_gateway("small", "--max-body-mib", "0.01", "--max-sessions", "1")
+    return "small"
+
+
+async def test_oversized_body_is_refused(
+    stack: GatewayStack, coordinator: Coordinator, small: str
+) -> None:
     """A body beyond max_body_mib is cut off with an error object, before it costs memory."""
-    stack.start_gateway("gateway-small", "--max-body-mib", "0.01")
-    gateway = await stack.gateway(coordinator, "gateway-small")
+    gateway = await stack.gateway(coordinator, small)
     with pytest.raises(APIStatusError, match="too large") as caught:
         await ask(stack.openai(gateway, stack.token("big:0:0")), [user("x" * 20_000)])
     assert caught.value.status_code == 413
 
 
 async def test_evicted_sessions_come_back_from_the_pool(
-    stack: GatewayStack, coordinator: Coordinator
+    stack: GatewayStack, coordinator: Coordinator, small: str
 ) -> None:
     """With room for one session in memory, two sessions take turns and stay exact."""
-    stack.start_gateway("gateway-small", "--max-sessions", "1")
-    gateway = await stack.gateway(coordinator, "gateway-small")
+    gateway = await stack.gateway(coordinator, small)
     tokens = [stack.token(f"evicted:{number}:0") for number in range(2)]
     histories: list[list[Any]] = [[], []]
     for round_ in range(3):

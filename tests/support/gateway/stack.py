@@ -102,6 +102,13 @@ class GatewayStack:
         )
         return instance
 
+    async def gone(self, coordinator: Coordinator, kind: str, name: str) -> None:
+        """As when the TTL of an instance that was killed has passed; on return it is not found."""
+        await self.etcd.end_leases(self.cluster, name)
+        discovery = coordinator.discover(kind)
+        while any(found.instance_id == name for found in discovery.instances):
+            await discovery.changed()
+
     def token(self, trajectory_id: str, **changes: Any) -> str:
         """A session token for a trajectory, as the scheduler would sign it."""
         fields: dict[str, Any] = {
