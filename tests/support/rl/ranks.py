@@ -1,8 +1,9 @@
 """Errors of trees computed by several ranks: `python -m tests.support.rl.ranks`.
 
-Prints one JSON object: {"<ranks> <family> <type> <kind>": the largest relative error of loss and
-gradients}. The ranks are forks of one process that has imported what is slow to import and has
-not yet used autograd, which does not survive a fork.
+Prints one JSON object: {"<ranks> <family> <type> <kind>, rank <rank>": the largest relative error
+of loss and gradients}. All ranks compute a case, and one of them compares it. The ranks are forks
+of one process that has imported what is slow to import and has not yet used autograd, which does
+not survive a fork.
 """
 
 from __future__ import annotations
@@ -39,8 +40,12 @@ from tests.support.rl.short_memory import memory_for
 RANKS = 4
 BALANCE = 0.1
 FAMILIES = ("qwen3", "llama", "mistral", "gemma3", "qwen3_moe", "mixtral")
+DIFFERENT = ("qwen3", "gemma3", "qwen3_moe")
+"""Full attention, windows, balanced experts: the families that ranks compute differently. They have
+all shapes of trees; the others those of `CUT`."""
+CUT = ("think_stripped", "compacted", "roots")
 RANDOM = 6
-"""Random forests, for each of three families."""
+"""Random forests, for each of the families that differ."""
 
 
 def samples_of(kind: str) -> list[Sample]:
@@ -65,9 +70,10 @@ def error_of(
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
     *,
+    compared: bool,
     checkpointing: bool = False,
 ) -> float:
-    """On this rank."""
+    """On this rank; 0 where the case is not compared with its reference."""
     model = tiny_model(family, dtype)
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -80,6 +86,8 @@ def error_of(
     loss, _ = learner.accumulate(learner.plan(samples_of(kind)))
     if policy.balance is not None:
         loss += policy.balance.value
+    if not compared:
+        return 0.0
     actual = Gradient(loss=loss, of=gradients(model))
     return max(relative_errors(actual, reference(family, kind, dtype)))
 
@@ -145,48 +153,68 @@ def long_chain_error(group: dist.ProcessGroup) -> float:
     return max(float((mine - its).abs().max()) for mine, its in zip(*weights, strict=True))
 
 
+class Comparisons:
+    """The errors that this rank finds; which rank compares a case with its reference goes round."""
+
+    def __init__(self, rank: int) -> None:
+        self.found: dict[str, float] = {}
+        self._rank = rank
+        self._count = 0
+
+    def add(
+        self,
+        family: str,
+        kind: str,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+        *,
+        checkpointing: bool = False,
+    ) -> None:
+        """Every rank of the group adds the same cases in the same order."""
+        ranks = dist.get_world_size(group)
+        mine = self._count % ranks == self._rank
+        self._count += 1
+        error = error_of(family, kind, dtype, group, compared=mine, checkpointing=checkpointing)
+        if mine:
+            type_ = "fp64" if dtype == torch.float64 else "fp32"
+            recomputed = " checkpointed" if checkpointing else ""
+            self.found[f"{ranks} {family} {type_}{recomputed} {kind}"] = error
+
+
 def run_rank(rank: int, meeting: str, results: str) -> None:
-    """All cases; every rank takes part in each, the first one tells."""
+    """All cases; every rank takes part in each."""
     torch.set_num_threads(1)
     store = dist.FileStore(meeting, RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    pair = dist.new_group([0, 1])
-    found: dict[str, float] = {}
+    world, pair = dist.group.WORLD, dist.new_group([0, 1])
+    comparisons = Comparisons(rank)
+    found = comparisons.found
     with wide_norms():
         for family in FAMILIES:
-            for kind in KINDS:
-                found[f"4 {family} fp64 {kind}"] = error_of(
-                    family, kind, torch.float64, dist.group.WORLD
-                )
+            for kind in KINDS if family in DIFFERENT else CUT:
+                comparisons.add(family, kind, torch.float64, world)
         for kind in ("forked", "compacted", "single_token", "temperatures"):
-            found[f"4 qwen3 fp64 heads {kind}"] = heads_error(kind, dist.group.WORLD)
+            found[f"4 qwen3 fp64 heads {kind}"] = heads_error(kind, world)
         for short, backward in ((0, False), (1, True), (3, True), (2, False)):
             found[f"4 fp64 short of memory: rank {short}, backward {backward}"] = shortage_error(
-                dist.group.WORLD, short=short, backward=backward
+                world, short=short, backward=backward
             )
-        found["4 qwen3 fp64 long chain, short of memory"] = long_chain_error(dist.group.WORLD)
-        if rank < 2:
-            for family in FAMILIES:
-                for kind in (
-                    KINDS if family == "qwen3" else ("think_stripped", "compacted", "roots")
-                ):
-                    found[f"2 {family} fp64 {kind}"] = error_of(family, kind, torch.float64, pair)
-        for family in ("qwen3", "gemma3", "qwen3_moe"):
+        found["4 qwen3 fp64 long chain, short of memory"] = long_chain_error(world)
+        for family in DIFFERENT:
             for number in range(RANDOM):
                 kind = f"{'split' if number % 2 else 'whole'} {number} random"
-                found[f"4 {family} fp64 {kind}"] = error_of(
-                    family, kind, torch.float64, dist.group.WORLD
-                )
+                comparisons.add(family, kind, torch.float64, world)
     for kind in ("think_stripped", "forked"):
         for family in FAMILIES:
-            found[f"4 {family} fp32 {kind}"] = error_of(
-                family, kind, torch.float32, dist.group.WORLD
-            )
-        found[f"4 qwen3 fp32 checkpointed {kind}"] = error_of(
-            "qwen3", kind, torch.float32, dist.group.WORLD, checkpointing=True
-        )
-    if rank == 0:
-        Path(results).write_text(json.dumps(found))
+            comparisons.add(family, kind, torch.float32, world)
+        comparisons.add("qwen3", kind, torch.float32, world, checkpointing=True)
+    if rank < 2:
+        with wide_norms():
+            for family in FAMILIES:
+                for kind in KINDS if family == "qwen3" else CUT:
+                    comparisons.add(family, kind, torch.float64, pair)
+    dist.barrier()
+    Path(f"{results}-{rank}").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -203,7 +231,12 @@ def main() -> None:
         for each in ranks:
             each.join()
         assert not any(each.exitcode for each in ranks), [each.exitcode for each in ranks]
-        print(Path(results).read_text())
+        found = {
+            f"{case}, rank {rank}": error
+            for rank in range(RANKS)
+            for case, error in json.loads(Path(f"{results}-{rank}").read_text()).items()
+        }
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":
