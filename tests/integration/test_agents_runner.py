@@ -6,7 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -30,7 +31,9 @@ from tests.support.runtime.waiting import until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENDED = (common_pb2.GROUP_STATE_EVALUATED, common_pb2.GROUP_STATE_TOMBSTONED)
-SHORT_LEASES = pytest.mark.parametrize("system", [("--queue.rollout-lease-s=3",)], indirect=True)
+SHORT_LEASES = pytest.mark.parametrize(
+    "own_system", [("--queue.rollout-lease-s=3",)], indirect=True
+)
 """What a killed runner held is free soon; elsewhere no runner is so slow as to lose its claims."""
 REWARDED = "--reward-functions=manners=tests.support.agents.tasks:polite"
 CRASHING = "crashing=tests.support.agents.reward_functions:crashes"
@@ -38,17 +41,28 @@ CRASHING = "crashing=tests.support.agents.reward_functions:crashes"
 
 @dataclass(kw_only=True)
 class Cluster:
-    """A gateway stack with a scheduler, and runners on demand."""
+    """A gateway stack with a scheduler, and runners on demand: all of one test."""
 
     stack: GatewayStack
     operator: Operator
-    coordinator: Coordinator
-    runners: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    tag: str
+    """Of the test's tasks."""
+    runners: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def start_runner(self, name: str, *settings: str) -> subprocess.Popen[str]:
+    def start_runner(self, *settings: str) -> subprocess.Popen[str]:
+        name = self.runner_name(len(self.runners))
         argv = [sys.executable, "-m", "forge.agents", "run", *self.stack.shared(name), *settings]
-        self.runners[name] = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
-        return self.runners[name]
+        self.runners.append(subprocess.Popen(argv, stderr=subprocess.PIPE, text=True))
+        return self.runners[-1]
+
+    def runner_name(self, number: int = 0) -> str:
+        """In the order they are started."""
+        return f"{self.tag}-runner-{number}"
+
+    async def submit(self, *tasks: common_pb2.Task) -> None:
+        for one in tasks:
+            one.tag = one.tag or self.tag
+        await self.operator.submit(tasks)
 
     async def running(self, rollouts: int) -> None:
         """Wait until that many rollouts are leased."""
@@ -62,42 +76,67 @@ class Cluster:
         """Submit evaluation tasks and wait until each is evaluated or given up."""
 
         async def all_ended() -> dict[str, scheduler_pb2.BatchGroup]:
-            groups = {g.group.task.task_id: g async for g in self.operator.groups("test")}
+            groups = {g.group.task.task_id: g async for g in self.operator.groups(self.tag)}
             done = {name: g for name, g in groups.items() if g.group.state in ENDED}
             return done if len(done) == len(tasks) else {}
 
-        await self.operator.submit(tasks)
-        return await until(all_ended)
+        await self.submit(*tasks)
+        return await until(all_ended, limit_s=2 * START_S)
 
-    def stop(self) -> None:
-        for runner in self.runners.values():
-            runner.kill()
-            runner.communicate()
+    async def stop(self) -> None:
+        """In good order: the scheduler gives no more work to a runner that has left."""
+        for runner in self.runners:
+            runner.terminate()
+        for runner in self.runners:
+            await asyncio.to_thread(runner.communicate, timeout=START_S)
 
 
-@pytest.fixture
-def stack(tmp_path: Path, etcd: EtcdServer, cluster: str) -> Iterator[GatewayStack]:
-    made = GatewayStack(folder=tmp_path, etcd=etcd, cluster=cluster)
-    made.start()
+@asynccontextmanager
+async def cluster_on(
+    stack: GatewayStack, coordinator: Coordinator, tag: str
+) -> AsyncIterator[Cluster]:
+    channels = Channels(Security(stack.pool.keyring, subject="test"))
+    operator = Operator(coordinator, channels, retry_for_s=START_S)
+    made = Cluster(stack=stack, operator=operator, tag=tag)
+    await stack.gateway(coordinator)
     yield made
-    made.stop()
+    await made.stop()
+    await channels.close()
+
+
+@pytest.fixture(scope="module")
+def scheduled_stack(stack: GatewayStack) -> GatewayStack:
+    """The file's stack with a scheduler."""
+    stack.start_scheduler("scheduler")
+    return stack
 
 
 @pytest_asyncio.fixture
 async def system(
-    request: pytest.FixtureRequest, stack: GatewayStack, coordinator: Coordinator
+    scheduled_stack: GatewayStack, own_coordinator: Coordinator, cluster: str
 ) -> AsyncIterator[Cluster]:
-    channels = Channels(Security(stack.pool.keyring, subject="test"))
-    made = Cluster(
-        stack=stack,
-        coordinator=coordinator,
-        operator=Operator(coordinator, channels, retry_for_s=START_S),
-    )
+    """For a test at the end of whose work no rollout runs."""
+    async with cluster_on(scheduled_stack, own_coordinator, cluster) as made:
+        yield made
+
+
+@pytest_asyncio.fixture
+async def own_system(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    etcd: EtcdServer,
+    cluster: str,
+    coordinator: Coordinator,
+) -> AsyncIterator[Cluster]:
+    """For a test that leaves rollouts behind, with a scheduler of the settings given."""
+    stack = GatewayStack(folder=tmp_path, etcd=etcd, cluster=cluster)
+    stack.start()
     stack.start_scheduler("scheduler", *getattr(request, "param", ()))
-    await stack.gateway(coordinator)
-    yield made
-    made.stop()
-    await channels.close()
+    async with cluster_on(stack, coordinator, cluster) as made:
+        yield made
+        for runner in made.runners:
+            runner.kill()
+    stack.stop()
 
 
 def task(
@@ -111,7 +150,6 @@ def task(
         payload_json=json.dumps(payload),
         group_size=size,
         purpose=common_pb2.PURPOSE_EVAL,
-        tag="test",
     )
 
 
@@ -136,7 +174,7 @@ async def started(runner: subprocess.Popen[str], children: int) -> list[psutil.P
 
 async def test_every_scaffold_brings_a_group_to_its_end(system: Cluster) -> None:
     """Black box and white box: leased, sampled, scored, sealed, found again by tag."""
-    system.start_runner("runner-0", REWARDED)
+    system.start_runner(REWARDED)
     groups = await system.ended(
         task("black"),
         task("white", scaffold="whitebox"),
@@ -145,7 +183,7 @@ async def test_every_scaffold_brings_a_group_to_its_end(system: Cluster) -> None
     assert outcomes(groups["black"]) == outcomes(groups["white"]) == [1.0, 1.0]
     assert outcomes(groups["rude"]) == [0.0, 0.0]
     assert all(t.turns == 1 for group in groups.values() for t in group.trajectories)
-    (result,) = await system.operator.results("test")
+    (result,) = await system.operator.results(system.tag)
     assert (result.domain, result.rollouts, result.failed) == ("manners", 6, 0)
     assert result.mean_outcome == pytest.approx(4 / 6)
 
@@ -159,14 +197,14 @@ async def test_any_program_is_an_agent(system: Cluster, tmp_path: Path) -> None:
         f'exec {sys.executable} {EXAMPLES / "black_box.py"} "$0"'
     )
     command = f"--command=sh -c '{crash_once}' {{prompt}}"
-    system.start_runner("runner-0", f"{REWARDED},{CRASHING}", command)
+    system.start_runner(f"{REWARDED},{CRASHING}", command)
     groups = await system.ended(
         task("program", size=1), task("unscored", domain="crashing", size=1)
     )
     assert outcomes(groups["program"]) == [1.0]
     reason = groups["unscored"].group.reason
     assert "reward_functions:crashes: its process was killed by SIGSEGV" in reason
-    logged = log_lines(system.stack.log_of("runner-0"))
+    logged = log_lines(system.stack.log_of(system.runner_name()))
     failed = {event["task_id"]: event for event in logged if event["event"] == "program_failed"}
     assert failed.keys() == groups.keys()
     assert (failed["program"]["returncode"], failed["program"]["stderr"]) == (3, ["no luck"])
@@ -178,10 +216,10 @@ async def test_a_program_that_manages_its_context_is_recorded(
     """The white-box example folds twice and answers: five turns, each on record. A program is timed
     as any agent is: each turn says what it followed, and its tools and its end have their time."""
     command = f"--command={sys.executable} {EXAMPLES / 'white_box.py'}"
-    system.start_runner("runner-0", REWARDED, command)
-    groups = await system.ended(task("program", size=1))
-    assert outcomes(groups["program"]) == [1.0]
-    (summary,) = groups["program"].trajectories
+    system.start_runner(REWARDED, command)
+    groups = await system.ended(task("folding", size=1))
+    assert outcomes(groups["folding"]) == [1.0]
+    (summary,) = groups["folding"].trajectories
     assert summary.turns == 5
     found = await recorded(system.stack, own_coordinator, summary.trajectory_id)
     assert [turn.turns_before for turn in found.turns] == list(range(5))
@@ -192,7 +230,6 @@ async def test_a_program_that_manages_its_context_is_recorded(
 async def test_a_domain_of_ones_own_needs_one_setting(system: Cluster) -> None:
     """The example's domain and its reward function, each named on the command line."""
     system.start_runner(
-        "runner-0",
         "--domains=dice=examples.custom_domain:Dice",
         "--reward-functions=short=examples.custom_domain:brevity",
     )
@@ -207,7 +244,7 @@ async def test_a_domain_of_ones_own_needs_one_setting(system: Cluster) -> None:
 
 async def test_a_hopeless_task_is_given_up_at_once(system: Cluster) -> None:
     """A task that no runner like this one can attempt is tombstoned with the reason."""
-    system.start_runner("runner-0", REWARDED)
+    system.start_runner(REWARDED)
     groups = await system.ended(
         task("scaffold", scaffold="telepathy"),
         task("domain", domain="alchemy"),
@@ -221,22 +258,22 @@ async def test_a_hopeless_task_is_given_up_at_once(system: Cluster) -> None:
 
 async def test_an_agent_that_hangs_is_tried_again_then_given_up(system: Cluster) -> None:
     """The time limit frees the runner; after the last attempt the task says why."""
-    system.start_runner("runner-0", REWARDED, "--rollout-timeout-s=1", "--command=sleep 600")
+    system.start_runner(REWARDED, "--rollout-timeout-s=1", "--command=sleep 600")
     groups = await system.ended(task("sleeper", size=1))
     assert groups["sleeper"].group.state == common_pb2.GROUP_STATE_TOMBSTONED
     assert "no end within 1 s" in groups["sleeper"].group.reason
 
 
 @SHORT_LEASES
-async def test_work_of_a_killed_runner_is_done_by_another(system: Cluster) -> None:
+async def test_work_of_a_killed_runner_is_done_by_another(own_system: Cluster) -> None:
     """kill -9 of a runner in the middle of its rollouts loses no task, and ends its processes."""
-    first = system.start_runner("runner-0", REWARDED, "--command=sleep 600")
+    first = own_system.start_runner(REWARDED, "--command=sleep 600")
     tasks = [task(f"t{number}", size=1) for number in range(4)]
-    ending = asyncio.create_task(system.ended(*tasks))
-    await system.running(4)
+    ending = asyncio.create_task(own_system.ended(*tasks))
+    await own_system.running(4)
     processes = await started(first, 4 + 1)
     first.kill()
-    system.start_runner("runner-1", REWARDED)
+    own_system.start_runner(REWARDED)
     groups = await ending
     assert [outcomes(group) for group in groups.values()] == [[1.0]] * 4
     assert psutil.wait_procs(processes, timeout=START_S)[1] == []
@@ -244,43 +281,45 @@ async def test_work_of_a_killed_runner_is_done_by_another(system: Cluster) -> No
 
 @SHORT_LEASES
 async def test_agent_that_blocks_the_event_loop_keeps_its_claim(
-    system: Cluster, tmp_path: Path
+    own_system: Cluster, tmp_path: Path
 ) -> None:
     """It blocks its runner for longer than a lease, and its first attempt counts all the same."""
     began, go_on = tmp_path / "began", tmp_path / "go-on"
     domain = "--domains=blocking=tests.support.agents.tasks:BlockingDomain"
-    system.start_runner("runner-0", domain, "--concurrency=1")
+    own_system.start_runner(domain, "--concurrency=1")
     blocked = task("blocked", size=1, domain="blocking", began=str(began), until=str(go_on))
-    ending = asyncio.create_task(system.ended(blocked))
+    ending = asyncio.create_task(own_system.ended(blocked))
     await until(began.exists)
     # This runner leases later and renews nothing: a lease has passed since the block began, once
     # the scheduler ends this claim.
-    dead = system.start_runner("runner-1", REWARDED, "--concurrency=1", "--command=sleep 600")
+    dead = own_system.start_runner(REWARDED, "--concurrency=1", "--command=sleep 600")
     silent = task("silent", size=1)
     silent.tag = "other"
-    await system.operator.submit([silent])
-    await system.running(2)
+    await own_system.submit(silent)
+    await own_system.running(2)
     dead.kill()
-    await system.stack.logged("scheduler", '"event": "rollout_failed"')
+    await own_system.stack.logged("scheduler", '"event": "rollout_failed"')
     go_on.touch()
     groups = await ending
     assert outcomes(groups["blocked"]) == [1.0]
-    lines = log_lines(system.stack.log_of("scheduler"))
+    lines = log_lines(own_system.stack.log_of("scheduler"))
     failed = [line["trajectory_id"] for line in lines if line["event"] == "rollout_failed"]
     assert {parse_trajectory_id(each).task_id for each in failed} == {"silent"}
 
 
-async def test_what_runs_passes_to_the_next_leader_at_once(system: Cluster) -> None:
+async def test_what_runs_passes_to_the_next_leader_at_once(own_system: Cluster) -> None:
     """kill -9 of the leader long before a claim is renewed by itself: the next one, which hands
     nothing out meanwhile, hears of it all the same."""
-    system.stack.processes["scheduler"].terminate()
-    leader = system.stack.start_scheduler("first", "--queue.rollout-lease-s=600")
-    system.start_runner("runner-0", REWARDED, "--command=sleep 600")
-    await system.operator.submit([task("sleeper", size=2)])
-    await system.running(2)
-    system.stack.start_scheduler("second", "--queue.rollout-lease-s=600", "--takeover-hold-s=600")
+    own_system.stack.processes["scheduler"].terminate()
+    leader = own_system.stack.start_scheduler("first", "--queue.rollout-lease-s=600")
+    own_system.start_runner(REWARDED, "--command=sleep 600")
+    await own_system.submit(task("sleeper", size=2))
+    await own_system.running(2)
+    own_system.stack.start_scheduler(
+        "second", "--queue.rollout-lease-s=600", "--takeover-hold-s=600"
+    )
     leader.kill()
-    await system.running(2)
+    await own_system.running(2)
 
 
 async def test_sigterm_lets_rollouts_end(system: Cluster, tmp_path: Path) -> None:
@@ -289,11 +328,11 @@ async def test_sigterm_lets_rollouts_end(system: Cluster, tmp_path: Path) -> Non
     program = f'{sys.executable} {EXAMPLES / "black_box.py"} "$0"'
     held = f"until test -e {go_on}; do sleep 0.05; done; exec {program}"
     command = f"--command=sh -c '{held}' {{prompt}}"
-    runner = system.start_runner("runner-0", REWARDED, f"--drain-s={START_S}", command)
+    runner = system.start_runner(REWARDED, f"--drain-s={START_S}", command)
     ending = asyncio.create_task(system.ended(task("slow", size=1)))
     await system.running(1)
     runner.terminate()
-    await system.stack.logged("runner-0", '"event": "draining"')
+    await system.stack.logged(system.runner_name(), '"event": "draining"')
     go_on.touch()
     groups = await ending
     _, errors = await asyncio.to_thread(runner.communicate, timeout=START_S)
@@ -305,7 +344,7 @@ async def test_a_key_of_another_cluster_is_one_line(system: Cluster) -> None:
     """A runner whose key the scheduler refuses ends with 2 and says why."""
     key = system.stack.folder / "another-key"
     Keyring.generate(key)
-    runner = system.start_runner("runner-0", REWARDED, f"--key-file={key}")
+    runner = system.start_runner(REWARDED, f"--key-file={key}")
     _, errors = await asyncio.to_thread(runner.communicate, timeout=START_S)
     assert runner.returncode == 2
     assert errors == "forge runner: the token was not signed by this cluster's key\n"
