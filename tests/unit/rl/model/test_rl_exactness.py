@@ -1,7 +1,7 @@
 """Tree-merged loss and gradients equal those of one sample at a time (invariant I5).
 
 Every family of models, every shape of tree, every way of computing it: whole, split into several
-trees, relayed in parts. Ranks are in `test_rl_context_parallel.py`, ten thousand random trees in
+trees, relayed in parts. Ranks are in `test_rl_context_parallel.py`, many more random trees in
 `test_rl_exactness_forests.py`.
 """
 
@@ -39,7 +39,7 @@ DENSE = ("qwen3", "llama", "mistral", "gemma3")
 EXPERTS = ("qwen3_moe", "mixtral")
 WAYS = ("whole", "split", "relayed")
 BALANCE = 0.1
-EXAMPLES = 100
+EXAMPLES = 100 if settings.get_current_profile_name() == "fuzz" else 25
 
 
 @cache
