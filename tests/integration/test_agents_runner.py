@@ -27,6 +27,7 @@ from forge.v1 import common_pb2, scheduler_pb2
 from tests.support.gateway.stack import START_S, GatewayStack, recorded
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.log_lines import log_lines
+from tests.support.runtime.service_process import ServiceProcess, start_service
 from tests.support.runtime.waiting import until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -47,12 +48,12 @@ class Cluster:
     operator: Operator
     tag: str
     """Of the test's tasks."""
-    runners: list[subprocess.Popen[str]] = field(default_factory=list)
+    runners: list[ServiceProcess] = field(default_factory=list)
 
-    def start_runner(self, *settings: str) -> subprocess.Popen[str]:
+    def start_runner(self, *settings: str) -> ServiceProcess:
         name = self.runner_name(len(self.runners))
-        argv = [sys.executable, "-m", "forge.agents", "run", *self.stack.shared(name), *settings]
-        self.runners.append(subprocess.Popen(argv, stderr=subprocess.PIPE, text=True))
+        argv = ["run", *self.stack.shared(name), *settings]
+        self.runners.append(start_service("forge.agents", *argv, stderr=subprocess.PIPE))
         return self.runners[-1]
 
     def runner_name(self, number: int = 0) -> str:
@@ -162,7 +163,7 @@ def outcomes(group: scheduler_pb2.BatchGroup) -> list[float]:
     ]
 
 
-async def started(runner: subprocess.Popen[str], children: int) -> list[psutil.Process]:
+async def started(runner: ServiceProcess, children: int) -> list[psutil.Process]:
     """The processes of a runner, once there are so many: programs, and those of its rewards."""
 
     def found() -> list[psutil.Process]:

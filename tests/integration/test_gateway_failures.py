@@ -24,7 +24,6 @@ from tests.support.gateway.stack import (
     recorded,
     token_tree,
 )
-from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 
 

@@ -52,7 +52,8 @@ def stays(processes: list[psutil.Process]) -> list[psutil.Process]:
 def test_signal_to_pytest_leaves_no_process(
     suite: tuple[subprocess.Popen[bytes], list[psutil.Process]], number: signal.Signals
 ) -> None:
-    """Neither etcd, nor a service, nor a process in a session of its own whose parent has ended."""
+    """Neither etcd, nor a service, nor its fork server, nor a process in a session of its own whose
+    parent has ended."""
     running, started = suite
     running.send_signal(number)
     assert stays(started) == []

@@ -23,8 +23,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +36,7 @@ from forge.runtime.startup import run
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.model.chat_model import ChatModel
 from services.inference.router.sample_stream import SampleStreams
+from tests.support.runtime.service_process import ServiceProcess, start_service
 
 FULL_NAME = "forge.v1.InferenceService"
 
@@ -178,11 +177,9 @@ class ScriptedEngineApp:
         """Nothing is held."""
 
 
-def start_scripted_engine(*settings: str) -> subprocess.Popen[bytes]:
+def start_scripted_engine(*settings: str) -> ServiceProcess:
     """The engine as a child process."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.support.gateway.scripted_engine", *settings]
-    )
+    return start_service("tests.support.gateway.scripted_engine", *settings)
 
 
 def _answer_begins(model: ChatModel) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +23,7 @@ from tests.support.gateway.scripted_engine import start_scripted_engine
 from tests.support.pool.process import PoolClient, PoolProcess
 from tests.support.pool.records import recorded_tree
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.service_process import ServiceProcess, start_service
 from tests.support.runtime.waiting import until
 
 # A process takes seconds to start, and minutes where others take the processor.
@@ -42,7 +41,7 @@ class GatewayStack:
     family: str = "chatml"
     context_tokens: int = 4096
     pool: PoolProcess = field(init=False)
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[str, ServiceProcess] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pool = PoolProcess(
@@ -64,15 +63,13 @@ class GatewayStack:
         )
 
     def start_gateway(self, name: str, *settings: str) -> None:
-        argv = [sys.executable, "-m", "services.gateway", *self._with_model(name)]
-        argv += ["--retry-for-s", str(START_S), *settings]
-        self.processes[name] = subprocess.Popen(argv)
+        argv = [*self._with_model(name), "--retry-for-s", str(START_S), *settings]
+        self.processes[name] = start_service("services.gateway", *argv)
 
-    def start_scheduler(self, name: str, *settings: str) -> subprocess.Popen[bytes]:
+    def start_scheduler(self, name: str, *settings: str) -> ServiceProcess:
         """One that repeats failed attempts at once."""
-        argv = [sys.executable, "-m", "services.scheduler", *self.shared(name)]
-        argv += ["--queue.retry-backoff-s", "0.05", *settings]
-        self.processes[name] = subprocess.Popen(argv)
+        argv = [*self.shared(name), "--queue.retry-backoff-s", "0.05", *settings]
+        self.processes[name] = start_service("services.scheduler", *argv)
         return self.processes[name]
 
     def kill(self, name: str) -> None:

@@ -7,8 +7,6 @@ import hashlib
 import itertools
 import json
 import signal
-import subprocess
-import sys
 from array import array
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +24,7 @@ from forge.v1.common_pb2 import SamplingParams
 from services.inference import codec
 from services.inference.engines.base import NamedTensor
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.service_process import ServiceProcess, start_service
 from tests.support.runtime.waiting import until
 
 # A process takes seconds to start, and minutes where others take the processor.
@@ -128,7 +127,7 @@ class InferenceCluster:
         key_file = folder / "key"
         security = Security(Keyring.generate(key_file), subject="test")
         self._base = [
-            *(sys.executable, "-m", "services.inference", "--etcd", etcd.endpoint),
+            *("--etcd", etcd.endpoint),
             *("--cluster", name, "--key-file", str(key_file), "--model-path", str(model_path)),
             *(
                 "--lease-ttl-s",
@@ -140,7 +139,7 @@ class InferenceCluster:
             ),
             *("--router.worker-wait-s", str(START_S)),
         ]
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, ServiceProcess] = {}
         self._numbers = itertools.count()
         self.channels = Channels(security)
         self._server = RpcServer(service="trainer", host="127.0.0.1", port=0, security=security)
@@ -152,7 +151,7 @@ class InferenceCluster:
         argv = [*self._base, "--role", role, "--instance-id", name, *settings]
         argv += ["--log-file", str(self._folder / f"{name}.log")]
         with (self._folder / f"{name}.stderr").open("ab") as stderr:
-            self._processes[name] = subprocess.Popen(argv, stderr=stderr)
+            self._processes[name] = start_service("services.inference", *argv, stderr=stderr)
         return name
 
     async def workers(self, role: str, count: int) -> list[str]:

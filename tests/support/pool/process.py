@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from forge.runtime.rpc.chunks import Joiner, split
 from forge.runtime.security import Keyring, Security
 from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.service_process import ServiceProcess, start_service
 
 START_S = 120.0
 CALL_S = 60.0
@@ -38,17 +38,18 @@ class PoolProcess:
         self.log_path = folder / "pool.log"
         self._key_file = key_file or folder / "key"
         self.keyring = Keyring.from_file(key_file) if key_file else Keyring.generate(self._key_file)
+        self._module = module
         self._argv = [
-            *(sys.executable, "-m", module, "--etcd", etcd.endpoint),
+            *("--etcd", etcd.endpoint),
             *("--cluster", cluster, "--key-file", str(self._key_file), "--shard", shard),
             *("--data-dir", str(self.data_dir), "--log-file", str(self.log_path)),
             *("--lease-ttl-s", "2", "--disk-reserve-bytes", "0"),
         ]
-        self.process: subprocess.Popen[str] | None = None
+        self.process: ServiceProcess | None = None
 
     def start(self, *settings: str) -> None:
         """Starts it; it has registered once `PoolClient.connect` returns."""
-        self.process = subprocess.Popen([*self._argv, *settings], stderr=subprocess.PIPE, text=True)
+        self.process = start_service(self._module, *self._argv, *settings, stderr=subprocess.PIPE)
 
     @property
     def id_ending(self) -> str:
@@ -81,7 +82,7 @@ class PoolProcess:
         """Exit code and stderr, once it has ended."""
         assert self.process is not None
         _, stderr = self.process.communicate(timeout=START_S)
-        return self.process.returncode, stderr
+        return self.process.wait(), stderr
 
 
 class PoolClient:

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from tests.support.pool.process import PoolProcess
 from tests.support.pool.records import make_reward, make_turn
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.log_lines import log_lines
+from tests.support.runtime.service_process import start_service
 from tests.support.runtime.waiting import until
 
 START_S = 120.0
@@ -68,7 +67,7 @@ class SchedulerProcess:
     def __init__(self, argv: Sequence[str], *, instance_id: str, log_path: Path) -> None:
         self.id_ending = instance_id
         self.log_path = log_path
-        self.process = subprocess.Popen([*argv, "--instance-id", instance_id])
+        self.process = start_service("services.scheduler", *argv, "--instance-id", instance_id)
 
     def kill(self) -> None:
         """SIGKILL, frozen or not; `SchedulerCluster.kill` tells the others."""
@@ -140,7 +139,7 @@ class SchedulerCluster:
         chosen = DEFAULTS | settings | {f"queue.{key}": value for key, value in table.items()}
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in chosen.items()]
         argv = [
-            *(sys.executable, "-m", "services.scheduler", "--etcd", self._etcd.endpoint),
+            *("--etcd", self._etcd.endpoint),
             *("--cluster", self._cluster, "--key-file", str(self._key_file)),
             *("--log-file", str(log_path), *flags),
         ]

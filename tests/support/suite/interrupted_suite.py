@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.pool.process import PoolProcess
@@ -26,12 +27,15 @@ print(child.pid)
 
 @pytest.fixture
 def processes(tmp_path: Path, etcd: EtcdServer, cluster: str) -> Iterator[None]:
-    """An etcd, a service, and a process whose parent has ended; fixtures are not torn down."""
+    """An etcd, a service, the server that forked it, and a process whose parent has ended; fixtures
+    are not torn down."""
     pool = PoolProcess(tmp_path / "pool", etcd=etcd, cluster=cluster)
     pool.start()
+    fork_server = psutil.Process(pool.pid).ppid()
+    assert fork_server != os.getpid()
     detached = subprocess.check_output([sys.executable, "-c", _DETACHED], text=True)
     with Path(os.environ[PIDS]).open("w") as pids:
-        pids.write(f"{os.getpid()} {etcd.pid} {pool.pid} {detached}")
+        pids.write(f"{os.getpid()} {etcd.pid} {pool.pid} {fork_server} {detached}")
     yield
 
 

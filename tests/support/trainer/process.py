@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from forge.v1.trainer_pb2_grpc import TrainerServiceStub
 from tests.support.rl.models import tiny_model
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.log_lines import log_lines
+from tests.support.runtime.service_process import ServiceProcess, start_service
 
 START_S = 240.0
 """Until a process has started, taken its steps or ended, on a machine with ten others to run."""
@@ -42,13 +42,13 @@ class TrainerProcess:
         if not self.model_path.exists():
             tiny_model("qwen3", torch.float32).save_pretrained(self.model_path)
         self._argv = [
-            *(sys.executable, "-m", "services.trainer", "--etcd", etcd.endpoint),
+            *("--etcd", etcd.endpoint),
             *("--cluster", cluster, "--key-file", str(key_file), "--instance-id", "trainer"),
             *("--model-path", str(self.model_path), "--checkpoint.dir", str(self.checkpoints)),
             *("--metrics-file", str(self.metrics_file), "--log-file", str(self.log_path)),
             *("--lease-ttl-s", "2", "--torch-threads", "1", "--optimizer.learning-rate", "1e-3"),
         ]
-        self.process: subprocess.Popen[str] | None = None
+        self.process: ServiceProcess | None = None
 
     def start(self, **settings: object) -> None:
         """`table__key` is the setting `table.key`."""
@@ -56,7 +56,9 @@ class TrainerProcess:
             f"--{key.replace('__', '.').replace('_', '-')}={value}"
             for key, value in settings.items()
         ]
-        self.process = subprocess.Popen([*self._argv, *flags], stderr=subprocess.PIPE, text=True)
+        self.process = start_service(
+            "services.trainer", *self._argv, *flags, stderr=subprocess.PIPE
+        )
 
     def kill(self) -> None:
         """SIGKILL, if it runs."""
@@ -75,7 +77,7 @@ class TrainerProcess:
         """Exit code and stderr, once it has ended."""
         assert self.process is not None
         _, stderr = self.process.communicate(timeout=START_S)
-        return self.process.returncode, stderr
+        return self.process.wait(), stderr
 
     def logged(self, event: str) -> list[dict[str, Any]]:
         """Log lines of one event."""

@@ -40,7 +40,7 @@ from tests.support.rl.models import (
 FUZZ = settings.get_current_profile_name() == "fuzz"
 """`make fuzz` computes ten times as many."""
 TREES = 10_000 if FUZZ else 1_000
-FORESTS = 3_200 if FUZZ else 320
+FORESTS = 3_200 if FUZZ else 350
 """Of some three to four trees each."""
 EXPERT_FORESTS = 150 if FUZZ else 50
 SAMPLES = 200

@@ -1,0 +1,124 @@
+"""Forks the processes of services: `python -m tests.support.runtime.fork_server <file descriptor>`.
+
+Owns the imports: what a service runs is imported once, in this process, before the first fork for
+it. A fork has one thread and has used neither gRPC nor torch, so it goes on as a fresh process of
+`python -m <module>` does after its imports. It ends when the socket is closed.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+REQUEST_BYTES = 1 << 20
+TORCH_MODELS = ("transformers.models.qwen3.modeling_qwen3",)
+ALSO = {
+    "forge.agents": (
+        "forge.agents.scaffolds.blackbox",
+        "forge.agents.scaffolds.whitebox",
+        "openai.resources.chat.completions",
+    ),
+    "services.trainer": TORCH_MODELS,
+    "services.inference": ("services.inference.router.role",),
+    "tests.support.pool.lmdb_panic": ("services.pool.app",),
+    "tests.support.gateway.scripted_engine": (
+        "services.gateway.model.chat_model",
+        "services.inference.router.sample_stream",
+    ),
+}
+"""Modules that a service imports once it has started."""
+WORKER = ("services.inference.worker.role", *TORCH_MODELS)
+"""Likewise of an inference worker."""
+
+
+def serve(channel: socket.socket) -> dict[str, Any] | None:
+    """Returns in each forked process, with the request; and None when the socket is closed."""
+    woken, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    # The terminal's interrupt is for the test process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    status_files: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([channel, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            report_ends(status_files)
+        if channel not in ready:
+            continue
+        data, files, _, _ = socket.recv_fds(channel, REQUEST_BYTES, 3)
+        if not data:
+            return None
+        request: dict[str, Any] = json.loads(data)
+        import_service(request["module"], request["argv"])
+        pid = os.fork()
+        if not pid:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            become(request, files[1:])
+            for file in (channel.detach(), woken, waker, *files, *status_files.values()):
+                os.close(file)
+            return request
+        status_files[pid] = files[0]
+        for file in files[1:]:
+            os.close(file)
+        channel.send(str(pid).encode())
+
+
+def report_ends(status_files: dict[int, int]) -> None:
+    """Write the exit code of each process that has ended."""
+    while status_files:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        with os.fdopen(status_files.pop(pid), "w") as file:
+            file.write(str(os.waitstatus_to_exitcode(status)))
+
+
+def import_service(module: str, argv: list[str]) -> None:
+    """Import what the module runs, if that has not been done."""
+    for also in ALSO.get(module, ()):
+        importlib.import_module(also)
+    if module == "services.inference" and "router" not in argv:
+        for also in WORKER:
+            importlib.import_module(also)
+    if module.startswith(("services.", "forge.")):
+        main = f"{module}.__main__"
+        importlib.import_module(main).load_app()
+        # It is run as `__main__`, and warned of where it has been imported as well.
+        del sys.modules[main]
+    gc.freeze()
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread does not survive a fork"
+
+
+def become(request: dict[str, Any], files: list[int]) -> None:
+    """Take the environment of a fresh process."""
+    stdin = os.open(os.devnull, os.O_RDONLY)
+    for number, file in enumerate([stdin, *files]):
+        os.dup2(file, number)
+    os.close(stdin)
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    os.chdir(request["directory"])
+    sys.argv[1:] = request["argv"]
+
+
+def main() -> None:
+    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    if request is not None:
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

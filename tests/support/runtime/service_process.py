@@ -1,0 +1,131 @@
+"""Processes of services, forked from one that has imported what they run.
+
+Owns what tests need of such a process. It runs the same module as `python -m`, as `__main__` and
+with the same arguments, but its imports were made before, in the fork server of this test process:
+they take most of the time of a start. `forge run` in `tests/e2e` and the benchmarks start the same
+modules by their command lines.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+REQUEST_S = 240.0
+"""For a fork, and for the imports before the first one."""
+
+
+class ForkedProcess:
+    """One `python -m <module>`; its methods are those of `subprocess.Popen`."""
+
+    def __init__(self, module: str, argv: Sequence[str], *, stderr: int | IO[bytes] | None) -> None:
+        self.args = [module, *argv]
+        self._errors = tempfile.TemporaryFile() if stderr == subprocess.PIPE else None  # noqa: SIM115
+        file = self._errors or stderr or 2
+        self._status, status = os.pipe()
+        self._lock = threading.Lock()
+        self.returncode: int | None = None
+        try:
+            errors = file if isinstance(file, int) else file.fileno()
+            self.pid = _fork_server().fork(module, argv, (status, 1, errors))
+        finally:
+            os.close(status)
+
+    def poll(self) -> int | None:
+        return self._ended(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._ended(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Its last words on stderr, if that is a pipe, are the second."""
+        self.wait(timeout)
+        if self._errors is None:
+            return "", ""
+        self._errors.seek(0)
+        return "", self._errors.read().decode()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _ended(self, timeout: float | None) -> int | None:
+        """The exit code, once there is one; threads may wait for it at once."""
+        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+            with self._lock:
+                if self.returncode is None:
+                    # Nothing where the fork server was killed, with all that it forked.
+                    self.returncode = int(os.read(self._status, 16) or -signal.SIGKILL)
+        return self.returncode
+
+    def __del__(self) -> None:
+        os.close(self._status)
+
+
+ServiceProcess = ForkedProcess | subprocess.Popen[str]
+
+
+def start_service(module: str, *argv: str, stderr: int | IO[bytes] | None = None) -> ServiceProcess:
+    """Start `python -m <module>` with these arguments."""
+    in_tests = "PYTEST_VERSION" in os.environ
+    # What sets up an interpreter sets up that of the fork server, not those of its forks.
+    if not in_tests or _interpreter(os.environ) != _fork_server().interpreter:
+        return subprocess.Popen([sys.executable, "-m", module, *argv], stderr=stderr, text=True)
+    return ForkedProcess(module, argv, stderr=stderr)
+
+
+def _interpreter(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are read before the first line of a module."""
+    return {name: value for name, value in environ.items() if name.startswith(("PYTHON", "LD_"))}
+
+
+class _ForkServer:
+    """The one of this test process; `tests.support.suite.process_guard` ends what it leaves."""
+
+    def __init__(self) -> None:
+        self.interpreter = _interpreter(os.environ)
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.settimeout(REQUEST_S)
+        self._lock = threading.Lock()
+        argv = [sys.executable, "-m", "tests.support.runtime.fork_server", str(theirs.fileno())]
+        self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()])
+        theirs.close()
+
+    def fork(self, module: str, argv: Sequence[str], files: Sequence[int]) -> int:
+        """The process id. `files`: for the exit code, stdout and stderr."""
+        request = {
+            "module": module,
+            "argv": list(argv),
+            "environ": dict(os.environ),
+            "directory": str(Path.cwd()),
+        }
+        with self._lock:
+            socket.send_fds(self._channel, [json.dumps(request).encode()], files)
+            pid = self._channel.recv(16)
+        assert pid, "the fork server has ended"
+        return int(pid)
+
+
+@functools.cache
+def _fork_server() -> _ForkServer:
+    return _ForkServer()
