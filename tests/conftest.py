@@ -13,7 +13,6 @@ import pytest
 import pytest_asyncio
 import uvloop
 from hypothesis import settings
-from rich.console import Console
 
 from forge.runtime.coordination import Coordinator
 from tests.support.runtime.etcd import EtcdServer
@@ -95,15 +94,11 @@ def forge_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Here, since few tests need torch.
     from filelock import FileLock
 
-    from forge.cli.models import tiny_directory
-    from services.trainer.starting_weights.tiny import Course, warm_start
+    from tests.support.suite.starting_weights import make_starting_weights
 
     root = _shared_by_workers(tmp_path_factory) / "forge"
-    course = Course(flawless_steps=150, imperfect_steps=50, batch_tokens=512)
-    model = tiny_directory(root, seed=0)
     with FileLock(f"{root}.lock"):
-        if not model.exists():
-            warm_start(model, seed=0, course=course, console=Console(quiet=True))
+        make_starting_weights(root, flawless_steps=150, imperfect_steps=50)
     return root
 
 

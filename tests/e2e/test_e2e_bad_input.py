@@ -13,8 +13,17 @@ import pytest
 from forge.cli.stack import etcd_binary
 from forge.core.errors import NotFound
 from tests.support.suite.forge_run import FORGE, ForgeRun
+from tests.support.suite.starting_weights import make_starting_weights
 
 pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def untaught_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with starting weights that answer nothing: no run here samples with them."""
+    root = tmp_path_factory.mktemp("untaught")
+    make_starting_weights(root, flawless_steps=1, imperfect_steps=1)
+    return root
 
 
 def forge(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -36,10 +45,10 @@ def test_override_that_is_none_is_named(tmp_path: Path) -> None:
     assert "'learning_rate=1'" in ended.stderr and "service.key=value" in ended.stderr
 
 
-def test_unreachable_etcd_is_named(tmp_path: Path, forge_root: Path) -> None:
+def test_unreachable_etcd_is_named(tmp_path: Path, untaught_root: Path) -> None:
     """An etcd that does not answer is one line with its address."""
     ended = forge(
-        *("run", "--root", str(forge_root), "--run-dir", str(tmp_path / "run")),
+        *("run", "--root", str(untaught_root), "--run-dir", str(tmp_path / "run")),
         *("--etcd", "127.0.0.1:9"),
     )
     assert ended.returncode == 1
@@ -54,10 +63,10 @@ def test_status_of_no_run_is_refused(tmp_path: Path) -> None:
     assert "not a run directory" in ended.stderr
 
 
-def test_wrong_setting_of_a_service_ends_the_run(tmp_path: Path, forge_root: Path) -> None:
+def test_wrong_setting_of_a_service_ends_the_run(tmp_path: Path, untaught_root: Path) -> None:
     """A service that its settings keep from starting ends the run at once, in its own words."""
     run = ForgeRun(
-        tmp_path / "run", root=forge_root, steps=1, extra=("--set", "scheduler.concurency=4")
+        tmp_path / "run", root=untaught_root, steps=1, extra=("--set", "scheduler.concurency=4")
     )
     run.start()
     assert run.finish() != 0
@@ -67,14 +76,14 @@ def test_wrong_setting_of_a_service_ends_the_run(tmp_path: Path, forge_root: Pat
     assert "Traceback" not in output
 
 
-def test_occupied_port_is_named(tmp_path: Path, forge_root: Path) -> None:
+def test_occupied_port_is_named(tmp_path: Path, untaught_root: Path) -> None:
     """A port that somebody else holds is in the line that ends the run."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
         run = ForgeRun(
-            tmp_path / "run", root=forge_root, steps=1, extra=("--set", f"pool.port={port}")
+            tmp_path / "run", root=untaught_root, steps=1, extra=("--set", f"pool.port={port}")
         )
         run.start()
         assert run.finish() != 0
