@@ -5,8 +5,8 @@ SEED ?= 0
 
 ROUNDS ?= 10
 
-.PHONY: run help setup hooks test test-clients test-wheel coverage lint docs dist protos protos-baseline chaos \
-	crash fuzz bench bench-peers families
+.PHONY: run help setup hooks test test-loaded test-clients test-wheel coverage lint docs dist protos \
+	protos-baseline chaos crash fuzz bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -30,6 +30,9 @@ hooks: setup  ## Check each commit before it is made (pre-commit)
 # starts, and the long ones come first.
 test: setup  ## The whole default suite: real etcd, real processes
 	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-loaded: setup  ## The same beside 16 busy processes, for waits that are too short
+	@$(PY) -m tests.support.suite.loaded $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 test-clients: setup .venv-clients/.installed tests/clients/node/node_modules/.package-lock.json  ## Real agent clients and frameworks against the gateway
 	@$(PY) -m pytest tests/clients
