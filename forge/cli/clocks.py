@@ -10,5 +10,5 @@ from forge.runtime.rpc import Channels
 
 async def compare_clocks(coordinator: Coordinator, channels: Channels) -> tuple[int, Comparison]:
     """How many services answered, and their clocks with this machine's. Raises `Unavailable`."""
-    clocks = await read_clocks(channels, await coordinator.everybody())
+    clocks = await read_clocks(channels, await coordinator.all_instances())
     return len(clocks), compare([Clock(name="this machine", offset_s=0.0), *clocks])

@@ -1,1 +1,1 @@
-"""What every process stands on: actors, coordination, gRPC, security, settings, telemetry."""
+"""Shared by all processes: actors, coordination, gRPC, security, settings, telemetry."""

@@ -1,15 +1,14 @@
-"""Actors: state that one message at a time may touch.
+"""Actors: each owns state and handles one message at a time.
 
 The life of an actor:
 
     spawn -> started() -> receive(message), receive(message), ... -> stopped()
-    a ForgeError from receive: answers the asker, the actor goes on
+    a ForgeError from receive: answers the asker, the actor stays
     any other exception: answers the asker, stopped(), back-off, a fresh actor from the factory
 
-`Actor` lives on the event loop, `ThreadActor` on a thread of its own (LMDB, torch). Both are
-reached through an `ActorRef` alone. Owns what an actor is; its address is
-`forge.runtime.actor_system`, its queue `forge.runtime.mailbox`, its restarts
-`forge.runtime.supervision`.
+`Actor` runs on the event loop, `ThreadActor` on a thread of its own (LMDB, torch). Only an
+`ActorRef` reaches them. Not here: addresses (`forge.runtime.actor_system`), queues
+(`forge.runtime.mailbox`), restarts (`forge.runtime.supervision`).
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from forge.core.errors import ForgeError
 
 
 class Actor:
-    """Subclass it; override `receive` with a `match` over frozen dataclasses."""
+    """Base class; `receive` is a `match` over frozen dataclasses."""
 
     mailbox_size: ClassVar[int] = 1024
 
     async def started(self) -> None:
-        """Called before the first message; what it raises goes to who spawns."""
+        """Called before the first message; `spawn` raises its exception."""
 
     async def receive(self, message: Any) -> Any:
         """Handle one message; the return value answers an ask."""
-        # Reached by a message that no case of the subclass takes: an answer, not a gap.
+        # No case of the subclass takes the message: fail the ask.
         raise NotImplementedError(f"{type(self).__name__} handles no {type(message).__name__}")
 
     async def stopped(self) -> None:
@@ -45,24 +44,24 @@ class ThreadActor:
     batch_size: ClassVar[int] = 1
     """Most messages that `receive_batch` gets at once."""
     batch_wait_s: ClassVar[float] = 0.0
-    """How long the first message of a batch waits for more, unless they weigh enough already."""
+    """Longest wait of a batch's first message for more messages; a full batch does not wait."""
     loop: asyncio.AbstractEventLoop
-    """The system's event loop; `call_soon_threadsafe` is the way back to it."""
+    """The system's event loop; reach it by `call_soon_threadsafe`."""
 
     def started(self) -> None:
-        """Called before the first message; what it raises goes to who spawns."""
+        """Called before the first message; `spawn` raises its exception."""
 
     def receive(self, message: Any) -> Any:
         """Handle one message; the return value answers an ask."""
-        # Reached by a message that no case of the subclass takes: an answer, not a gap.
+        # No case of the subclass takes the message: fail the ask.
         raise NotImplementedError(f"{type(self).__name__} handles no {type(message).__name__}")
 
     def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
-        """One outcome per message; an Exception as outcome fails that ask alone."""
+        """Return one outcome per message; an Exception as outcome fails that ask alone."""
         return [self._outcome(message) for message in messages]
 
     def weigh(self, message: Any) -> int:
-        """For how many messages of a batch this one counts: at `batch_size` none is waited for."""
+        """Weight of a message; a batch of weight `batch_size` waits for no more."""
         return 1
 
     def work(self) -> bool:

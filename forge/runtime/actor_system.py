@@ -1,7 +1,7 @@
-"""The actors of one process: how one is addressed, spawned and stopped.
+"""The actors of one process: spawn, address, stop.
 
-Owns addresses and the registry. What an actor is: `forge.runtime.actor`; its queue:
-`forge.runtime.mailbox`; its restarts: `forge.runtime.supervision`.
+Owns addresses and the registry. Not here: the actor (`forge.runtime.actor`), its queue
+(`forge.runtime.mailbox`), its restarts (`forge.runtime.supervision`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from forge.runtime.telemetry import log
 
 
 class ActorRef:
-    """The address of an actor: all that anybody else ever holds of it."""
+    """The address of an actor; others hold nothing else of it."""
 
     __slots__ = ("_cell", "_mailbox", "name")
 
@@ -34,8 +34,8 @@ class ActorRef:
         return not self._mailbox.closed
 
     async def ask(self, message: Any, *, timeout_s: float) -> Any:
-        """The actor's answer. Raises MailboxFull, ActorStopped, DeadlineExceeded (the outcome is
-        then unknown), or what `receive` raised."""
+        """Return the actor's answer, or raise its exception. Raises MailboxFull, ActorStopped,
+        DeadlineExceeded (the outcome is then unknown)."""
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[Any] = loop.create_future()
         envelope = Envelope(message, reply)
@@ -47,11 +47,11 @@ class ActorRef:
             deadline.cancel()
 
     def tell(self, message: Any) -> None:
-        """Leave a message, from any thread. Raises MailboxFull or ActorStopped."""
+        """Send a message without an answer, from any thread. Raises MailboxFull or ActorStopped."""
         self._mailbox.put(Envelope(message, None))
 
     async def stop(self, *, timeout_s: float = 10.0) -> None:
-        """Let the message in hand finish, handle nothing more, answer the rest ActorStopped."""
+        """Finish the current message, then stop; the other messages get ActorStopped."""
         await self._cell.stop(timeout_s)
 
     def _expire(self, envelope: Envelope, timeout_s: float) -> None:
@@ -80,9 +80,9 @@ class ActorSystem:
         name: str,
         restart: Restart = DEFAULT_RESTART,
     ) -> ActorRef:
-        """Start an actor and return once `started` has; what `started` raises is raised here.
+        """Start an actor; return after its `started`, or raise the exception of `started`.
 
-        The factory runs on the event loop; all of a ThreadActor's methods on its thread.
+        The factory runs on the event loop, all methods of a ThreadActor on its thread.
         """
         if name in self._cells:
             raise FailedPrecondition(f"there is an actor {name} already")
@@ -99,7 +99,7 @@ class ActorSystem:
         return ActorRef(cell)
 
     async def stop(self, *, timeout_s: float = 10.0) -> None:
-        """Stop every actor, the youngest first; `timeout_s` is for all of them together."""
+        """Stop all actors, the youngest first, within `timeout_s` in all."""
         deadline = time.monotonic() + timeout_s
         while self._cells:
             cell = self._cells[next(reversed(self._cells))]

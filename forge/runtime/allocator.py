@@ -1,9 +1,8 @@
-"""How a process holds memory: what its C allocator keeps, and what its collector walks.
+"""Memory of a process: two settings of glibc's allocator, and Python's garbage collector.
 
-Owns two settings of glibc and those of Python's collector. glibc gives memory at the end of a heap
-back to the kernel at once, and what is allocated next is faulted in anew, page by page: a sixth of
-the cycles of a pool that takes turns, a third of those of one that is read, and many times the
-copying of a long prompt.
+By default glibc returns free memory at the end of a heap to the kernel at once, and the next
+allocation faults it in again, page by page. This took a sixth of the cycles of a pool that appends
+turns, a third of a pool that serves reads, and many times the copy of a long prompt.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ import ctypes
 import gc
 
 GC_THRESHOLD = 5000
-"""Objects made and kept between walks of the young; Python's own is 700."""
+"""New objects before a collection of the youngest generation; Python's default is 700."""
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 32 << 20
-"""The highest that glibc takes; without it each buffer of 128 KiB has a mapping of its own."""
+"""Highest value of glibc; by default each buffer of 128 KiB gets its own mapping."""
 
 
 def keep_freed_memory(limit_bytes: int, *, mapped_bytes: int = _MMAP_THRESHOLD_BYTES) -> bool:
-    """Lets each heap keep up to `limit_bytes` that are free, for this process's life.
+    """Let each heap keep up to `limit_bytes` of free memory.
 
-    Blocks of `mapped_bytes` and more are mapped one by one. False where the C library is not
-    glibc: then nothing changes.
+    Blocks of `mapped_bytes` and more get their own mapping. Returns False, without effect, on
+    another C library than glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -35,10 +34,10 @@ def keep_freed_memory(limit_bytes: int, *, mapped_bytes: int = _MMAP_THRESHOLD_B
 
 
 def settle() -> None:
-    """To be called when all is loaded: what is there now stays, and is not walked again.
+    """Call after all imports: exempts the present objects from collection and collects less often.
 
-    Sessions are trees of small objects; with Python's own thresholds the walks are a twelfth of a
-    call.
+    Sessions are trees of small objects; with Python's own thresholds the collector took a twelfth
+    of a call.
     """
     gc.collect()
     gc.freeze()

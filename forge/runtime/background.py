@@ -11,7 +11,7 @@ from forge.runtime.telemetry import log
 
 
 class Background:
-    """Never ends by itself: if it does, the process stops in good order and its log says why."""
+    """A task without an end: if it ends, the process stops and its log has the cause."""
 
     def __init__(
         self, context: ServiceContext, coroutine: Coroutine[Any, Any, None], *, name: str

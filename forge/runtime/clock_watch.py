@@ -1,7 +1,6 @@
-"""Compares this process's wall clock with those of its peers, and says which one is off.
+"""Compares the wall clocks of this process and its peers, and reports the wrong ones.
 
-A clock that is off costs more than wrong times in logs: tokens expire by it. The watch corrects
-nothing; an operator sets the clock.
+Tokens expire by wall clocks. The watch corrects nothing; an operator sets the clock.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from forge.runtime.telemetry import gauge, log
 
 PERIOD_S = 60.0
 PEERS = 8
-"""Most clocks read at a time, of as many hosts as there are."""
+"""Most clocks of one comparison, on as many hosts as possible."""
 READ_S = 5.0
 REMEDY = "set it by NTP (chrony or systemd-timesyncd)"
 
@@ -39,7 +38,7 @@ class ClockWatch:
         own: Instance,
         on_offset: Callable[[float | None], Awaitable[None]],
     ) -> None:
-        """`on_offset`: gets how far this clock is off, and None once it is not."""
+        """`on_offset` gets this clock's offset, and None once the clock is right."""
         self._coordinator = coordinator
         self._channels = channels
         self._own = own
@@ -47,7 +46,7 @@ class ClockWatch:
         self._known_off: frozenset[str] = frozenset()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Compare every minute until cancelled."""
         while True:
             try:
                 await self.look()
@@ -58,7 +57,9 @@ class ClockWatch:
     async def look(self) -> None:
         """Compare once. Raises `Unavailable` when etcd does not answer."""
         others = [
-            one for one in await self._coordinator.everybody() if one.address != self._own.address
+            one
+            for one in await self._coordinator.all_instances()
+            if one.address != self._own.address
         ]
         own = Clock(name=clock_name(self._own), offset_s=0.0)
         clocks = await read_clocks(self._channels, _spread(others))
@@ -71,7 +72,7 @@ class ClockWatch:
         await self._on_offset(own_off[0] if own_off else None)
 
     def _log(self, found: Comparison) -> None:
-        """Once for each clock that begins to be off."""
+        """Log each wrong clock once."""
         for clock, line in zip(found.off, found.lines(), strict=True):
             if clock.name not in self._known_off:
                 log.warning("clock_off", offset_s=clock.offset_s, clock=line, remedy=REMEDY)
@@ -92,14 +93,14 @@ async def read_clocks(channels: Channels, instances: Sequence[Instance]) -> list
 
     read_all = await asyncio.gather(*map(read, instances), return_exceptions=True)
     for outcome in read_all:
-        # An instance of an earlier release has no such service, one that is gone no clock.
+        # Instances of an earlier release, and dead ones, give no clock.
         if isinstance(outcome, BaseException) and not isinstance(outcome, ForgeError):
             raise outcome
     return [clock for clock in read_all if isinstance(clock, Clock)]
 
 
 def _spread(instances: Sequence[Instance]) -> list[Instance]:
-    """A random few, of different hosts as far as there are."""
+    """Return a few at random, on as many hosts as possible."""
     shuffled = random.sample(instances, len(instances))
     first_of_host = {instance.address.rpartition(":")[0]: instance for instance in shuffled}
     chosen = list(first_of_host.values())

@@ -1,10 +1,10 @@
 """Settings: a frozen dataclass per service, with a nested dataclass for each table.
 
-Owns the sources of a setting and the errors of a wrong one. From weak to strong:
+Owns the sources of settings and the errors of wrong ones. From weak to strong:
 TOML file (`--config FILE` or `FORGE_CONFIG`) < `FORGE_<KEY>` < `FORGE_<SERVICE>_<KEY>` < `--key`.
 The key `window` of the table `[queue]` is `--queue.window` and `FORGE_QUEUE__WINDOW`.
-The annotation of a field holds its bounds (`msgspec.Meta`), the string under it is its help.
-Not here: the settings of a particular service; each has its own `config.py`.
+The annotation of a field has its bounds (`msgspec.Meta`), the string under it is its help.
+Not here: the settings of the services; each has its own `config.py`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ Given = Iterator[tuple[str, str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One setting of a config, with all that explains it."""
+    """One setting of a config, with its type, value, help and bounds."""
 
     key: str
     """`name`, or `table.name`."""
@@ -118,11 +118,11 @@ class Setting:
 
     @property
     def toml(self) -> str:
-        """The value as TOML."""
+        """Value as TOML."""
         return _toml(self.value)
 
     def read(self, value: Any, source: str) -> Any:
-        """The value in the setting's type. Raises ConfigError."""
+        """Return the value in the setting's type. Raises ConfigError."""
         try:
             plain = _split(value, self.type) if isinstance(value, str) else value
             return msgspec.convert(plain, self.type, strict=not isinstance(value, str))
@@ -134,9 +134,9 @@ class Setting:
 def load(
     config_type: type[C], *, service: str, argv: Sequence[str], environ: Mapping[str, str]
 ) -> C:
-    """Read every source and return the config; `--help` and `--print-config` exit with 0.
+    """Read all sources and return the config; `--help` and `--print-config` exit with 0.
 
-    Raises ConfigError, in one line, for an unknown key or a value that is not allowed.
+    Raises ConfigError, in one line, for an unknown key or a wrong value.
     """
     default = config_type()
     known = settings_of(default)
@@ -161,7 +161,7 @@ def load(
 
 
 def to_toml(config: ServiceConfig) -> str:
-    """The settings as a TOML file that reads back to the same config."""
+    """Return the settings as a TOML file that reads back to the same config."""
     lines = []
     settings = sorted(settings_of(config).values(), key=lambda one: one.table != "")
     for table, group in itertools.groupby(settings, lambda one: one.table):
@@ -177,7 +177,7 @@ class _Flags:
 
 
 def settings_of(table: Any, prefix: str = "") -> dict[str, Setting]:
-    """The settings of a config by key, with its values."""
+    """Return the settings of a config by key."""
     found: dict[str, Setting] = {}
     types = get_type_hints(type(table), include_extras=True)
     for field in dataclasses.fields(table):
@@ -190,7 +190,7 @@ def settings_of(table: Any, prefix: str = "") -> dict[str, Setting]:
 
 
 def _changed(table: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """The config with these values, by key."""
+    """Return the config with these values by key."""
     changes = {}
     for field in dataclasses.fields(table):
         key, value = prefix + field.name, getattr(table, field.name)
@@ -203,7 +203,7 @@ def _changed(table: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 @functools.cache
 def _texts(owner: type[Any]) -> dict[str, str]:
-    """The string under each field of a dataclass, from its source, in one line."""
+    """Return the string under each field of a dataclass, from its source, as one line."""
     texts = {}
     for base in reversed(owner.__mro__[:-1]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -216,7 +216,7 @@ def _texts(owner: type[Any]) -> dict[str, str]:
 
 
 def _split(text: str, kind: Any) -> Any:
-    """Split a list `a,b` and a table `a=1,b=2`; another text stays as it is."""
+    """Split a list `a,b` and a table `a=1,b=2`; other texts stay."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if get_origin(kind) is Mapping:
         return dict([word.strip() for word in part.split("=", 1)] for part in parts)
@@ -235,7 +235,7 @@ _NOUNS = {
 
 
 def _allowed(kind: Any) -> str:
-    """The values of a type, in words."""
+    """Return the allowed values of a type, in words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return "one of " + ", ".join(args)
@@ -259,12 +259,12 @@ def _toml(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)
     text = json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
-    # The one control character that JSON allows and TOML does not.
+    # The only control character that JSON allows and TOML does not.
     return text.replace("\x7f", "\\u007f")
 
 
 def _read(given: Given, known: Mapping[str, Setting]) -> dict[str, Any]:
-    """The values by key. Raises ConfigError, which names the key nearest to an unknown one."""
+    """Return the values by key. Raises ConfigError; for an unknown key it names the nearest key."""
     values = {}
     for source, key, value in given:
         if key not in known:
@@ -279,9 +279,9 @@ def _read(given: Given, known: Mapping[str, Setting]) -> dict[str, Any]:
 
 
 def _spellings(known: Iterable[str]) -> dict[str, str]:
-    """Keys by other names: without the table, by the table alone, as `table_name`, as `tabl_name`.
+    """Return keys by other spellings: `name`, `table`, `table_name`, and `tabl_name`.
 
-    A key that was once flat is among them: `optimizer`, `learning_rate`, `lora_rank`, `eval_tasks`.
+    They include former flat keys: `optimizer`, `learning_rate`, `lora_rank`, `eval_tasks`.
     """
     found: dict[str, str] = {}
     for key in reversed([*known]):
@@ -310,7 +310,7 @@ def _variables(environ: Mapping[str, str], service: str, known: Iterable[str]) -
     for prefix in ("FORGE_", own):
         for variable, text in environ.items():
             key = variable.removeprefix(prefix).lower().replace("__", ".")
-            # A variable without the service's name may be meant for another service.
+            # A variable without the service's name may be for another service.
             if variable.startswith(prefix) and (prefix == own or key in spellings):
                 yield variable, key, text
 

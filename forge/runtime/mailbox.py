@@ -1,7 +1,7 @@
-"""The bounded queue in front of an actor, and what it counts.
+"""The bounded queue of an actor, and its metrics.
 
-Owns the hand-over of messages between threads and the promise that every ask is answered exactly
-once. Who takes the messages, and when, is `forge.runtime.actor`'s business.
+Passes messages between threads; every ask gets exactly one answer. Not here: the handling of
+messages (`forge.runtime.supervision`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from forge.runtime.telemetry import counter, gauge
 
 _HANDLED = counter("forge_actor_messages_total", "Messages handled, by kind of actor.", ["actor"])
 _FAILURES = counter("forge_actor_failures_total", "Crashes, by kind of actor.", ["actor"])
-_REFUSED = counter("forge_actor_refused_total", "Messages to a full mailbox.", ["actor"])
+_REFUSED = counter("forge_actor_refused_total", "Messages that a full mailbox refused.", ["actor"])
 _DEPTH = gauge("forge_actor_mailbox_depth", "Messages waiting, by kind of actor.", ["actor"])
 
 
 class KindMetrics:
-    """What all actors of one class have in common on /metrics."""
+    """Metrics of all actors of one class."""
 
     _kinds: dict[str, KindMetrics] = {}
 
@@ -44,7 +44,7 @@ class KindMetrics:
 
 
 class Envelope:
-    """A message and who waits for its answer; nobody when it was told."""
+    """A message, and the future of its answer; None for a `tell`."""
 
     __slots__ = ("message", "reply")
 
@@ -54,11 +54,11 @@ class Envelope:
 
     @property
     def wanted(self) -> bool:
-        """False once the asker has given up: nobody works for a caller that has left."""
+        """False once the asker has given up; the actor then skips the message."""
         return self.reply is None or not self.reply.done()
 
     def answer(self, outcome: Any) -> None:
-        """Give the asker the outcome, raised when it is an exception. On the asker's loop only."""
+        """Answer the ask; an exception is raised there. Call it on the asker's loop only."""
         if self.reply is None or self.reply.done():
             return
         if isinstance(outcome, BaseException):
@@ -74,7 +74,7 @@ def answer_all(envelopes: Iterable[Envelope], outcomes: Iterable[Any]) -> None:
 
 
 class Mailbox:
-    """Bounded, first in first out, safe from any thread; closed exactly once."""
+    """Bounded FIFO queue for any thread."""
 
     def __init__(
         self, owner: str, metrics: KindMetrics, *, size: int, wake: Callable[[], None]
@@ -105,7 +105,7 @@ class Mailbox:
         self._wake()
 
     def take(self, limit: int = 1) -> list[Envelope]:
-        """Up to `limit` messages somebody still waits for; none when it is empty or closed."""
+        """Return up to `limit` wanted messages; none when empty or closed."""
         taken: list[Envelope] = []
         with self._lock:
             while self._waiting and len(taken) < limit:
@@ -115,7 +115,7 @@ class Mailbox:
         return taken
 
     def close(self) -> list[Envelope]:
-        """Refuse what comes from now on; returns what was left, each to be answered."""
+        """Refuse further messages; return the messages left, for the caller to answer."""
         with self._lock:
             self.closed = True
             left = list(self._waiting)

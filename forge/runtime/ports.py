@@ -1,7 +1,7 @@
-"""Ports of this machine's own, chosen for a process that is started with them.
+"""Free ports for child processes.
 
-Between the choice and the process that listens, others listen at "any free port" and connect: what
-they get is of the kernel's own range, below which we keep.
+They lie below the kernel's range of ephemeral ports, so no other process gets one of them by chance
+before the child listens.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import socket
 from random import SystemRandom
 
 _RANGE = range(16_384, 30_000)
-"""Above what is known for something, below what Linux gives (32,768) and Kubernetes (30,000)."""
+"""Above well-known ports, below the ranges of Linux (32,768) and Kubernetes (30,000)."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that were free a moment ago, all different."""
+    """Return different ports of 127.0.0.1 that are free now."""
     found: list[int] = []
-    # Not by a seed: who chooses at the same time shall not choose the same.
+    # Unseeded: concurrent callers must choose different ports.
     choice = SystemRandom()
     while len(found) < count:
         port = choice.choice(_RANGE)

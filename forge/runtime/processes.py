@@ -1,7 +1,7 @@
-"""Child processes under one parent: started, restarted with back-off, stopped in order.
+"""Child processes: starts them, restarts them with back-off, stops them in order.
 
-Owns the promise that no child outlives this process, even when it is killed with SIGKILL, and
-that every crash is told in one line. What the children are is the caller's business.
+No child outlives this process, not even after SIGKILL. Every crash is one `ProcessEvent` with one
+line of text. Knows nothing of the services.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ class ProcessSpec:
     env: Mapping[str, str]
     """The whole environment of the child."""
     log_path: Path
-    """stdout and stderr are appended to it."""
+    """Gets stdout and stderr, appended."""
     restart: Restart = field(default_factory=Restart)
-    """Applies to crashes; a child that exits with 0 has ended and stays so."""
+    """Applies to crashes; a child that exits with 0 is not restarted."""
     stop_s: float = 20.0
-    """Longest time to stop in; SIGKILL ends it then."""
+    """Time between SIGTERM and SIGKILL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessEvent:
-    """What happened to a child; `line` is what to show of it."""
+    """A change in the life of a child."""
 
     name: str
     kind: Literal["started", "crashed", "gave_up", "ended", "stopped", "killed"]
-    """crashed: will be restarted; gave_up: will not; killed: did not stop when asked to."""
+    """crashed: a restart follows; gave_up: no restart; killed: SIGTERM did not stop it."""
     pid: int
     cause: str = ""
     """"exit code 1" or "SIGKILL"; "" while it runs."""
     last_line: str = ""
-    """Of its log, at a crash."""
+    """Last line of its log, at a crash."""
     restart_in_s: float = 0.0
 
     @property
@@ -101,17 +101,17 @@ class ProcessSupervisor:
         self._children[spec.name] = child
 
     async def stop(self) -> None:
-        """Stop all, the youngest first: SIGTERM, and SIGKILL to who takes longer than he may."""
+        """Stop all, the youngest first: SIGTERM, then SIGKILL after `stop_s`."""
         while self._children:
             _, child = self._children.popitem()
             await child.stop()
 
     def pids(self) -> dict[str, int]:
-        """Of the children that run right now."""
+        """Process ids of the running children."""
         return {name: child.pid for name, child in self._children.items() if child.running}
 
     def pid(self, name: str) -> int | None:
-        """None while it does not run."""
+        """Process id of a child, None while it does not run."""
         return self.pids().get(name)
 
 
@@ -164,7 +164,7 @@ class _Child:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    # Ctrl-C in the terminal is for the parent, who then stops them in order.
+                    # Ctrl-C reaches the parent alone, which stops the children in order.
                     start_new_session=True,
                 )
         except OSError as error:
@@ -184,7 +184,7 @@ class _Child:
                 self._tell("ended")
                 return
             delay_s = self._budget.backoff_s(time.monotonic())
-            # One that has run before may find its port or its disk taken for a moment.
+            # After a first run, the port or the disk may still be busy for a moment.
             if delay_s is None or (code == CANNOT_START and not started_before):
                 self._tell("gave_up")
                 return
@@ -200,7 +200,7 @@ class _Child:
                 self._tell("gave_up", last_line=str(error))
                 return
             if self._stopping.is_set():
-                # Asked while there was none: this one has not heard of it.
+                # `stop` came while no process ran.
                 self._process.terminate()
 
     def _tell(
@@ -224,10 +224,10 @@ class _Child:
 
 
 def dying_with_parent(argv: Sequence[str]) -> list[str]:
-    """The command, preceded by a request to the kernel: kill it when this process dies.
+    """Return the command with a prefix: the kernel kills the child when this process dies.
 
-    The request is made by a Python that then becomes the program (15 ms), not between fork and
-    exec: this process has threads, and code of ours there could deadlock.
+    The prefix is a Python process that calls prctl and then becomes the program (15 ms). Code
+    between fork and exec could deadlock, because this process has threads.
     """
     if sys.platform != "linux":
         return list(argv)
@@ -241,14 +241,14 @@ def _cause(code: int | None) -> str:
 
 
 def _last_line(path: Path) -> str:
-    """The end of a log, for people: of a JSON line the event and its error."""
+    """Return the last line of a log; of a JSON line the event and its error."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
     except OSError:
         return ""
-    # Go, in which etcd is written, puts its stacks behind what it says.
+    # Go programs such as etcd write their stack after the message.
     panic = next((at for at, line in enumerate(lines) if line.startswith("panic: ")), None)
     last = next((line for line in reversed(lines[:panic] or lines) if line), "")
     try:

@@ -1,12 +1,12 @@
-"""Who may do what: signed tokens, and TLS between hosts.
+"""Authorization by signed tokens, and TLS between hosts.
 
 A token is `v1.<claims>.<mac>`: claims as JSON, mac = HMAC-SHA256 under the cluster's key, both
-base64url. Every process of a cluster holds the key file, so verification asks nobody. TLS guards
-the wire; without it Forge listens on the loopback interface only, unless told otherwise.
+base64url. Every process of a cluster has the key file and verifies tokens by itself. Without TLS,
+Forge listens on the loopback interface only, unless `insecure` is set.
 
-Issuer and verifier of a token are different hosts, whose clocks differ. An expired token is
-therefore accepted for `clock_tolerance_s` more, so that one wrong clock does not stop a cluster; a
-captured token can be replayed for as much longer. docs/runtime.md has the reasons.
+The clocks of the token's issuer and verifier differ. A verifier therefore accepts an expired token
+for `clock_tolerance_s` more, so that one wrong clock does not stop a cluster; a captured token can
+be replayed for that time. docs/runtime.md has the reasons.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ _SERVICE_TOKEN_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
-    """What a verified token says about its bearer."""
+    """The claims of a verified token."""
 
     subject: str
-    """Who: an instance id, an operator's name, or a session's trajectory."""
+    """An instance id, an operator's name, or a session's trajectory."""
     scopes: frozenset[str]
-    """Of "service", "operator", "runner", "session"."""
+    """Any of "service", "operator", "runner", "session"."""
     trajectory_id: str = ""
     task_id: str = ""
     domain: str = ""
     pool_shard: str = ""
     context_tokens: int = 0
-    """Longest context the session may have, prompt and answer; 0: as long as the model's."""
+    """Longest context of the session, prompt and answer; 0: the model's."""
     expires_unix_s: float = 0.0
     """0: never."""
 
     def context_limit(self, model_tokens: int) -> int:
-        """The longest context of this session with a model that takes `model_tokens`."""
+        """Return the longest context of this session; `model_tokens` is the model's."""
         return min(model_tokens, self.context_tokens or model_tokens)
 
     def allows(self, scope: str) -> bool:
-        """Whether this suffices for `scope` ("a|b": either; "": open to everybody).
+        """Whether the scopes include `scope` ("a|b": either; "": no scope is needed).
 
-        A service may do all but speak for a session.
+        "service" includes every scope but "session".
         """
         if not scope:
             return True
@@ -74,7 +74,7 @@ ANONYMOUS = Claims(subject="", scopes=frozenset())
 
 
 class Keyring:
-    """The cluster's keys: the first signs, all verify, so a key is rotated without a pause."""
+    """The cluster's keys: the first signs, all verify; so a rotation needs no pause."""
 
     def __init__(self, keys: tuple[bytes, ...]) -> None:
         if not keys or any(len(key) < _MIN_KEY_BYTES for key in keys):
@@ -89,7 +89,7 @@ class Keyring:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Keyring:
-        """One key a line, at least 32 characters each; the first signs."""
+        """Read one key a line, at least 32 characters each; the first signs."""
         try:
             mode = Path(path).stat().st_mode
             lines = Path(path).read_bytes().splitlines()
@@ -107,9 +107,9 @@ class Keyring:
 
     @classmethod
     def generate(cls, path: str | Path) -> Keyring:
-        """Write a fresh key to a file only its owner can read; an existing file is kept.
+        """Write a new key to a file for its owner alone; an existing file stays.
 
-        Raises ConfigError where it cannot be written.
+        Raises ConfigError for an unwritable path.
         """
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -140,15 +140,15 @@ class Keyring:
         return f"{body}.{_encode(_mac(self._keys[0], body))}"
 
     def verify(self, token: str, *, now_s: float, tolerance_s: float = 0.0) -> Claims:
-        """The claims of a genuine token that has not expired; Unauthenticated otherwise.
+        """Return the claims of a token. Raises Unauthenticated for a forged or expired one.
 
-        `now_s`: Unix time; `tolerance_s`: how long after its expiry a token is still accepted.
+        `now_s`: Unix time; `tolerance_s`: time after its expiry in which a token is accepted.
         """
         claims = self._verified.get(token)
         if claims is None:
             claims = self._verify_mac(token)
             if len(self._verified) >= _CACHED_TOKENS:
-                # Live tokens come back at the price of one HMAC each; no LRU needed.
+                # A dropped token costs one HMAC; no LRU needed.
                 self._verified.clear()
             self._verified[token] = claims
         if claims.expires_unix_s and now_s >= claims.expires_unix_s + tolerance_s:
@@ -166,7 +166,7 @@ class Keyring:
             raise Unauthenticated("the token is not one of this cluster's")
         try:
             mac = _decode(mac_text)
-            # Every key is tried, in constant time each: nothing is learnt from the duration.
+            # Constant time: tries every key.
             genuine = [hmac.compare_digest(_mac(key, body), mac) for key in self._keys]
             if not any(genuine):
                 raise Unauthenticated("the token was not signed by this cluster's key")
@@ -186,7 +186,7 @@ class Keyring:
 
 
 class Security:
-    """A process's credentials: its key ring, its TLS files and the token it calls others with."""
+    """Credentials of a process: key ring, TLS files, and the token of its own calls."""
 
     def __init__(
         self,
@@ -233,8 +233,8 @@ class Security:
         )
 
     def service_token(self) -> str:
-        """A token with scope "service", renewed well before it expires."""
-        # Its age goes by the monotonic clock: the wall clock may be set back meanwhile.
+        """Return a token with scope "service", renewed at half its life."""
+        # Age by the monotonic clock: an operator may set the wall clock back.
         now_s = time.monotonic()
         if now_s > self._token_made_s + _SERVICE_TOKEN_S / 2:
             self._token_made_s = now_s
@@ -248,11 +248,11 @@ class Security:
         return self._token
 
     def verify(self, token: str) -> Claims:
-        """The claims of a token that a caller shows. Raises Unauthenticated."""
+        """Return the claims of a caller's token. Raises Unauthenticated."""
         return self.keyring.verify(token, now_s=time.time(), tolerance_s=self._clock_tolerance_s)
 
     def server_credentials(self, host: str) -> grpc.ServerCredentials | None:
-        """TLS when a certificate is set; None (plain TCP) only where that is allowed."""
+        """TLS with a certificate, else None (plain TCP). Raises ConfigError where TLS is needed."""
         if self._cert is None or self._key is None:
             self.require_plain_allowed(host)
             return None
@@ -264,7 +264,7 @@ class Security:
         )
 
     def channel_credentials(self, address: str) -> grpc.ChannelCredentials | None:
-        """TLS when a certificate authority is set; None (plain TCP) only where allowed."""
+        """TLS with a `tls_ca`, else None (plain TCP). Raises ConfigError where TLS is needed."""
         if self._ca is None:
             self.require_plain_allowed(address.rpartition(":")[0])
             return None
@@ -273,7 +273,7 @@ class Security:
         )
 
     def etcd_credentials(self, endpoints: str) -> grpc.ChannelCredentials | None:
-        """TLS to etcd, with this host's certificate if it has one, when https:// asks for it."""
+        """TLS for https:// endpoints, with this host's certificate if it has one; else None."""
         if "https://" not in endpoints or self._ca is None:
             return None
         return grpc.ssl_channel_credentials(
@@ -300,7 +300,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_pem(name: str, path: str) -> bytes | None:
-    """A PEM file, None for "". Raises `ConfigError` naming the setting `name` and the path."""
+    """Read a PEM file, None for "". Raises `ConfigError` with the setting `name` and the path."""
     if not path:
         return None
     try:

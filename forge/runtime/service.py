@@ -1,13 +1,12 @@
-"""One shape for every service: how a process starts, serves, drains and ends.
+"""The life of a service process: start, serve, drain, stop.
 
     start: log, etcd, actors, app, listen, health SERVING, register lease, READY
     stop:  deregister, NOT_SERVING, drain, stop listening, stop actors, close stores, exit 0
 
-Owns this order and nothing of what a service does. SIGTERM and SIGINT stop, at any moment of the
-start too. An app that has started is drained, also when it could not be registered: it may hold
-work before anybody sees it. An actor that crashes too often stops with exit code 1, so that whoever
-supervises starts a fresh process. kill -9 needs no code here: the lease runs out, and what was
-acknowledged was durable before.
+Owns this order. SIGTERM and SIGINT stop a process, also during its start. A started app is drained
+even if its registration failed: it may have work already. An actor that crashes too often ends the
+process with exit code 1, and the supervisor starts a fresh one. After kill -9 the lease expires;
+acknowledged writes are durable.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from forge.runtime.security import Security
 from forge.runtime.telemetry import configure_logging, log, serve_metrics
 
 CLOCK_OFFSET_KEY = "clock_offset_s"
-"""Metadata of an instance whose host's clock is off: seconds ahead of its peers."""
+"""Metadata of an instance with a wrong clock: seconds ahead of its peers."""
 EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 
 Stub = TypeVar("Stub")
@@ -48,7 +47,7 @@ Stub = TypeVar("Stub")
 
 @dataclass(slots=True, kw_only=True)
 class ServiceContext:
-    """What the bootstrap made for the service to use."""
+    """Objects that the bootstrap creates for the service."""
 
     config: Any
     """The service's own config; a ServiceConfig."""
@@ -58,30 +57,30 @@ class ServiceContext:
     actors: ActorSystem
     server: RpcServer
     metadata: dict[str, str] = field(default_factory=dict)
-    """Registered with the lease; change it, then `await announce()`."""
+    """Metadata in discovery; after a change, `await announce()`."""
     ready: bool = True
-    """Set to False in `start` by a service that cannot serve yet; then call `set_ready`."""
+    """A service that cannot serve yet sets False in `start`, and calls `set_ready` later."""
     registration: Registration | None = None
-    """The bootstrap's: set once others can see this process."""
+    """Set by the bootstrap once this process is in discovery."""
     stop: Callable[[], None] = lambda: None
-    """Ends the process in good order, as SIGTERM does."""
+    """Drains and ends the process, as SIGTERM does."""
     fail: Callable[[str, BaseException], None] = lambda name, error: None
-    """Ends it likewise, with exit code 1: the named part of the service cannot go on."""
+    """Drains and ends the process with exit code 1: the named part has failed."""
     _became_ready: asyncio.Event = field(default_factory=asyncio.Event)
     _listens: asyncio.Event = field(default_factory=asyncio.Event)
     _address: str = ""
 
     def remote(self, kind: str, stub: Callable[[grpc.aio.Channel], Stub]) -> Remote[Stub]:
-        """The instances of another kind, as one callable thing."""
+        """Return a client of another kind's instances."""
         return Remote(self.coordinator, self.channels, kind=kind, stub=stub)
 
     async def announce(self) -> None:
-        """Show the current metadata to everybody; at registration it goes without saying."""
+        """Write the metadata to discovery; before the registration it does nothing."""
         if self.registration is not None:
             await self.registration.update(self.metadata)
 
     async def announce_clock_offset(self, offset_s: float | None) -> None:
-        """Show how far this host's clock is off; None: it is not."""
+        """Announce the offset of this host's clock; None: the clock is right."""
         shown = self.metadata.get(CLOCK_OFFSET_KEY)
         if offset_s is None:
             if self.metadata.pop(CLOCK_OFFSET_KEY, None) is not None:
@@ -91,7 +90,7 @@ class ServiceContext:
             await self.announce()
 
     def set_ready(self) -> None:
-        """Now it can serve: register and answer SERVING."""
+        """Let the bootstrap answer SERVING and register."""
         self.ready = True
         self._became_ready.set()
 
@@ -100,18 +99,18 @@ class ServiceContext:
         await self._became_ready.wait()
 
     def set_listening(self, address: str) -> None:
-        """The bootstrap's: the server listens, and others reach it by `address`."""
+        """Called by the bootstrap: the server listens at `address`."""
         self._address = address
         self._listens.set()
 
     async def until_listening(self) -> str:
-        """Returns that address."""
+        """Wait until the server listens; return its address."""
         await self._listens.wait()
         return self._address
 
 
 class ServiceApp(Protocol):
-    """What a service is, as seen from here; `app.py` of each implements it."""
+    """Contract of a service; its `app.py` implements it."""
 
     def __init__(self, context: ServiceContext) -> None: ...
 
@@ -119,15 +118,15 @@ class ServiceApp(Protocol):
         """Spawn actors, add servicers."""
 
     async def drain(self) -> None:
-        """Finish what is in flight; new work is no longer sent here."""
+        """Finish the work in flight; no new work arrives."""
 
     async def stop(self) -> None:
         """Close stores; the actors have stopped."""
 
 
 def serve(service: str, config: ServiceConfig, app_type: type[Any]) -> bool:
-    """Serve until a signal ends it. Returns whether it failed while serving; raises ForgeError
-    when it could not start."""
+    """Serve until a signal. Returns whether it failed while serving; raises ForgeError when it
+    could not start."""
     if not config.instance_id:
         own_id = f"{service}-{socket.gethostname()}-{os.getpid()}"
         config = dataclasses.replace(config, instance_id=own_id)
@@ -146,7 +145,7 @@ class _Process:
         self._systemd = sdnotify.SystemdNotifier()
         self._stopping = asyncio.Event()
         self._app_started = False
-        """It may hold work from now on, seen by others or not."""
+        """From now on it may have work, registered or not."""
         self._failure: BaseException | None = None
         self._clock_watch: asyncio.Task[None] | None = None
 
@@ -170,7 +169,7 @@ class _Process:
 
     async def _serve(self, undo: AsyncExitStack) -> None:
         try:
-            # A signal ends a start that waits for others as promptly as it ends serving.
+            # A signal also ends a start that waits for other services.
             if await self._unless_stopping(self._start(undo)):
                 await self._stopping.wait()
         finally:
@@ -207,7 +206,7 @@ class _Process:
         context.set_listening(address)
         undo.push_async_callback(context.server.stop, grace_s=0.0)
         if not context.ready:
-            # systemd waits for the process, not for weights that are still on their way to it.
+            # systemd waits for the process, not for its weights.
             self._systemd.notify("READY=1")
             log.info("waiting_to_be_ready", address=address)
             await context.until_ready()
@@ -216,7 +215,7 @@ class _Process:
     async def _make_context(self, undo: AsyncExitStack) -> ServiceContext:
         config = self._config
         security = Security.from_config(config)
-        # Asked before anything else is done: a wrong host is the config's fault, not the app's.
+        # Checked first: a wrong host is an error of the settings, not of the app.
         security.server_credentials(config.host)
         if not config.advertise_host and config.host in EVERY_ADDRESS:
             raise ConfigError(
@@ -245,7 +244,7 @@ class _Process:
         )
 
     async def _enter(self, address: str) -> None:
-        """Answer SERVING, then be found: in this order nobody is sent to a closed door."""
+        """Answer SERVING, then register: every registered instance serves."""
         context, config = self._context, self._config
         kind = getattr(self._app, "kind", "") or getattr(config, "kind", "") or self._service
         context.server.set_serving(True)
@@ -259,7 +258,7 @@ class _Process:
             on_conflict=lambda error: self._fail("registration", error),
         )
         if context.metadata != entered:
-            # Others find and call this process before it knows that it is registered.
+            # Calls may change the metadata before `register` returns.
             await context.announce()
         own = Instance(
             kind=kind, instance_id=config.instance_id, address=address, metadata={}, revision=0
@@ -277,7 +276,7 @@ class _Process:
         self._stopping.set()
 
     async def _drain(self) -> None:
-        """Leave discovery first, so that nobody sends new work; then finish the old."""
+        """Leave discovery first, so that no new work arrives; then finish the work in flight."""
         drain_s = self._config.drain_s
         deadline_s = time.monotonic() + drain_s
         log.info("draining", at_most_s=drain_s)

@@ -1,7 +1,7 @@
-"""How the process of a service starts: its settings first, then the code that it runs.
+"""Start of a service process: reads its settings, then imports its code.
 
-Owns this order. A wrong setting, `--help` and `--print-config` are answered before gRPC and torch
-are imported, which takes seconds. The life of a process that serves: `forge.runtime.service`.
+A wrong setting, `--help` and `--print-config` end the process before it imports gRPC and torch,
+which takes seconds. Not here: the life of a serving process (`forge.runtime.service`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from forge.core.errors import ForgeError
 from forge.runtime.config import ServiceConfig, load
 
 CANNOT_START = 2
-"""Exit code of a service whose settings are wrong: the same settings give it again."""
+"""Exit code for wrong settings; a restart with the same settings gives it again."""
 
 
 def run(
     service: str, config_type: type[ServiceConfig], load_app: Callable[[], type[Any]]
 ) -> NoReturn:
-    """The whole life of a service process: `python -m services.<service>`.
+    """Run a service process to its end: `python -m services.<service>`.
 
-    `load_app` imports and returns the service's `ServiceApp`. Exit codes: 0 stopped in good order;
-    1 an actor or the app failed, or something it needs to start does not answer yet; 2 it cannot
-    start like this, and one line on stderr says why.
+    `load_app` imports and returns the service's `ServiceApp`. Exit codes: 0 after a drain; 1 an
+    actor or the app failed, or a dependency did not answer at the start; 2 the settings are wrong,
+    and one line on stderr has the cause.
     """
     try:
         config = load(config_type, service=service, argv=sys.argv[1:], environ=os.environ)
@@ -36,6 +36,6 @@ def run(
     except ForgeError as error:
         sys.stderr.write(f"forge {service}: {error}\n")
         code = 1 if error.retryable else CANNOT_START
-    # To look for garbage in all that torch imports would take most of the process's end.
+    # A collection over all modules of torch would take most of the exit.
     gc.freeze()
     sys.exit(code)

@@ -1,8 +1,7 @@
-"""Supervision: what runs an actor, outlives its crashes, and decides when enough is enough.
+"""Supervision: runs actors, restarts them after crashes, escalates when they crash too often.
 
-A cell holds the mailbox and one task that lives through incarnation after incarnation of its
-actor. Owns back-off, escalation and the answer to every ask; what an actor is, is
-`forge.runtime.actor`'s business.
+A cell has the mailbox of an actor and the task that runs it through all its restarts. Owns
+back-off, escalation and the answer to every ask. Not here: the actor (`forge.runtime.actor`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from forge.runtime.telemetry import log
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """How often an actor may crash before its supervisor is told."""
+    """Limit on crashes; beyond it the supervisor escalates."""
 
     max_restarts: int = 5
     within_s: float = 60.0
@@ -36,7 +35,7 @@ DEFAULT_RESTART = Restart()
 
 
 class RestartBudget:
-    """Counts crashes against a `Restart` policy; pure, time is passed in."""
+    """Counts crashes against a `Restart` policy. Pure."""
 
     def __init__(self, policy: Restart) -> None:
         self._policy = policy
@@ -44,7 +43,7 @@ class RestartBudget:
         self._crashes: list[float] = []
 
     def backoff_s(self, now_s: float) -> float | None:
-        """Record a crash; how long to wait before the restart, None: no more restarts."""
+        """Record a crash; return the pause before the restart, None for no restart."""
         self._crashes.append(now_s)
         while self._crashes[0] <= now_s - self._policy.within_s:
             self._crashes.pop(0)
@@ -55,7 +54,7 @@ class RestartBudget:
 
 
 class Cell(ABC):
-    """What outlives a crash: the mailbox and the task that supervises. One per actor."""
+    """The mailbox and the supervising task of one actor; both outlive its crashes."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class Cell(ABC):
             while crash is not None and await self._back_off(crash):
                 crash = await self._live(self._factory())
         except Exception as error:
-            # The factory itself failed: there is nothing to restart.
+            # The factory failed.
             self._close()
             self._escalate(self.name, error)
         finally:
@@ -94,14 +93,14 @@ class Cell(ABC):
 
     @abstractmethod
     async def _live(self, actor: Any) -> BaseException | None:
-        """One incarnation, from `started` to `stopped`; returns what it crashed of, if it did."""
+        """Run the actor once, from `started` to `stopped`; return the cause of a crash."""
 
     @abstractmethod
     def _wake(self) -> None:
-        """Mail has come, or the mailbox was closed; called from any thread."""
+        """Called from any thread after a message, and when the mailbox closes."""
 
     async def _back_off(self, crash: BaseException) -> bool:
-        """Wait before a restart; False when there is to be none."""
+        """Wait before a restart; return False for no restart."""
         self.metrics.failures.inc()
         if not self.ready.done():
             self.ready.set_exception(crash)
@@ -143,7 +142,7 @@ class LoopCell(Cell):
     """Runs an `Actor` on the event loop."""
 
     def __init__(self, *args: Any) -> None:
-        # A future made when it sleeps, not an Event: a hundred thousand sessions are actors.
+        # No Event: a hundred thousand sessions are actors; a future exists only in a sleep.
         self._sleeper: asyncio.Future[None] | None = None
         self._loop_thread = threading.get_ident()
         super().__init__(*args)
@@ -276,7 +275,7 @@ class ThreadCell(Cell):
         try:
             self.loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
-            # The loop is closed: nobody is left to hear it.
+            # The loop is closed.
             log.debug("actor_outlived_its_loop", actor=self.name)
 
 

@@ -1,8 +1,7 @@
-"""What a process tells its operators: JSON log lines and Prometheus metrics.
+"""JSON log lines and Prometheus metrics.
 
-Owns how they are formatted and served; what is worth telling is each part's own business.
-Log levels: error, somebody must look; warning, it went wrong and was handled; info, a change of
-state an operator would want to know; debug, the single calls.
+Formats and serves them; each module owns its own events and metrics. Log levels: error, an operator
+must act; warning, a failure that was handled; info, a change of state; debug, single calls.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ SECONDS_BUCKETS = (
     10,
     60,
 )
-"""From one unary hop on the loopback interface (0.35 ms) to a long rollout step."""
+"""From a unary call on loopback (0.35 ms) to a long rollout step."""
 
 _metrics: dict[str, Any] = {}
 
 
 def configure_logging(service: str, instance_id: str, *, level: str, file: str) -> None:
-    """JSON lines to `file` (stderr when empty), each bound to service and instance.
+    """Write JSON lines with service and instance to `file` (stderr when empty).
 
     Raises ConfigError when the file cannot be written.
     """
@@ -63,7 +62,7 @@ def configure_logging(service: str, instance_id: str, *, level: str, file: str) 
         logger_factory=structlog.WriteLoggerFactory(file=stream),
         cache_logger_on_first_use=True,
     )
-    # grpc, aiohttp and others speak through the standard library: same file, same shape.
+    # grpc, aiohttp and others log through the standard library: same file, same format.
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -84,10 +83,10 @@ def configure_logging(service: str, instance_id: str, *, level: str, file: str) 
 
 
 def log_to_people() -> None:
-    """A command's log: what is wrong, in words, on stderr. Standard output is for its answer."""
+    """Log warnings as text to stderr; standard output has the answer of a command."""
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-        # Asked anew for each line: a caller may have put another stream in its place.
+        # Read per line: a caller may replace sys.stderr.
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
 
@@ -112,24 +111,24 @@ def _add_identity(service: str, instance_id: str) -> structlog.typing.Processor:
 
 
 def bind_context(**keys: str) -> None:
-    """Add keys (trajectory_id=, session=...) to every line logged further down this task."""
+    """Add keys (trajectory_id=, session=...) to all later log lines of this task."""
     structlog.contextvars.bind_contextvars(**keys)
 
 
 def counter(name: str, help: str, labels: Sequence[str] = ()) -> Counter:
-    """`forge_<service>_<what>_total`; asking twice gives the same one. Never an id as a label."""
+    """`forge_<service>_<noun>_total`, one object per name. No ids as labels."""
     return cast(Counter, _metric(Counter, name, help, labels))
 
 
 def gauge(name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
-    """`forge_<service>_<what>_<unit>`."""
+    """`forge_<service>_<noun>_<unit>`, one object per name."""
     return cast(Gauge, _metric(Gauge, name, help, labels))
 
 
 def histogram(
     name: str, help: str, labels: Sequence[str] = (), *, buckets: Sequence[float] = SECONDS_BUCKETS
 ) -> Histogram:
-    """`forge_<service>_<what>_seconds`, or another base unit with buckets of its own."""
+    """`forge_<service>_<noun>_seconds`, or another base unit with its own buckets."""
     return cast(Histogram, _metric(Histogram, name, help, labels, buckets=tuple(buckets)))
 
 
@@ -141,7 +140,7 @@ def _metric(kind: type[Any], name: str, help: str, labels: Sequence[str], **opti
 
 
 def serve_metrics(host: str, port: int) -> int:
-    """Serve /metrics from a thread of its own; returns the port bound."""
+    """Serve /metrics on a thread; return the port."""
     try:
         server, _thread = prometheus_client.start_http_server(port, addr=host)
     except OSError as error:

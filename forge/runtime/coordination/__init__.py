@@ -1,16 +1,16 @@
-"""Where everybody is, who leads, and which weights are the latest: etcd, made safe to rest on.
+"""Discovery, leader election and announced weights, in etcd.
 
 Keys under /forge/<cluster>/: `services/<kind>/<instance>` (leased), `leader/<name>` (leased),
-`weights/<policy>/latest`, `config/...`. An etcd outage stops nothing that runs: the last known
-view stays, only new elections and publications wait. An instance id belongs to one live process:
-a second one is refused. The parts, from the wire up:
+`weights/<policy>/latest`, `config/...`. During an outage of etcd all processes serve on with the
+last known view; only elections and publications wait. An instance id belongs to one live process:
+a second one is refused. From the wire up:
 
-    etcd        the client: deadlines, snapshot-then-watch, one name for every failure
-    leases      leases with a local deadline; a registration and leadership, each held by one
+    etcd        the client: deadlines, snapshot then watch, every failure is Unavailable
+    leases      leases with a local deadline; registration and leadership, one lease each
     claims      leased keys with one live owner, taken by compare-and-swap
-    directory   pure: the view of one kind, and the grace around an outage
-    discovery   following the changes of one kind
-    coordinator the whole, as a service uses it
+    directory   pure: the view of one kind, and the grace period around an outage
+    discovery   follows the changes of one kind
+    coordinator the interface for services
 """
 
 from forge.runtime.coordination.claims import Fields, Owner

@@ -1,12 +1,12 @@
-"""Leased keys that one process holds at a time, taken by compare-and-swap.
+"""Leased keys with one owner at a time, taken by compare-and-swap.
 
     absent                                       take it
     own entry, or of a process that has ended    replace it
     of another live process on this host         Conflict, at once
     of a process on another host                 wait for its lease to end; Conflict if it stays
 
-Every entry names the process that wrote it. So a fixed instance id is free again as soon as its
-process has ended, also after kill -9, and a second process cannot take it from a live one.
+Every entry names its process. So a fixed instance id is free as soon as its process has ended, also
+after kill -9, and a second process cannot take it from a live one.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from forge.runtime.telemetry import log
 _LOOK_S = 0.2
 """Pause between two looks at the entry of another host."""
 _UNKNOWN_TTL_S = 5.0
-"""Of entries written by versions that do not tell."""
+"""TTL of entries of an earlier release, which have none."""
 
 Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """One process, as other processes can know it again."""
+    """The identity of one process for other processes."""
 
     host: str
     """Boot of the kernel and namespace of process ids; "" where they cannot be read."""
     pid: int
     started: str
-    """Clock tick of its start, since a pid comes again."""
+    """Clock tick of its start, since pids are reused."""
 
     @classmethod
     def of(cls, pid: int) -> Owner:
-        """The process `pid` of this host."""
+        """Return the identity of process `pid` of this host."""
         return cls(host=_host(), pid=pid, started=_started(pid))
 
     @property
     def is_here(self) -> bool:
-        """Whether this process can see that one."""
+        """Whether it runs on this host, in the same namespace."""
         return bool(self.host) and self.host == _host()
 
     @property
     def has_ended(self) -> bool:
-        """Whether it surely runs no more."""
+        """Whether it has certainly ended."""
         return self.is_here and _started(self.pid) not in (self.started, _HIDDEN)
 
 
 _HIDDEN = "hidden"
-"""In place of a start: the process is there, but this user may not look at it."""
+"""In place of a start: the process exists, but this user may not read it."""
 
 
 def _host() -> str:
@@ -72,9 +72,9 @@ def _host() -> str:
 
 
 def _started(pid: int) -> str:
-    """Clock tick; empty when it does not run."""
+    """Return the clock tick; empty when it does not run."""
     try:
-        # The name of the program, in parentheses, may hold anything.
+        # The program's name, in parentheses, may have any character.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
     except OSError:
@@ -100,7 +100,7 @@ class Claim:
         owner: Owner,
         taken: Callable[[Fields], str],
     ) -> None:
-        """`taken` makes the message of `Conflict` from the fields of the other's entry."""
+        """`taken` returns the message of `Conflict` from the other entry's fields."""
         self._etcd = etcd
         self._key = key
         self._ttl_s = ttl_s
@@ -108,8 +108,8 @@ class Claim:
         self._taken = taken
 
     async def enter(self, fields: Fields) -> Lease:
-        """Writes the entry under a lease of its own. Raises `Conflict` when another live process
-        has the key, `Unavailable` when etcd does not answer."""
+        """Write the entry under a new lease. Raises `Conflict` when another live process has the
+        key, `Unavailable` when etcd does not answer."""
         while True:
             revision = await self._free()
             lease = await Lease.grant(self._etcd, ttl_s=self._ttl_s, timeout_s=TIMEOUT_S)
@@ -117,18 +117,18 @@ class Claim:
                 if await self._swap(lease, fields, revision):
                     return lease
             except Unavailable:
-                # One that ran out on the way, in a pause of ours or of etcd's, is replaced.
+                # The lease expired during a pause of this process or of etcd: try again.
                 if lease.alive:
                     raise
             except asyncio.CancelledError:
-                # Entered or not, nobody knows: the lease takes the entry with it.
+                # The outcome is unknown; revoking the lease deletes the entry.
                 await lease.revoke()
                 raise
             else:
                 await lease.revoke()
 
     async def write(self, lease: Lease, fields: Fields) -> None:
-        """Replaces the entry. Raises as `enter` does, and does not wait."""
+        """Replace the entry. Raises as `enter` does, and does not wait."""
         found = await self._etcd.get(self._key)
         if found is not None and not self._replaceable(found):
             raise Conflict(self._taken(json.loads(found.value)))
@@ -146,7 +146,7 @@ class Claim:
         return swapped is not None
 
     async def _free(self) -> int:
-        """Revision to replace, once it may be."""
+        """Wait until the entry may be replaced; return its revision."""
         give_up_s: float | None = None
         while True:
             found = await self._etcd.get(self._key)
@@ -176,6 +176,6 @@ def this_process() -> Owner:
 
 
 def _owner(fields: Fields) -> Owner | None:
-    """None for an entry of a version that did not tell."""
-    told = fields.get("owner")
-    return None if told is None else Owner(**told)
+    """None for an entry of an earlier release."""
+    owner = fields.get("owner")
+    return None if owner is None else Owner(**owner)

@@ -1,4 +1,4 @@
-"""One process's way to its cluster: register, discover, lead, compare and swap, follow."""
+"""A process's interface to its cluster: register, discover, lead, compare and swap, follow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_METADATA: Mapping[str, str] = MappingProxyType({})
 
 
 class Coordinator:
-    """One process's view of its cluster."""
+    """A process's connection to its cluster."""
 
     def __init__(self, etcd: Etcd) -> None:
         self._etcd = etcd
@@ -104,8 +104,8 @@ class Coordinator:
         owner: Owner | None = None,
         on_conflict: OnConflict = lambda _: None,
     ) -> Registration:
-        """Hold a leased key until closed, as `register` does; `taken` makes the message of
-        Conflict from the fields of the other holder."""
+        """Hold a leased key until closed, as `register` does; `taken` returns the message of
+        Conflict from the other entry's fields."""
         return await self._hold(
             key,
             lambda _: fields,
@@ -143,23 +143,23 @@ class Coordinator:
         return registration
 
     def discover(self, kind: str) -> Discovery:
-        """The instances of a kind, followed from now on."""
+        """Return the instances of a kind, followed from the first call on."""
         if kind not in self._discoveries:
             self._discoveries[kind] = Discovery(kind, self._etcd, self._contact)
         return self._discoveries[kind]
 
-    async def everybody(self) -> tuple[Instance, ...]:
-        """The instances of all kinds, as of now. Raises Unavailable."""
+    async def all_instances(self) -> tuple[Instance, ...]:
+        """Return the present instances of all kinds. Raises Unavailable."""
         found = []
         for key, entry in (await self._etcd.list("services/")).items():
             _, kind, instance_id = key.split("/", 2)
-            # An entry that cannot be read is logged by the discovery of its kind.
+            # The discovery of its kind logs an unreadable entry.
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 found.append(Instance.decode(kind, instance_id, entry.value, entry.mod_revision))
         return tuple(found)
 
     async def campaign(self, name: str, instance_id: str, *, ttl_s: float = 5.0) -> Leadership:
-        """Wait until elected the one leader of `name`; an outage of etcd only prolongs it."""
+        """Wait until elected leader of `name`; an outage of etcd prolongs the wait."""
         key = f"leader/{name}"
         while True:
             async with aclosing(self.follow(key)) as holders:
@@ -173,7 +173,7 @@ class Coordinator:
                         key, instance_id.encode(), expected_revision=0, lease_id=lease.lease_id
                     )
                 except (Unavailable, asyncio.CancelledError):
-                    # Elected or not, nobody knows: the lease takes the key with it.
+                    # The outcome is unknown; revoking the lease deletes the key.
                     await lease.revoke()
                     raise
                 if fence is not None:
@@ -183,14 +183,14 @@ class Coordinator:
                 await lease.revoke()
 
     async def get(self, key: str) -> Versioned | None:
-        """The value under /forge/<cluster>/<key>. Raises Unavailable."""
+        """Return the value of /forge/<cluster>/<key>. Raises Unavailable."""
         return await self._etcd.get(key)
 
     async def compare_and_swap(self, key: str, value: bytes, *, expected_revision: int) -> int:
-        """Replace a value nobody else has replaced since; 0 expects that there is none.
+        """Replace the value of this revision; 0 expects no value. Returns the new revision.
 
-        Returns the new revision. Raises StaleFence when somebody has; Unavailable when etcd does
-        not answer: read again, the outcome is unknown.
+        Raises StaleFence for another revision, Unavailable when etcd does not answer: the outcome
+        is then unknown; read again.
         """
         revision = await self._etcd.swap(key, value, expected_revision=expected_revision)
         if revision is None:
@@ -198,7 +198,7 @@ class Coordinator:
         return revision
 
     async def follow(self, key: str) -> AsyncGenerator[Versioned | None, None]:
-        """The current value (None: there is none), then each change; never misses the latest."""
+        """Yield the current value (None: absent), then each change; never misses the latest."""
         last: Versioned | None = None
         first = True
         async with aclosing(self._etcd.observe(key)) as changes:
@@ -209,7 +209,7 @@ class Coordinator:
                     yield current
 
     async def close(self) -> None:
-        """Let go of etcd. What is still registered or led runs out with its lease."""
+        """Disconnect. Registrations and leadership end with their leases."""
         self._pulse.cancel()
         await asyncio.wait({self._pulse})
         for held in tuple(self._held):

@@ -1,8 +1,8 @@
-"""Which instances of a kind there are: the last known view, and who may be missing from it.
+"""The instances of a kind: the last known view, and the grace period around an outage.
 
-Pure: events and time come in, instances go out. When etcd itself was out of reach, leases run out
-although their owners live, and return within seconds; an instance that vanishes around an outage
-is therefore kept for a grace period. One that vanishes while all is well is gone at once.
+Pure: events and time go in, instances come out. While etcd is unreachable, leases of live owners
+expire, and the owners register again within seconds. An instance that disappears around an outage
+is therefore kept for a grace period; at any other time it is removed at once.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 GRACE_S = 5.0
-"""Longer than any owner takes to register again once etcd answers."""
+"""Longer than an owner takes to register again after an outage."""
 SILENCE_S = 1.5
-"""Without an answer for this long, etcd counts as out of reach."""
+"""Without an answer for this time, etcd counts as unreachable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """One process that offers something."""
+    """One registered process."""
 
     kind: str
     instance_id: str
@@ -43,7 +43,7 @@ class Instance:
 
 
 class Contact:
-    """When etcd last answered; tells an outage of etcd from the death of an instance."""
+    """Time of etcd's last answer; separates an outage of etcd from the death of an instance."""
 
     def __init__(self, now_s: float) -> None:
         self._heard_s = now_s
@@ -56,7 +56,7 @@ class Contact:
         self._heard_s = now_s
 
     def in_doubt(self, now_s: float) -> bool:
-        """Whether a lease that ran out just now may have run out through no fault of its owner."""
+        """Whether a lease may expire now although its owner lives."""
         return now_s - self._heard_s > SILENCE_S or now_s < self._recovering_until_s
 
 
@@ -69,7 +69,7 @@ class Directory:
 
     @property
     def instances(self) -> tuple[Instance, ...]:
-        """Sorted by id, those on grace included."""
+        """All instances, sorted by id, with those in their grace period."""
         return tuple(instance for _, instance in sorted(self._present.items()))
 
     def put(self, instance: Instance) -> None:
@@ -88,7 +88,7 @@ class Directory:
             self._missing_until_s.setdefault(instance_id, now_s + GRACE_S)
 
     def replace(self, found: Mapping[str, Instance], *, now_s: float, in_doubt: bool) -> None:
-        """Take over a snapshot: it supersedes every revision seen, even that of a lost etcd."""
+        """Apply a snapshot; it supersedes all known revisions, even after a loss of etcd's data."""
         for instance_id in self._present.keys() - found.keys():
             self.remove(instance_id, now_s=now_s, in_doubt=in_doubt)
         for instance_id, instance in found.items():
@@ -96,7 +96,7 @@ class Directory:
             self._present[instance_id] = instance
 
     def expire(self, now_s: float) -> float | None:
-        """Drop those whose grace has ended; when to call again, None: nobody is on grace."""
+        """Remove instances whose grace has ended; return the time of the next end, or None."""
         for instance_id, until_s in list(self._missing_until_s.items()):
             if now_s >= until_s:
                 del self._missing_until_s[instance_id]

@@ -1,6 +1,6 @@
-"""Following who is there: one kind's instances, kept up to date.
+"""Discovery: follows the instances of one kind.
 
-The thin shell around `directory`: etcd's changes and the clock go in, instances come out.
+The I/O around `directory`: etcd's changes and the clock go in, instances come out.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from forge.runtime.telemetry import log
 
 
 class Discovery:
-    """The instances of one kind, followed for as long as the process lives."""
+    """The instances of one kind, followed until the process ends."""
 
     def __init__(self, kind: str, etcd: Etcd, contact: Contact) -> None:
         self.kind = kind
         self.instances: tuple[Instance, ...] = ()
-        """As last known; an outage of etcd does not empty it."""
+        """The last known view; an outage of etcd does not empty it."""
         self._etcd = etcd
         self._contact = contact
         self._directory = Directory()
@@ -33,7 +33,7 @@ class Discovery:
         self._task = asyncio.create_task(self._follow(), name=f"discovery-{kind}")
 
     async def known(self) -> None:
-        """Returns once `instances` is what etcd has, be it nobody; before, it is empty."""
+        """Wait for the first view of etcd; until then `instances` is empty."""
         await self._known.wait()
 
     async def wait(
@@ -43,7 +43,7 @@ class Discovery:
         timeout_s: float,
         where: Callable[[Instance], bool] | None = None,
     ) -> tuple[Instance, ...]:
-        """All fitting instances once there are `count`. Raises Unavailable when time is up."""
+        """Wait for `count` fitting instances; return all. Raises Unavailable after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             fitting = self.instances if where is None else tuple(filter(where, self.instances))
@@ -59,8 +59,8 @@ class Discovery:
                 ) from None
 
     def changed(self) -> Coroutine[Any, Any, None]:
-        """Awaitable for the next change of `instances` after this call, however late awaited."""
-        # Bound here, not in the coroutine's first step: a task made of it may start too late.
+        """Return an awaitable for the next change after this call, however late it is awaited."""
+        # Bound here, not in the coroutine's first step: its task may start after the change.
         return _until(self._next_change)
 
     async def close(self) -> None:
@@ -98,7 +98,7 @@ class Discovery:
         self._known.set()
 
     def _publish(self) -> None:
-        """Show the directory's state, and come back when somebody's grace ends."""
+        """Publish the directory's state, and schedule the end of the next grace period."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None

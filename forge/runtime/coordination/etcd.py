@@ -1,7 +1,7 @@
-"""The etcd client, made safe to rest on: the only importer of etcd3aio.
+"""The etcd client; the only importer of etcd3aio.
 
-It adds what the client lacks: a deadline on every call, a watch that starts over from a snapshot
-whenever it may have skipped something, and one name for every failure: Unavailable.
+Adds a deadline to every call, and to a watch a new snapshot whenever it may have missed a change.
+Every failure is Unavailable.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from forge.runtime.telemetry import log
 TIMEOUT_S = 5.0
 _DELETE = 1
 _REQUIRE_LEADER = (("hasleader", "true"),)
-"""With a watch: a member that the others have left behind ends it, instead of keeping silent."""
+"""Metadata of a watch: a partitioned member ends it, instead of sending nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versioned:
-    """A value and the revision to expect when replacing it."""
+    """A value and the revision that its replacement expects."""
 
     value: bytes
     mod_revision: int
@@ -41,23 +41,23 @@ class Versioned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What happened to the keys observed."""
+    """A change of the observed keys."""
 
     snapshot: bool
-    """True: `present` is all there is. False: it is what was added or replaced."""
+    """True: `present` has all keys. False: it has the added and replaced ones."""
     present: Mapping[str, Versioned]
     deleted: Sequence[str] = ()
 
 
 class Etcd:
-    """One cluster's part of etcd: keys are relative to its prefix, failures are Unavailable."""
+    """The keys of one cluster, relative to its prefix; failures are Unavailable."""
 
     def __init__(self, channel: grpc.aio.Channel, *, endpoints: str, cluster: str) -> None:
         self.cluster = cluster
         self._channel = channel
         self._endpoints = endpoints
         self._prefix = f"/forge/{cluster}/"
-        # Retries are ours to decide: the client would also repeat a compare-and-swap that took.
+        # One attempt: the client would also repeat a compare-and-swap that succeeded.
         self._kv = KVService(channel, max_attempts=1)
         self._leases = LeaseService(channel, max_attempts=1)
         self._watches = WatchStub(channel)
@@ -75,7 +75,7 @@ class Etcd:
         return None
 
     async def list(self, prefix: str) -> dict[str, Versioned]:
-        """All values under a prefix, by key. Raises Unavailable."""
+        """Return all values under a prefix, by key. Raises Unavailable."""
         start = self._prefix + prefix
         with self._reachable():
             found = await self._kv.get(start, range_end=prefix_range_end(start), timeout=TIMEOUT_S)
@@ -84,9 +84,9 @@ class Etcd:
     async def swap(
         self, key: str, value: bytes, *, expected_revision: int, lease_id: int = 0
     ) -> int | None:
-        """The new revision, or None when the key's revision is another (0: it must not exist)."""
+        """Return the new revision; None if the key has another revision (0: it must be absent)."""
         path = self._prefix + key
-        # The client has no helper for this one; 0 is the mod-revision of what does not exist.
+        # The client has no helper for this comparison; an absent key has mod-revision 0.
         unchanged = KVService.txn_compare_version(path, 0)
         unchanged.target = unchanged.MOD
         unchanged.mod_revision = expected_revision
@@ -122,10 +122,9 @@ class Etcd:
             await self._leases.revoke(lease_id, timeout=timeout_s)
 
     async def observe(self, key: str, *, prefix: bool = False) -> AsyncGenerator[Change, None]:
-        """A snapshot, then every change; another snapshot whenever a change may have been missed.
+        """Yield a snapshot, then every change; a new snapshot after a possibly missed change.
 
-        Never ends and never raises: an outage only delays it. Keys come without the cluster's
-        prefix.
+        Never ends and never raises: an outage delays it. Keys are without the cluster's prefix.
         """
         start = self._prefix + key
         end = prefix_range_end(start) if prefix else b""
@@ -141,15 +140,15 @@ class Etcd:
                 if not outage:
                     log.warning("watch_interrupted", key=start, error=str(error))
                 outage = True
-            # Many processes lose their watches at once; they need not come back at once.
+            # Jitter: many processes lose their watches at once.
             await asyncio.sleep(random.uniform(0.1, 1.0))
 
     async def _observe_once(self, start: str, end: bytes) -> AsyncGenerator[Change, None]:
-        """Returns, or raises what broke the stream, when only a fresh snapshot can be trusted."""
+        """Return, or raise the stream's error, when a new snapshot is needed."""
         found = await self._kv.get(start, range_end=end or None, timeout=TIMEOUT_S)
         yield Change(snapshot=True, present=self._versioned(found.kvs))
-        # The client's own watch reconnects from a revision that it may not have seen up to, and
-        # hangs on one that was compacted; this one ends in both cases.
+        # The client's own watch may skip revisions when it reconnects, and hangs on a compacted
+        # revision; this one ends in both cases.
         stream = self._watches.Watch(metadata=_REQUIRE_LEADER)
         try:
             create = WatchCreateRequest(
@@ -201,7 +200,7 @@ def _reason(error: EtcdError | grpc.aio.AioRpcError) -> str:
 async def open_channel(
     endpoints: str, credentials: grpc.ChannelCredentials | None
 ) -> grpc.aio.Channel:
-    """One channel that turns to the endpoints in turn, and to a returning etcd within a second."""
+    """Open a round-robin channel to the endpoints; it reconnects within a second."""
     addresses = [address for address in map(_address, endpoints.split(",")) if address]
     if not addresses:
         raise ConfigError(f"etcd = {endpoints!r} names no host:port")
@@ -213,11 +212,11 @@ async def open_channel(
         target = "ipv4:" + ",".join([await _resolve(address) for address in addresses])
     options: list[tuple[str, Any]] = [
         ("grpc.lb_policy_name", "round_robin"),
-        # etcd cuts off who pings more often than every 5 s.
+        # etcd disconnects clients that ping more often than every 5 s.
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 3_000),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # The name misleads: it is how long one attempt to connect may take.
+        # Despite its name: the longest time of one attempt to connect.
         ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_http_proxy", 0),

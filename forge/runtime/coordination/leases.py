@@ -1,8 +1,8 @@
-"""Leases with a deadline of our own, and the two things held by one: a registration, leadership.
+"""Leases with a local deadline, and their two uses: registration and leadership.
 
-A frozen etcd neither renews a lease nor says so. Each lease therefore carries a local deadline,
-counted from before its last successful renewal was sent and short of the TTL by a margin: once it
-has passed, the holder acts as if the lease were lost, before anybody else can take its place.
+A frozen etcd neither renews a lease nor reports it. So each lease has a local deadline: the TTL
+less a margin, from the time before the last successful renewal was sent. After it the holder treats
+the lease as lost, before another process can take its place.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from forge.core.errors import Conflict, Unavailable
 from forge.runtime.telemetry import log
 
 _MARGIN = 0.2
-"""Share of the TTL by which the local deadline comes early."""
+"""Margin of the local deadline, as a share of the TTL."""
 _MAX_PERIOD_S = 2.0
-"""Renewals are never further apart, so that after an outage all are back within the grace."""
+"""Longest time between renewals: after an outage all are back within the grace period."""
 _RETRY_S = 0.25
 
 
 class LeaseStore(Protocol):
-    """What leases need of etcd; every method raises Unavailable when it does not answer."""
+    """The part of etcd for leases; every method raises Unavailable without an answer."""
 
     async def grant(self, ttl_s: float, *, timeout_s: float) -> int:
         """Grant a lease; return its id."""
 
     async def renew(self, lease_id: int, *, timeout_s: float) -> bool:
-        """False when etcd says that there is no such lease any more."""
+        """Renew a lease; False if it no longer exists."""
 
     async def revoke(self, lease_id: int, *, timeout_s: float) -> None:
         """End a lease and delete its keys."""
@@ -75,7 +75,7 @@ class Lease:
         return min(self.ttl_s / 4, _MAX_PERIOD_S)
 
     async def renew(self, *, timeout_s: float) -> bool:
-        """False when it is gone for good. Raises Unavailable when etcd does not answer."""
+        """Renew it; False if it no longer exists. Raises Unavailable without an answer."""
         sent_s = self._clock()
         if not await self._store.renew(self.lease_id, timeout_s=timeout_s):
             self._gone = True
@@ -84,7 +84,7 @@ class Lease:
         return True
 
     async def revoke(self) -> None:
-        """Best effort: what cannot be revoked runs out by itself."""
+        """Revoke it, or let it expire if etcd does not answer."""
         self._gone = True
         with contextlib.suppress(Unavailable):
             await self._store.revoke(self.lease_id, timeout_s=min(self.ttl_s, 2.0))
@@ -92,11 +92,11 @@ class Lease:
 
 Clock = Callable[[], float]
 OnConflict = Callable[[Conflict], None]
-"""Called when another process has taken what this one held."""
+"""Called when another process has taken the key."""
 
 
 class Registration:
-    """This process's entry in discovery; comes back by itself after a loss."""
+    """A leased entry, e.g. in discovery; entered again after a loss."""
 
     def __init__(
         self,
@@ -118,14 +118,14 @@ class Registration:
 
     @property
     def alive(self) -> bool:
-        """Whether others surely still see it; false before the TTL ends when etcd is frozen."""
+        """Whether others certainly see it; False before the TTL ends if etcd is frozen."""
         return self._lease.alive
 
     async def update(self, metadata: Mapping[str, str]) -> None:
-        """Replace the metadata; during an outage of etcd, as soon as it has ended."""
+        """Replace the metadata; during an outage of etcd, after its end."""
         self._metadata = dict(metadata)
         self._unwritten = True
-        # What fails now is done, or found out, with the next renewal.
+        # The next renewal repeats a failed write.
         with contextlib.suppress(Unavailable, Conflict):
             await self._write_metadata()
 
@@ -135,7 +135,7 @@ class Registration:
         await self._lease.revoke()
 
     async def abandon(self) -> None:
-        """Renew no more, as if the process had died: others see it until the TTL ends."""
+        """Stop renewing, as if the process had died: others see it until the TTL ends."""
         self._task.cancel()
         await asyncio.wait({self._task})
 
@@ -178,7 +178,7 @@ class Registration:
 
 
 class Leadership:
-    """Being the one leader of a name, until lost or resigned; never regained, campaign again."""
+    """Leadership of a name until lost or resigned; to regain it, campaign again."""
 
     def __init__(self, lease: Lease, *, name: str, fence: int) -> None:
         self.fence = fence
@@ -190,33 +190,33 @@ class Leadership:
 
     @property
     def alive(self) -> bool:
-        """False before anybody else can be elected, even when etcd is frozen."""
+        """Whether it leads; False before another can be elected, even if etcd is frozen."""
         return self._lease.alive and not self._ended.is_set()
 
     async def lost(self) -> None:
-        """Returns when leadership has ended, for whatever reason."""
+        """Wait for the end of leadership."""
         await self._ended.wait()
 
     async def resign(self) -> None:
-        """End it now; the next leader need not wait for the TTL."""
+        """End it now; the next election need not wait for the TTL."""
         await self.abandon()
         await self._lease.revoke()
 
     async def abandon(self) -> None:
-        """End it without a word, as if the process had died: the next leader waits for the TTL."""
+        """End it as if the process had died: the next election waits for the TTL."""
         self._task.cancel()
         await asyncio.wait({self._task})
-        # A task that had not begun has set nothing.
+        # A task cancelled before its first step has set nothing.
         self._ended.set()
 
     async def _keep(self) -> None:
         try:
             await self._renew()
         finally:
-            # Whatever ended it: who leads must not wait for a loss that nobody would tell.
+            # On every end: `lost` must return.
             self._ended.set()
         log.warning("leadership_lost", name=self._name, fence=self.fence)
-        # Should etcd thaw with the lease still running, let the next one be elected.
+        # etcd may thaw before the lease expires: free the name.
         await self._lease.revoke()
 
     async def _renew(self) -> None:

@@ -1,7 +1,7 @@
-"""Channels to other processes: one per address, authenticated, kept alive.
+"""Channels to other processes: one per address, with token and keepalive.
 
-The token is attached by wrapping the multicallables rather than by grpc interceptors, which cost
-more than the call itself on the loopback interface.
+Wrapped multicallables attach the token: gRPC interceptors cost more than the call itself on the
+loopback interface.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import grpc.aio
 from forge.runtime.security import Security
 
 MAX_MESSAGE_BYTES = (4 << 20) + (64 << 10)
-"""4 MiB of payload and room for the fields around it; what is bigger travels in chunks."""
+"""4 MiB of payload and room for the other fields; larger payloads travel in chunks."""
 MAX_REFUSED_BYTES = 4 * MAX_MESSAGE_BYTES
-"""A message up to here is received, to be refused by name and counted; grpc drops bigger ones."""
+"""Up to here a message is received, refused and counted; gRPC drops larger ones."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_REFUSED_BYTES),
-    # A peer whose host vanished is noticed within 25 s even when nothing is sent.
+    # Detects a lost host within 25 s even without traffic.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # A restarted peer is reached again at once, not after grpc's two minutes.
+    # Reconnects to a restarted peer at once, not after gRPC's two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # The name misleads: it is how long one attempt to connect may take.
+    # Despite its name: the longest time of one attempt to connect.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Addresses come from discovery; a proxy of the environment has no part in it.
+    # Addresses come from discovery: no proxy of the environment.
     ("grpc.enable_http_proxy", 0),
 )
 
 
 def blocking_channel(address: str, security: Security) -> grpc.Channel:
-    """A channel to "host:port" for threads; each call brings a token. Raises ConfigError where TLS
-    is needed but not set."""
+    """Open a channel for threads; each call passes its own token. Raises ConfigError where TLS is
+    needed but not set."""
     credentials = security.channel_credentials(address)
     if credentials is None:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -46,15 +46,15 @@ def blocking_channel(address: str, security: Security) -> grpc.Channel:
 
 
 class Channels:
-    """All channels of one process, made on demand."""
+    """All channels of one process, opened on demand."""
 
     def __init__(self, security: Security) -> None:
         self._security = security
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
-        """The channel to "host:port"; its calls carry this process's service token unless they
-        bring an `authorization` of their own. Raises ConfigError where TLS is needed but not set.
+        """Return the channel to "host:port". Its calls carry this process's service token unless
+        they pass an `authorization`. Raises ConfigError where TLS is needed but not set.
         """
         channel = self._channels.get(address)
         if channel is None:
@@ -76,7 +76,7 @@ class Channels:
 
 
 class _AuthorizedChannel(grpc.aio.Channel):
-    """A channel whose every call carries a token."""
+    """A channel that adds a token to every call."""
 
     def __init__(self, inner: grpc.aio.Channel, security: Security) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""Messages too big for one gRPC message, in pieces of at most 1 MiB."""
+"""Chunks of at most 1 MiB for messages above gRPC's limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def split(data: bytes) -> Iterator[Chunk]:
-    """At least one chunk; the last has `last` set."""
+    """Yield at least one chunk; the last one has `last` set."""
     view = memoryview(data)
     end = max(len(data), 1)
     for start in range(0, end, CHUNK_BYTES):
@@ -20,7 +20,7 @@ def split(data: bytes) -> Iterator[Chunk]:
 
 
 class Joiner:
-    """Puts the chunks of one message after another together again."""
+    """Joins the chunks of successive messages."""
 
     def __init__(self, *, max_bytes: int = 1 << 40) -> None:
         self._max_bytes = max_bytes
@@ -28,7 +28,7 @@ class Joiner:
         self._bytes = 0
 
     def add(self, chunk: Chunk) -> bytes | None:
-        """The whole message when this was its last chunk, and the joiner is ready for another.
+        """Return the whole message at its last chunk, else None.
 
         Raises InvalidArgument for an oversized chunk, ResourceExhausted past `max_bytes`.
         """
@@ -46,5 +46,5 @@ class Joiner:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of a message begun; not 0 at the end of a stream means it was cut short."""
+        """Bytes of an unfinished message; above 0 after the stream's end if it was cut off."""
         return self._bytes

@@ -1,4 +1,4 @@
-"""Reading another process's wall clock."""
+"""Serves and reads wall clocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ClockServicer(rpc.ClockServiceServicer):
 
 
 async def read_clock(channel: grpc.aio.Channel, *, name: str, timeout_s: float) -> Clock:
-    """The clock of the process that serves `channel`, against this one's. Raises `ForgeError`."""
+    """Return the offset of the clock behind `channel` from this one. Raises `ForgeError`."""
     stub: Any = rpc.ClockServiceStub(channel)
     sent_unix_s, sent_s = time.time(), time.monotonic()
     async with translated():

@@ -1,7 +1,7 @@
-"""What happens around every call on the server: credentials, errors, metrics, access log.
+"""Server interceptor: credentials, errors, metrics and access log of every call.
 
-One wrapper per method is made on its first call and kept: a hop costs about 0.35 ms, and this
-must not show in it. Calls that succeed within a second are logged at debug level, others at info.
+Wraps each method once, at its first call: a call takes about 0.35 ms, and the interceptor must not
+add to it. Calls that succeed within a second are logged at debug level, others at info.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from forge.runtime.security import ANONYMOUS, Claims, Security
 from forge.runtime.telemetry import bind_context, counter, gauge, histogram, log
 
 _CALLS = counter("forge_rpc_calls_total", "Calls served, by method and code.", ["method", "code"])
-_SECONDS = histogram("forge_rpc_call_seconds", "From arrival to answer, by method.", ["method"])
+_SECONDS = histogram(
+    "forge_rpc_call_seconds", "Time from arrival to answer, by method.", ["method"]
+)
 _IN_FLIGHT = gauge("forge_rpc_in_flight", "Calls being served, by method.", ["method"])
 
 _SLOW_S = 1.0
@@ -33,7 +35,7 @@ _claims: ContextVar[Claims] = ContextVar("forge_claims", default=ANONYMOUS)
 
 
 def current_claims() -> Claims:
-    """Whose call this handler serves; ANONYMOUS on a method open to everybody."""
+    """Return the caller's claims; ANONYMOUS on an open method."""
     return _claims.get()
 
 
@@ -60,7 +62,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             handler = await continuation(handler_call_details)
             service, _, method = path.removeprefix("/").partition("/")
-            # Health and reflection register themselves and stay open, without ceremony.
+            # Health and reflection are not in `_scopes` and stay open.
             if handler is not None and service in self._scopes:
                 scopes = self._scopes[service]
                 scope = scopes if isinstance(scopes, str) else scopes.get(method, "service")
@@ -70,7 +72,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Method:
-    """What the calls of one method have in common."""
+    """Path, scope and metrics of one method."""
 
     def __init__(self, path: str, scope: str, security: Security) -> None:
         self.path = path
@@ -102,12 +104,12 @@ class _Method:
 
 
 def _wrap(handler: Any, method: _Method) -> Any:
-    """The same handler, each call of it inside a `_Call`."""
+    """Return the handler with a `_Call` around each call."""
     kind = ("stream" if handler.request_streaming else "unary") + (
         "_stream" if handler.response_streaming else "_unary"
     )
     inner = getattr(handler, kind)
-    # A coroutine that writes a stream of answers leaves their encoding to grpc.
+    # Where a coroutine writes the responses itself, gRPC encodes them.
     writes = handler.response_streaming and not inspect.isasyncgenfunction(inner)
     encode = _as_it_is if writes else _encoder(handler.response_serializer)
 
@@ -135,8 +137,8 @@ def _wrap(handler: Any, method: _Method) -> Any:
 
 
 def _decoder(decode: Callable[[bytes], Any] | None, *, streaming: bool) -> Callable[[bytes], Any]:
-    """`decode`, whose complaint reaches the handler of a stream, or `_check_intact`: what is
-    raised before there is a handler ends as UNKNOWN, and is not counted."""
+    """Wrap `decode`: its error reaches the handler of a stream, or `_check_intact`. An exception
+    before the handler would end as UNKNOWN and not be counted."""
 
     def decoded(data: bytes) -> Any:
         if len(data) > MAX_MESSAGE_BYTES:
@@ -160,7 +162,7 @@ def _as_it_is(response: Any) -> Any:
 
 
 def _encoder(encode: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
-    """`encode`, which refuses what grpc would drop after the call was counted as OK."""
+    """Wrap `encode`: refuse responses that gRPC would drop after the call was counted as OK."""
 
     def encoded(response: Any) -> bytes:
         data: bytes = response if encode is None else encode(response)
@@ -207,7 +209,7 @@ class _Call:
         traceback: TracebackType | None,
     ) -> None:
         if isinstance(error, grpc.aio.AioRpcError):
-            # A call made on behalf of this one failed: its status is this one's.
+            # A nested call failed: pass its status on.
             error = from_rpc_error(error)
         self._record(error)
         if error is None or not isinstance(error, Exception):

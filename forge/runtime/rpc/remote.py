@@ -1,7 +1,7 @@
-"""Calls to "some instance of a kind", wherever discovery says one is.
+"""Calls to any instance of a kind that is in discovery.
 
-Owns the choice of instance and the retry of unary calls; every write in Forge is idempotent, so a
-call whose outcome is unknown is simply made again. A stream's recovery is its user's business.
+Owns the choice of the instance and the retry of unary calls: every write in Forge is idempotent, so
+a call with an unknown outcome is repeated. Not here: the recovery of streams.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RETRIES = counter("forge_rpc_retries_total", "Calls made again, by kind called.
 
 
 class Remote(Generic[Stub]):
-    """The instances of one kind as one callable thing."""
+    """A client of the instances of one kind."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class Remote(Generic[Stub]):
         stub: Callable[[grpc.aio.Channel], Stub],
         why_none: Callable[[Sequence[Instance]], str] | None = None,
     ) -> None:
-        """`why_none`: from all instances of the kind, the reason that none of them fits; "" for
-        none that is known."""
+        """`why_none` returns, from all instances of the kind, the reason that none fits; "" if
+        unknown."""
         self._why_none = why_none
         self._discovery = coordinator.discover(kind)
         self._channels = channels
@@ -55,7 +55,7 @@ class Remote(Generic[Stub]):
         return self._discovery.instances
 
     def stub(self, instance: Instance) -> Stub:
-        """The stub of one particular instance."""
+        """Return the stub of an instance."""
         if instance.address not in self._stubs:
             live = {known.address for known in self.instances()}
             self._stubs = {at: stub for at, stub in self._stubs.items() if at in live}
@@ -65,7 +65,7 @@ class Remote(Generic[Stub]):
     async def pick(
         self, *, where: Callable[[Instance], bool] | None = None, timeout_s: float = 10.0
     ) -> tuple[Instance, Stub]:
-        """Some instance and its stub; waits for one to appear. Raises Unavailable."""
+        """Wait for an instance; return it and its stub. Raises Unavailable."""
         return await self._pick(where, timeout_s, frozenset())
 
     async def call(
@@ -77,10 +77,10 @@ class Remote(Generic[Stub]):
         retry_for_s: float = 0.0,
         where: Callable[[Instance], bool] | None = None,
     ) -> Any:
-        """One unary call, on another instance after a failure that a retry may cure.
+        """Make a unary call; retry it on another instance after a retryable error.
 
-        `timeout_s` is for one attempt, waiting for an instance included; `retry_for_s` is how long
-        new attempts begin. Raises the ForgeError of the last attempt's status.
+        `timeout_s` limits one attempt, with the wait for an instance; no attempt begins after
+        `retry_for_s`. Raises the ForgeError of the last attempt.
         """
         give_up_s = time.monotonic() + retry_for_s
         failed: set[str] = set()
@@ -126,7 +126,7 @@ class Remote(Generic[Stub]):
             if not reason:
                 raise
             raise Unavailable(f"{error}: {reason}") from error
-        # One that failed this call is asked again only when no other is left.
+        # An instance that failed this call is the last choice.
         fresh = [instance for instance in fitting if instance.instance_id not in failed]
         instance = self._random.choice(fresh or fitting)
         return instance, self.stub(instance)

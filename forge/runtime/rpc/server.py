@@ -1,7 +1,7 @@
-"""The gRPC server every service runs: who calls, how it went, and a port that says so.
+"""The gRPC server of every service.
 
-Owns listening, health, reflection, the request limit and graceful stop. What is done around each
-call (credentials, error translation, metrics, access log) is `forge.runtime.rpc.interceptor`.
+Owns listening, health, reflection, the request limit and graceful stop. Not here: credentials,
+error translation, metrics and access log (`forge.runtime.rpc.interceptor`).
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from forge.v1 import clock_pb2, clock_pb2_grpc
 __all__ = ["RpcServer", "current_claims"]
 
 MAX_CONCURRENT_CALLS = 32_768
-"""Calls beyond it are refused with RESOURCE_EXHAUSTED before they cost memory."""
+"""Further calls get RESOURCE_EXHAUSTED before they take memory."""
 
 _CLOCK_NAME = clock_pb2.DESCRIPTOR.services_by_name["ClockService"].full_name
 
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", MAX_REFUSED_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Without it a second process would silently share the port.
+    # A second process must not share the port.
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Clients of other languages may ping as often as every 5 s without being cut off.
+    # Clients in other languages may ping every 5 s.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
 )
 
 
 class RpcServer:
-    """Collects servicers first and listens last, so that wiring is done in one place."""
+    """Collects servicers, then listens."""
 
     def __init__(self, *, service: str, host: str, port: int, security: Security) -> None:
         self._service = service
@@ -67,10 +67,10 @@ class RpcServer:
         full_name: str,
         scopes: str | Mapping[str, str] = "service",
     ) -> None:
-        """Serve a servicer, e.g. `add(add_PoolServiceServicer_to_server, ..., full_name=...)`.
+        """Add a servicer, e.g. `add(add_PoolServiceServicer_to_server, ..., full_name=...)`.
 
-        `scopes` is the scope a caller needs, for all methods or by method name; one it does not
-        name needs "service"; "" is open to everybody; "a|b" wants either.
+        `scopes` is the scope that callers need, for all methods or by method name; the default is
+        "service", "" means none, "a|b" means either.
         """
         assert self._server is None, "servicers are added before start"
         self._names.append(full_name)
@@ -89,7 +89,7 @@ class RpcServer:
         for register in self._registrations:
             register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        # Open like health: a token that is refused because of a clock must not hide the clock.
+        # Open like health: a wrong clock may make tokens invalid.
         clock_pb2_grpc.add_ClockServiceServicer_to_server(ClockServicer(), server)
         reflection.enable_server_reflection(
             [*self._names, _CLOCK_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME], server
@@ -109,13 +109,13 @@ class RpcServer:
         return f"{self._host}:{port}"
 
     def set_serving(self, serving: bool) -> None:
-        """What the health service answers, for the whole process and each of its services."""
+        """Set the health of the process and of each of its services."""
         task = asyncio.get_running_loop().create_task(self._set_health(serving=serving))
         self._health_updates.add(task)
         task.add_done_callback(self._health_updates.discard)
 
     async def stop(self, *, grace_s: float) -> None:
-        """Refuse new calls, let those in flight finish for up to `grace_s`, then cancel them."""
+        """Refuse new calls; cancel the calls in flight after `grace_s`."""
         await self._set_health(serving=False)
         if self._server is not None:
             await self._server.stop(grace_s)
@@ -126,7 +126,7 @@ class RpcServer:
             await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     def _require_free_port(self) -> None:
-        # Asked by hand first: grpc reports a taken port in three lines of C++ log.
+        # Probed first: gRPC reports a taken port in three lines of C++ log.
         if self._port == 0:
             return
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET

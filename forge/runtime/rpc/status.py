@@ -1,7 +1,7 @@
-"""The error tree on the wire: ForgeError to gRPC status and back, and nowhere else.
+"""The error tree on the wire: ForgeError to gRPC status and back.
 
-The status code is for every client; the trailing metadata `forge-error` carries the exact class
-for ours, `retry-after-ms` the hint that goes with RESOURCE_EXHAUSTED and UNAVAILABLE.
+The status code is for every client; for Forge's clients the trailing metadata `forge-error` has the
+exact class, and `retry-after-ms` the hint of RESOURCE_EXHAUSTED and UNAVAILABLE.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _CONNECTION_LOST = (
     "Connection reset",
     "Internal error from Core",
 )
-"""How grpc words an INTERNAL or UNKNOWN that only means: the peer died in mid-call, or ended a
-stream while it was written to, whose own status grpc may then lose."""
+"""gRPC's texts of an INTERNAL or UNKNOWN after the peer died during a call, or ended a stream
+during a write; gRPC may then lose the peer's own status."""
 _TOO_BIG = "message larger than max"
-"""How grpc words the RESOURCE_EXHAUSTED that no retry will cure."""
+"""gRPC's text of the RESOURCE_EXHAUSTED that a retry cannot cure."""
 
 
 _BY_NAME = {
@@ -53,11 +53,11 @@ _BY_NAME = {
     for name, error in vars(errors).items()
     if isinstance(error, type) and issubclass(error, ForgeError)
 }
-"""The tree itself; a service's own subclasses arrive as their ancestor in it."""
+"""The tree; a service's own subclass arrives as its ancestor in the tree."""
 
 
 def to_status(error: BaseException) -> tuple[grpc.StatusCode, str]:
-    """Code and details of an error; what is not a ForgeError is INTERNAL and tells nothing."""
+    """Return code and details; other exceptions than ForgeError are INTERNAL without details."""
     if isinstance(error, ForgeError):
         return grpc.StatusCode[error.code], str(error)
     return grpc.StatusCode.INTERNAL, "internal error; the service's log has the cause"
@@ -75,8 +75,8 @@ def trailing_metadata(error: BaseException) -> tuple[tuple[str, str], ...]:
 
 
 def from_rpc_error(error: grpc.RpcError) -> ForgeError:
-    """The ForgeError that the other side raised, or that the lost connection amounts to."""
-    # Pairs, whether the call was asynchronous or blocking; the stubs know only the former's.
+    """Return the peer's ForgeError; a lost connection is Unavailable."""
+    # Pairs in asynchronous and blocking calls; the stubs type only the former.
     pairs: Any = error.trailing_metadata() or ()
     metadata = {str(key): value for key, value in pairs}
     return from_status(error.code(), error.details() or "", metadata)
@@ -85,7 +85,7 @@ def from_rpc_error(error: grpc.RpcError) -> ForgeError:
 def from_status(
     code: grpc.StatusCode, details: str, metadata: Mapping[str, str | bytes]
 ) -> ForgeError:
-    """The same of a status that came otherwise, with what would be its trailing metadata."""
+    """Return the ForgeError of a status with this trailing metadata."""
     details = details or code.name
     error_type = _BY_NAME.get(str(metadata.get(ERROR_KEY, "")), _BY_CODE.get(code, ForgeError))
     if error_type is ForgeError and any(phrase in details for phrase in _CONNECTION_LOST):
@@ -98,7 +98,7 @@ def from_status(
 
 @asynccontextmanager
 async def translated() -> AsyncIterator[None]:
-    """`async with translated():` or `@translated()`: grpc errors inside come out as ForgeErrors."""
+    """`async with translated():` or `@translated()`: raises gRPC errors as ForgeErrors."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

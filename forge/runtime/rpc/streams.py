@@ -1,4 +1,4 @@
-"""Streams that may be long but must not stand still."""
+"""Streams with a limit on silence instead of a deadline."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Response = TypeVar("Response")
 async def flowing(
     responses: AsyncIterable[Response], *, silence_s: float, source: str
 ) -> AsyncIterator[Response]:
-    """The responses of a call without a deadline of its own.
+    """Yield the responses of a call without a deadline.
 
-    Raises DeadlineExceeded, naming `source`, when none comes for `silence_s`, and what the call's
-    status says.
+    Raises DeadlineExceeded with the name `source` after `silence_s` without a response, and the
+    ForgeError of the call's status.
     """
     left = aiter(responses)
     async with translated():

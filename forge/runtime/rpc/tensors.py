@@ -1,7 +1,7 @@
 """Arrays of any size on the wire: slices of at most 1 MiB, assembled in place.
 
-A protobuf message ends at 2 GiB, an embedding does not. Slices need no second copy of an array on
-either side. Callers of an earlier release get each tensor as one message, as long as it fits.
+An embedding may exceed the 2 GiB of a protobuf message. Slices need no second copy of an array on
+either side. Callers of an earlier release get each tensor as one message, if it fits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forge.v1.common_pb2 import Tensor, TensorSlice
 from forge.v1.inference_pb2 import FetchWeightsRequest, FetchWeightsResponse
 
 MAX_SERIALIZED_BYTES = (1 << 31) - (1 << 20)
-"""Data of an array that fits into one protobuf message, with room for the other fields."""
+"""Most data of one protobuf message, with room for the other fields."""
 
 
 class Array(Protocol):
@@ -54,7 +54,7 @@ class ReceivedArray:
 def slices(
     array: Array, *, from_byte: int = 0, slice_bytes: int = CHUNK_BYTES
 ) -> Iterator[TensorSlice]:
-    """The data from `from_byte` on, in order; at least one slice."""
+    """Yield the data from `from_byte` on, in order; at least one slice."""
     view = memoryview(array.data)
     for start in range(from_byte, max(view.nbytes, from_byte + 1), slice_bytes):
         yield TensorSlice(
@@ -68,7 +68,7 @@ def slices(
 
 
 def require_serializable(array: Array) -> None:
-    """Raises `FailedPrecondition` for an array that no single message can hold."""
+    """Raises `FailedPrecondition` for an array above the limit of one message."""
     if len(array.data) > MAX_SERIALIZED_BYTES:
         raise FailedPrecondition(
             f"{array.name} has {len(array.data)} bytes, a message holds {MAX_SERIALIZED_BYTES}: "
@@ -77,15 +77,15 @@ def require_serializable(array: Array) -> None:
 
 
 class SliceAssembler:
-    """Puts the slices of one array after another together."""
+    """Joins the slices of successive arrays."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self.pending_bytes = 0
-        """Received of the array that is not whole yet."""
+        """Received bytes of the unfinished array."""
 
     def add(self, piece: TensorSlice, *, max_bytes: int) -> ReceivedArray | None:
-        """The array when this was its last slice.
+        """Return the array at its last slice, else None.
 
         Raises `DataLoss` for a slice out of place and for an array above `max_bytes`.
         """
@@ -124,10 +124,10 @@ class SliceAssembler:
 async def weight_responses(
     request: FetchWeightsRequest, tensors: Sequence[Array], *, slice_bytes: int = CHUNK_BYTES
 ) -> AsyncIterator[FetchWeightsResponse]:
-    """What FetchWeights answers with for these tensors, in the manifest's order.
+    """Yield the responses of FetchWeights for these tensors, in the manifest's order.
 
-    Raises `FailedPrecondition` when the caller takes no slices and a tensor needs them,
-    `InvalidArgument` for a place to begin that is beyond the end.
+    Raises `FailedPrecondition` for a tensor above 2 GiB and a caller without slices,
+    `InvalidArgument` for a first byte beyond the end.
     """
     if request.slices:
         from_byte = request.from_byte

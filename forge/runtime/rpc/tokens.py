@@ -1,4 +1,4 @@
-"""Columns over sampled tokens, as they travel."""
+"""Columns of sampled tokens: joins and splits messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLUMNS = [
 
 
 def joined(parts: Sequence[SampledTokens]) -> SampledTokens:
-    """One message of several, in order."""
+    """Join messages in order."""
     if len(parts) == 1:
         return parts[0]
     return SampledTokens(
@@ -24,7 +24,7 @@ def joined(parts: Sequence[SampledTokens]) -> SampledTokens:
 
 
 def split(tokens: SampledTokens, *, max_bytes: int = CHUNK_BYTES) -> Iterator[SampledTokens]:
-    """The same in messages of at most `max_bytes`, or of one token; none where there is none."""
+    """Yield messages of at most `max_bytes`, or of one token; nothing for no tokens."""
     count = len(tokens.ids) // TOKEN_BYTES
     if not count:
         return

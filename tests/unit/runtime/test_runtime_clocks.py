@@ -52,7 +52,7 @@ class Cluster:
             cast(Any, self), cast(Any, None), own=self.instances[0], on_offset=self._show
         )
 
-    async def everybody(self) -> list[Instance]:
+    async def all_instances(self) -> list[Instance]:
         return self.instances
 
     async def _show(self, offset_s: float | None) -> None:
