@@ -78,7 +78,7 @@ def matrix(record_property: Callable[[str, object], None]) -> Callable[..., Matr
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints the matrix."""
-    lines = [("client", "version", "protocol", "stream", "tools", "result")]
+    lines: list[tuple[str, ...]] = [("client", "version", "protocol", "stream", "tools", "result")]
     for outcome in ("passed", "failed", "xfailed", "xpassed"):
         for report in terminalreporter.getreports(outcome):
             rows = [row for name, row in report.user_properties if name == "matrix"]

@@ -77,7 +77,7 @@ async def sampled_prompts(directory: Path) -> tuple[set[str], set[str]]:
         wanted = pool_pb2.TrajectoryFilter(state=common_pb2.TRAJECTORY_STATE_SEALED)
         async for page in pool.query(wanted):
             ids = [each.trajectory_id for each in page.trajectories]
-            async for trajectory in pool.fetch(page.shard, ids):
+            async for trajectory in pool.fetch(page.shard, ids, on_damage=pytest.fail):
                 said = json.loads(trajectory.turns[0].messages_json)
                 kind = trajectory.task_id.partition("-")[0]
                 found[kind].add(json.dumps(said["messages"]))

@@ -90,8 +90,10 @@ def test_flex_attention_and_its_backward_equal_dense_calls(
         for heads, tokens in ((heads, own), (2, schedule.tokens), (2, schedule.tokens))
     ]
     device = [x.detach().float().cuda().requires_grad_() for x in host]
-    expected = tree_attention(*host, schedule, scale=0.125, window=window)
-    found = tree_attention(*device, schedule, scale=0.125, window=window)
+    query, key, value = host
+    expected = tree_attention(query, key, value, schedule, scale=0.125, window=window)
+    query, key, value = device
+    found = tree_attention(query, key, value, schedule, scale=0.125, window=window)
     expected.sin().sum().backward()
     found.sin().sum().backward()
     assert torch.allclose(found.double().cpu(), expected, rtol=1e-3, atol=1e-4)

@@ -50,7 +50,7 @@ async def test_openai_tool_conversation_is_recorded_exactly(
     assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"at": "shelf"})
     assert first.usage is not None
     assert first.usage.prompt_tokens_details is not None
-    assert first.usage.prompt_tokens_details.cached_tokens > 0
+    assert first.usage.prompt_tokens_details.cached_tokens
     messages += [
         choice.message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "a book SAY[[A book.]]"},

@@ -203,7 +203,7 @@ async def test_the_likeliest_tokens_are_told_and_never_stored(
     response = await client.responses.create(
         model="policy", input="Which?", max_output_tokens=12, top_logprobs=3
     )
-    (part,) = response.output[0].content  # type: ignore[union-attr]
+    (part,) = response.output[0].content  # type: ignore[union-attr, misc]
     assert {len(token.top_logprobs) for token in part.logprobs} == {3}  # type: ignore[union-attr]
     assert response.top_logprobs == 3
     with pytest.raises(BadRequestError, match="top_logprobs = 21"):
@@ -234,7 +234,8 @@ async def test_a_required_call_is_complete(stack: GatewayStack, gateway: Instanc
         answer = completion.choices[0]
         assert answer.finish_reason == "tool_calls"
         assert not answer.message.content
-        (call,) = answer.message.tool_calls or ()
+        assert answer.message.tool_calls is not None
+        (call,) = answer.message.tool_calls
         arguments = json.loads(call.function.arguments)  # type: ignore[union-attr]
         jsonschema.validate(arguments, TAKE["function"]["parameters"])  # type: ignore[index]
 

@@ -11,6 +11,7 @@ import itertools
 import os
 import random
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,10 @@ from tests.support.runtime.waiting import until
 
 ROUNDS = int(os.environ.get("FORGE_CRASH_ROUNDS", "10"))
 WRITERS = 4
+
+
+def _begun(copied: Path, compacting: asyncio.Task[None]) -> bool:
+    return copied.exists() or compacting.done()
 
 
 async def write(client: PoolClient, ledger: Ledger, names: Iterator[str], fence: int) -> None:
@@ -162,7 +167,7 @@ async def test_kill_9_while_it_is_compacted_loses_nothing_acknowledged(
         compacting = asyncio.create_task(compact(client))
         if draw.random() < 0.7:
             copied = pool.data_dir / "compacted"
-            await until(lambda copied=copied, done=compacting.done: copied.exists() or done())
+            await until(partial(_begun, copied, compacting))
             await asyncio.sleep(draw.random() * 0.5)
         else:
             await asyncio.sleep(draw.random())

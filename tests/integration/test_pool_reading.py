@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -190,7 +191,7 @@ async def test_a_tail_survives_the_pool(client, pool, finder):
     again = await PoolClient.connect(pool, finder)
     await record(again, "gone:1:0")
     request = pool_pb2.TailTrajectoriesRequest(cursor=begin.cursor)
-    resumed = again.stub.TailTrajectories(request, timeout=CALL_S)
+    resumed: Any = again.stub.TailTrajectories(request, timeout=CALL_S)
     told = [(await resumed.read()).summary.trajectory_id for _ in range(3)]
     resumed.cancel()
     await again.close()

@@ -225,7 +225,7 @@ async def test_only_services_write_and_only_operators_look(
 ):
     """Without the scope needed nobody reads a trajectory or writes a record."""
     client = await start()
-    metadata = ()
+    metadata: tuple[tuple[str, str], ...] = ()
     if scopes is not None:
         token = pool.keyring.sign(Claims(subject="somebody", scopes=frozenset({scopes})))
         metadata = (("authorization", f"Bearer {token}"),)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -202,7 +203,7 @@ async def test_snapshot_overtaken_by_a_compaction_is_taken_again(
     kv = observer._etcd._kv
     get, snapshots = kv.get, 0
 
-    async def get_then_compact(*args: object, **options: object) -> object:
+    async def get_then_compact(*args: Any, **options: Any) -> Any:
         nonlocal snapshots, revision
         found = await get(*args, **options)
         if options.get("range_end") is None and args[0].endswith("config/a"):

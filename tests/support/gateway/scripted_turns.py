@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
-from aiohttp import web
 from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 
@@ -79,5 +78,5 @@ async def served(turns: ScriptedTurns, *, max_body_bytes: int = 1 << 20) -> Asyn
     server = HttpServer(edge, max_body_bytes=max_body_bytes)
     # Captured, as a traceback takes seconds to be printed well.
     with capture_logs():
-        async with TestServer(cast(web.Application, server._runner.app)) as listening:
+        async with TestServer(server._runner.app) as listening:
             yield str(listening.make_url("")).rstrip("/")

@@ -195,8 +195,9 @@ class InferenceCluster:
             stream=stream,
         )
 
-    def stub(self, router: Instance) -> inference_pb2_grpc.InferenceServiceStub:
-        return inference_pb2_grpc.InferenceServiceStub(self.channels.get(router.address))
+    def stub(self, router: Instance) -> inference_pb2_grpc.InferenceServiceAsyncStub:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(self.channels.get(router.address))
+        return stub
 
     async def sample(self, ids: list[int], **options: Any) -> Sample:
         sample = Sample()
@@ -247,6 +248,6 @@ class InferenceCluster:
 
         await until(is_idle)
 
-    async def _router(self) -> inference_pb2_grpc.InferenceServiceStub:
+    async def _router(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
         (router, *_) = await self._coordinator.discover("router").wait(timeout_s=START_S)
         return self.stub(router)

@@ -48,7 +48,7 @@ class Writer:
     """Writes to one shard: found in the directory, sent again until told."""
 
     def __init__(
-        self, pools: Remote[pool_pb2_grpc.PoolServiceStub], shard: str, ledger: Ledger
+        self, pools: Remote[pool_pb2_grpc.PoolServiceAsyncStub], shard: str, ledger: Ledger
     ) -> None:
         self._pools = pools
         self._where: Callable[[Instance], bool] = lambda one: one.metadata.get("shard") == shard

@@ -79,10 +79,9 @@ class Node:
 
     def dump(self) -> dict[Table, list[tuple[bytes, bytes]]]:
         """Every record that replicas have in common."""
-        return {
-            table: self.store.read(lambda records, table=table: list(records.scan_sealed(table)))
-            for table in SENT
-        }
+        return self.store.read(
+            lambda records: {table: list(records.scan_sealed(table)) for table in SENT}
+        )
 
 
 async def settle(rounds: int = 50) -> None:

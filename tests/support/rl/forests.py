@@ -58,10 +58,10 @@ def forest(kind: str) -> list[Sample]:
         return samples
     if kind == "compacted":  # half-way, the history is folded into a summary
         history, samples = system + task, []
-        for turn in range(4):
+        for number in range(4):
             answer = history + ids(4)
             samples.append(make_sample(answer, (len(history), len(answer)), rng=rng))
-            history = system + ids(3) if turn == 1 else answer + ids(2)
+            history = system + ids(3) if number == 1 else answer + ids(2)
         return samples
     if kind == "one_node":
         return [make_sample(system + task + other, (4, 9), (11, 17), rng=rng)]

@@ -184,7 +184,7 @@ class Comparisons:
 def run_rank(rank: int, meeting: str, results: str) -> None:
     """All cases; every rank takes part in each."""
     torch.set_num_threads(1)
-    store = dist.FileStore(meeting, RANKS)
+    store = dist.FileStore(meeting, RANKS)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     world, pair = dist.group.WORLD, dist.new_group([0, 1])
     comparisons = Comparisons(rank)

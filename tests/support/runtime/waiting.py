@@ -10,7 +10,7 @@ import inspect
 import time
 from asyncio import sleep
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from typing import TypeVar, overload
 
 Result = TypeVar("Result")
 
@@ -24,6 +24,12 @@ class StillNotSo(AssertionError):
     """The limit is reached; says what was waited for."""
 
 
+@overload
+async def until(
+    condition: Callable[[], Awaitable[Result]], *, limit_s: float = LIMIT_S
+) -> Result: ...
+@overload
+async def until(condition: Callable[[], Result], *, limit_s: float = LIMIT_S) -> Result: ...
 async def until(
     condition: Callable[[], Result | Awaitable[Result]], *, limit_s: float = LIMIT_S
 ) -> Result:

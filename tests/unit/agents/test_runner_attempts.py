@@ -106,7 +106,7 @@ async def test_the_time_of_scoring_is_told_apart(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The close says how long ago the agent ended: scoring is no part of its completion time."""
-    clock = SimpleNamespace(monotonic=lambda: clock.now_s, now_s=100.0)
+    clock: Any = SimpleNamespace(monotonic=lambda: clock.now_s, now_s=100.0)
     monkeypatch.setattr(attempts, "time", clock)
 
     class SlowToScore(SumEpisode):
@@ -126,7 +126,7 @@ async def test_tools_side_by_side_count_once_for_a_reward_function(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A transcript has the time of the tools that the scaffold ran."""
-    clock = SimpleNamespace(perf_counter=lambda: clock.now_s, now_s=0.0)
+    clock: Any = SimpleNamespace(perf_counter=lambda: clock.now_s, now_s=0.0)
     monkeypatch.setattr(conversation, "time", clock)
     seen: list[Transcript] = []
 

@@ -10,7 +10,6 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from forge.agents import own_time
 from forge.agents.own_time import OutOfTime, most_to_run, within
 from forge.core.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from forge.core.queue.failures import FailureKind, kind_of_abandoned
@@ -127,7 +126,7 @@ class Time:
         self.held_up_s = 0.0
         """By so much later than it was to end, each wait ends."""
         self._wait = asyncio.wait
-        monkeypatch.setattr(own_time.asyncio, "wait", self._pass)
+        monkeypatch.setattr(asyncio, "wait", self._pass)
 
     def __call__(self) -> float:
         return self.now_s

@@ -60,7 +60,7 @@ def test_run_in_any_mode_sets_nothing_that_the_mode_ignores(mode: str | None) ->
     """`--set scheduler.queue.mode=adaptive` is enough: the preset's shares are then left out."""
     found = run_settings(STATE, PRESETS["tiny"], mode)["scheduler"]
     assert bool(found["queue.domain_shares"]) == (mode not in ("fifo", "adaptive"))
-    settings = found | ({"queue.mode": mode} if mode else {})
+    settings = {**found, **({"queue.mode": mode} if mode else {})}
     argv = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     load(SchedulerConfig, service="scheduler", argv=argv, environ={})
 

@@ -85,9 +85,9 @@ def test_failures_of_the_task_count_between_faults() -> None:
     queue = make_queue()
     group = add(queue, "a", 0)
     for kind in (INFRASTRUCTURE, FailureKind.TASK, INFRASTRUCTURE):
-        fail(queue, *lease(queue, now_s=1.0), kind)
+        fail(queue, lease(queue, now_s=1.0)[0], kind)
         assert group.phase is Phase.RUNNING
-    fail(queue, *lease(queue, now_s=1.0), FailureKind.TASK)
+    fail(queue, lease(queue, now_s=1.0)[0], FailureKind.TASK)
     assert (group.phase, group.reason) == (Phase.TOMBSTONED, "rollout 0: died")
 
 
@@ -97,7 +97,7 @@ def test_back_off_grows_with_reported_faults() -> None:
     add(queue, "a", 0)
     now_s = 0.0
     for pause_s in (1.0, 2.0, 4.0, 8.0):
-        fail(queue, *lease(queue, now_s=now_s), INFRASTRUCTURE, now_s=now_s)
+        fail(queue, lease(queue, now_s=now_s)[0], INFRASTRUCTURE, now_s=now_s)
         assert lease(queue, now_s=now_s + pause_s - 0.1) == []
         now_s += pause_s
 

@@ -31,7 +31,7 @@ def test_rounding_is_made_up_for_in_the_next_batch() -> None:
     first = shares.quotas(2)
     shares.settle(2, first)
     second = shares.quotas(2)
-    assert {domain for domain, quota in (first | second).items() if quota} <= set("abcd")
+    assert {domain for domain, quota in (*first.items(), *second.items()) if quota} <= set("abcd")
     assert all(first[domain] + second[domain] == 1 for domain in "abcd")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -46,12 +47,12 @@ def read(answer: AnswerParser, pieces: list[list[int]]) -> str:
     return "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
 
 
-def parser_of(**options: object) -> AnswerParser:
+def parser_of(**options: Any) -> AnswerParser:
     numbers = itertools.count()
     parser = options.pop("parser", None) or PlainParser()
     return AnswerParser(
         MODEL, lambda: parser, new_call_id=lambda: f"call-{next(numbers)}", **options
-    )  # type: ignore[arg-type]
+    )
 
 
 def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:

@@ -17,7 +17,7 @@ from services.pool.replication.self_repair import damaged_units
 from services.pool.storage.journal import caught_up_message, commit_message
 from services.pool.storage.keys import group_key, queue_key, reward_key, trajectory_key, turn_key
 from services.pool.storage.record_copies import answer, copied_records, units_of
-from services.pool.storage.records import Records
+from services.pool.storage.records import DamagedRecord, Records
 from services.pool.storage.tables import Key, Table
 from tests.support.pool.records import make_group, make_reward, make_turn
 from tests.support.pool.replicas import LINEAGE, SHARD, Node
@@ -128,7 +128,7 @@ def test_lost_turn_of_a_closed_trajectory_comes_back(pair):
     """No checksum tells of it, but the digests of the seal do."""
     leader, follower = pair
     lose(leader, RECORDS[0])
-    with pytest.raises(DataLoss, match="a:0:0 lacks 1 of its 2 turns: 0") as met:
+    with pytest.raises(DamagedRecord, match="a:0:0 lacks 1 of its 2 turns: 0") as met:
         leader.store.trajectories([parse_trajectory_id("a:0:0")])
     assert mend(leader, follower, (met.value.table, met.value.key))
     assert leader.dump() == follower.dump()

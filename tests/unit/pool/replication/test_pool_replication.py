@@ -7,11 +7,13 @@ from contextlib import suppress
 from functools import partial
 from random import Random
 
+import msgspec
 import pytest
 
 from forge.core.errors import DataLoss, FailedPrecondition, Unavailable
 from forge.v1 import common_pb2
 from forge.v1 import replica_pb2 as pb
+from services.pool.readers import Readers
 from services.pool.replication import follower_link
 from services.pool.replication.replica_set import ReplicaSet, may_lead
 from services.pool.storage import journal
@@ -270,7 +272,7 @@ async def test_what_no_journal_tells_of_means_a_whole_copy(node, how):
         await link.reached(a.state().position)
     before = b.state()
     if how == "the schema version":
-        old = journal.msgspec.structs.replace(before, schema_version=0)
+        old = msgspec.structs.replace(before, schema_version=0)
         b.store.change(lambda records: journal._keep(records, old))
     else:
         (b.directory / "replica").unlink()
@@ -305,7 +307,7 @@ async def test_a_silent_follower_ends_its_link(node):
     a.lead()
     link = follower_link.Link(
         a.store,
-        follower_link.Readers(1),
+        Readers(1),
         b.follower_state(),
         lineage=LINEAGE,
         term=a.term,

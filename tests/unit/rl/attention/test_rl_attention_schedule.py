@@ -117,8 +117,8 @@ def test_a_bush_of_short_answers_is_one_call() -> None:
 
 def test_a_long_prompt_is_attended_in_full_slabs() -> None:
     """Where masking would cost more than calls, nothing is masked."""
-    nodes = (Node(0, 1000, 3000, 0, -1), Node(1000, 2000, 2000, 1000, 999))
-    nodes += (Node(2000, 3000, 3000, 1000, 999),)
+    root, first = Node(0, 1000, 3000, 0, -1), Node(1000, 2000, 2000, 1000, 999)
+    nodes = (root, first, Node(2000, 3000, 3000, 1000, 999))
     schedule = schedule_attention(nodes, channels=1024)
     assert all(block.causal for block in schedule.blocks)
     assert (0, 1000, 3000) in schedule.slabs

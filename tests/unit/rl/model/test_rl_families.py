@@ -81,7 +81,7 @@ def test_a_model_that_sees_later_tokens_is_refused() -> None:
 def test_a_model_whose_own_forward_fails_is_refused() -> None:
     """One line names the family and the error, of whatever kind."""
 
-    class BrokenForCausalLM(LlamaForCausalLM):
+    class BrokenForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
         def forward(self, *_: Any, **__: Any) -> Any:
             raise KeyError("no such expert")
 
@@ -93,7 +93,7 @@ def test_a_model_whose_own_forward_fails_is_refused() -> None:
 def test_any_error_of_a_merged_pass_means_by_sequence() -> None:
     """Whatever the model's code raises there, its own forward still trains it."""
 
-    class PickyForCausalLM(LlamaForCausalLM):
+    class PickyForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
         def forward(self, *places: Any, **named: Any) -> Any:
             return super().forward(*places, **named)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from forge.rl.model import head_logprobs
 from forge.rl.model.head_logprobs import edge_logprobs
-from forge.rl.tree.batch import HeadRows
+from forge.rl.tree.parts import HeadRows
 
 TOKENS, CHANNELS, VOCABULARY = 7, 5, 11
 

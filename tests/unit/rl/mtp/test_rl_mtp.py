@@ -101,7 +101,8 @@ def one_at_a_time(
                 if row < 0:
                     continue
                 p = (logits_LV[place - 1] / one.temperature).log_softmax(-1)[None]
-                q = (weight_VC @ head.out_norm(states_LC[row]) / one.temperature).log_softmax(-1)
+                normed = head.out_norm(states_LC[row])  # type: ignore[operator]
+                q = (weight_VC @ normed / one.temperature).log_softmax(-1)
                 q = q[None]
                 if loss == "topk_kl":
                     total = total + topk_kl(p, q, top_k=TOP_K)[0]

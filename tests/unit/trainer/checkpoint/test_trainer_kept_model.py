@@ -19,7 +19,7 @@ from forge.rl.learner.types import StepResult
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
-from services.trainer.model.lora import LoraSettings
+from services.trainer.config import LoraSettings
 from services.trainer.weight_publisher import Publisher, WeightServicer
 from tests.support.rl.models import make_sample
 from tests.support.trainer.learners import started_learner

@@ -16,7 +16,7 @@ from forge.rl.learner.batch_plan import plan_batch
 from services.trainer.actors.learner import Capture, Restore, Step
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
-from services.trainer.model.lora import LoraSettings
+from services.trainer.config import LoraSettings
 from tests.support.rl.models import make_sample, tiny_model
 from tests.support.trainer.learners import started_learner
 

@@ -22,8 +22,8 @@ from forge.rl.learner.batch_plan import plan_batch
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.config import LoraSettings
 from services.trainer.model.full_weights import load_model
-from services.trainer.model.lora import LoraSettings
 from services.trainer.weight_publisher import Snapshot
 from tests.support.rl.models import make_sample
 from tests.support.trainer.learners import started_learner
