@@ -70,7 +70,7 @@ def runner(stack: GatewayStack, tmp_path: Path) -> Iterator[None]:
     reward = "--reward-functions=repair=tests.support.clients.coding_job:repaired"
     argv = [sys.executable, "-m", "forge.agents", *shared, reward, f"--command={mini}"]
     stack.processes["scheduler"] = subprocess.Popen(
-        [sys.executable, "-m", "services.scheduler", *shared]
+        [sys.executable, "-m", "services.scheduler", *shared], text=True
     )
     process = subprocess.Popen(argv, env=env)
     yield

@@ -49,8 +49,9 @@ def serve(channel: socket.socket) -> dict[str, Any] | None:
     # The terminal's interrupt is for the test process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     status_files: dict[int, int] = {}
+    readable: list[Any] = [channel, woken]
     while True:
-        ready, _, _ = select.select([channel, woken], [], [])
+        ready, _, _ = select.select(readable, [], [])
         if woken in ready:
             os.read(woken, 4096)
             report_ends(status_files)
