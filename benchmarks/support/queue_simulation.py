@@ -135,7 +135,7 @@ class Simulation:
         self.queue = GenerationQueue(settings)
         if drive is Drive.AT_COMMIT:
             window = HeadAtCommit(size=settings.window_size, shares=self.queue.shares)
-            self.queue.books.window = window
+            self.queue.ledger.window = window
         self._taken = 0
         """Batches so far."""
         self._held: deque[Batch] = deque()
@@ -226,7 +226,7 @@ class Simulation:
         """How many groups the trainer asks for now."""
         if self._drive is Drive.ITEMS:
             return 1
-        window, size = self.queue.books.window, self._load.batch
+        window, size = self.queue.window, self._load.batch
         if self._drive is not Drive.AT_ONCE or window.ready >= size:
             return size
         open_inside = window.sampling(frozenset()) and self.queue.rollouts.can_progress()

@@ -45,14 +45,14 @@ async def measure_settled(folder: Path, groups: int) -> dict[str, float]:
         pool = cluster.start_pool()
         leader = cluster.start_scheduler()
         (began,) = await leader.until_logged("term_began")
-        (enlisted,) = leader.logged("pool_shard_enlisted")
+        (registered,) = leader.logged("pool_shard_registered")
         pid = leader.process.pid
         numbers = {
             "cold_cpu_s": cpu_s(pid),
             "cold_peak_mb": _peak_bytes(pid) / _MB,
             "cold_rebuilt_s": began["rebuilt_s"],
             "cold_pool_cpu_s": cpu_s(pool.pid),
-            "groups_read": enlisted["told"],
+            "groups_read": registered["groups_read"],
         }
         assert began["accepted"] == groups
         standby = cluster.start_scheduler()

@@ -1,4 +1,4 @@
 """The windowed FIFO over groups: one instance leads, the others stand by.
 
-Floors, each of which imports only what is below: `service`, `leadership`, `actors`, `state`.
+Layers, each imports only those after it: `service`, `leadership`, `actors`, `state`.
 """

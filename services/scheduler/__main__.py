@@ -5,6 +5,7 @@ from services.scheduler.config import SchedulerConfig
 
 
 def load_app() -> type:
+    """Imports the app only once the settings are valid."""
     from services.scheduler.app import SchedulerApp
 
     return SchedulerApp

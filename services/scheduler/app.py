@@ -1,4 +1,4 @@
-"""Wiring of a scheduler instance: the servicer, and the election it stands in all its life."""
+"""Wiring of a scheduler instance: its servicer and its elections."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from services.scheduler.service import FULL_NAME, SCOPES, SchedulerServicer
 
 ELECTION = "scheduler"
 TERM_ERROR_KEY = "term_error"
-"""Metadata of an instance whose last term failed: the reason."""
+"""Metadata key: why the last term of an instance failed."""
 AWAITS = "awaits_shards"
-"""Metadata of an elected instance whose term has not begun: the pool shards it waits for."""
+"""Metadata key: pool shards that an elected instance waits for before its term begins."""
 _PAUSE_S = 1.0
-"""After a term that could not begin, so that another instance may try."""
+"""After a term, so that another instance may be elected."""
 
 
 class SchedulerApp:
@@ -33,16 +33,16 @@ class SchedulerApp:
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
-        self._office_holder: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        """Serves as a standby and stands for election."""
         config = self._context.config
         assert isinstance(config, SchedulerConfig)
         self._config = config
         coordinator = self._context.coordinator
         self._pools = coordinator.discover("pool")
         self._pool = self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
-        # They outlive a term that could not begin: what was not taken for it is as good as before.
+        # Copies outlive a failed term: those that it did not take stay valid.
         self._copies = ShardCopies(
             ShardScans(self._pools, self._pool, timeout_s=config.pool_timeout_s),
             most_settled=config.held_settled_groups,
@@ -61,18 +61,20 @@ class SchedulerApp:
         self._candidate = asyncio.create_task(self._stand(), name="election")
 
     async def drain(self) -> None:
+        """Ends the term, if it leads, and leaves the election."""
         self._candidate.cancel()
         await asyncio.wait({self._candidate})
 
     async def stop(self) -> None:
+        """The same as `drain`."""
         await self.drain()
 
     async def _stand(self) -> None:
-        """Stand in one election after the other."""
+        """Stand for election, again after each term."""
         while True:
             await self._stand_once()
-            # The term that is over may be a million groups, in cycles. They go before the copies
-            # of a standby come, which are frozen, and what is garbage by then would be with them.
+            # The ended term may leave a million groups in reference cycles. Collect them before
+            # the standby freezes its copies, because garbage would be frozen with them.
             gc.collect()
             await asyncio.sleep(_PAUSE_S)
 
@@ -94,7 +96,7 @@ class SchedulerApp:
             log.warning("term_failed", error=str(error))
             await self._announce_failure(str(error))
         except Exception as error:
-            # An instance that no longer stands for election would look alive for ever.
+            # Otherwise this instance would look healthy but never stand for election again.
             log.exception("term_crashed")
             await self._announce_failure(repr(error))
         finally:
@@ -116,18 +118,18 @@ class SchedulerApp:
         try:
             await first_done(begin, asyncio.shield(ended))
             if begin.done():
-                self._servicer.office = begin.result()
+                self._servicer.leader = begin.result()
                 await self._announce(leading=True)
                 await ended
         finally:
-            self._servicer.office = None
+            self._servicer.leader = None
             for task in (begin, ended):
                 task.cancel()
             await asyncio.wait({begin, ended})
             await self._announce(leading=False)
 
     async def _announce_failure(self, reason: str) -> None:
-        """Show why the last term ended, to callers and to everybody in discovery."""
+        """Publish why the last term ended, in answers and in discovery."""
         self._servicer.last_failure = reason
         if self._context.metadata.get(TERM_ERROR_KEY) != reason:
             self._context.metadata[TERM_ERROR_KEY] = reason
@@ -135,7 +137,7 @@ class SchedulerApp:
                 await self._context.announce()
 
     async def _await_shards(self, missing: frozenset[str]) -> None:
-        """Tell whoever looks for a leader which pool shards it waits for."""
+        """Publish in discovery which pool shards the term waits for."""
         awaited = ",".join(sorted(missing))
         if self._context.metadata.get(AWAITS, "") == awaited:
             return
@@ -149,6 +151,6 @@ class SchedulerApp:
         if leading:
             self._servicer.last_failure = ""
             self._context.metadata.pop(TERM_ERROR_KEY, None)
-        # Without etcd nobody can be told; the entry is written whole when it is back.
+        # Without etcd nothing can be published; the whole entry is written when etcd is back.
         with contextlib.suppress(Unavailable):
             await self._context.announce()

@@ -20,55 +20,55 @@ IGNORED: Mapping[Mode, frozenset[str]] = {
     Mode.WINDOWED: _BOUNDS,
     Mode.ADAPTIVE: frozenset({"window", "admission", "ahead", "domain_shares"}),
 }
-"""Settings of the queue without effect in a mode."""
+"""By mode: settings of the queue that have no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(ServiceConfig):
-    """The windowed FIFO over groups: one leader serves, any number stand by."""
+    """The windowed FIFO over groups: one leader serves, other instances are standbys."""
 
     queue: QueueSettings = field(default_factory=QueueSettings)
     domain_context_tokens: Mapping[str, Annotated[int, Meta(ge=1)]] = field(default_factory=dict)
     """Longest context of a domain's sessions, prompt and answer, if it is shorter than the model's;
     the gateway enforces it."""
     skip_equal_rewards: bool = False
-    """Give a training group up when all its rollouts have the same outcome, at any process rewards
-    and speeds."""
+    """Tombstone a training group whose rollouts all have the same outcome, whatever their process
+    rewards and speeds."""
     takeover_hold_s: Annotated[float, Meta(ge=0)] = 2.0
-    """Time in which a new leader hands no rollout out, so that runners, which renew with each new
-    leader at once, keep what they hold."""
+    """Time in which a new leader hands out no rollout, so that runners can renew their leases
+    first."""
     stall_after_s: Annotated[float, Meta(ge=1)] = 120.0
-    """Time without a trained group after which the status and the log say why, and what to do."""
+    """Time without a trained group after which the status and the log name cause and remedy."""
     session_ttl_s: Annotated[float, Meta(ge=1)] = 10_800.0
     """Validity of a session token."""
     max_queued_groups: Annotated[int, Meta(ge=1)] = 1_000_000
-    """Most groups accepted and not yet consumed."""
+    """Most pending groups; further submissions are refused."""
     held_settled_groups: Annotated[int, Meta(ge=1)] = 16_384
-    """Groups kept in memory of those that were trained on last, and as many that were tombstoned or
-    evaluated: some 15 MB each with eight rollouts. A rewind beyond them reads the pool."""
+    """Trained groups kept in memory, the newest, and as many that were tombstoned or evaluated:
+    about 15 MB each with eight rollouts. A rewind beyond them reads the pool."""
     max_group_size: Annotated[int, Meta(ge=1, le=65_536)] = 1024
     """Most rollouts of one task."""
     max_wait_s: Annotated[float, Meta(ge=0, le=600)] = 30.0
-    """Longest time that a call waits for rollouts or a batch."""
+    """Longest wait of a call for rollouts or a batch."""
     pool_timeout_s: Annotated[float, Meta(ge=0.1)] = 5.0
-    """Deadline of one attempt at a call to a pool shard."""
+    """Deadline of one attempt of a call to a pool shard."""
     shard_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
-    """Time that a new leader waits for an absent pool shard; then it begins without it."""
+    """Longest wait of a new leader for an unreachable pool shard; then it begins without it."""
     lost_shards: tuple[str, ...] = ()
-    """Pool shards whose disks are lost for good: a new leader does not wait for them."""
+    """Pool shards whose disks are lost: a new leader does not wait for them."""
 
     def validate(self) -> None:
-        """Raises `InvalidArgument` for settings without effect, and for tokens too short."""
-        self._refuse_what_is_ignored()
+        """Raises `InvalidArgument` for settings without effect and for a short token validity."""
+        self._refuse_ignored()
         if self.session_ttl_s < self.queue.rollout_timeout_s:
             raise InvalidArgument(
                 f"session_ttl_s = {self.session_ttl_s:g} must be at least queue.rollout_timeout_s "
-                f"= {self.queue.rollout_timeout_s:g}: the gateway would refuse a rollout before "
-                "its end"
+                f"= {self.queue.rollout_timeout_s:g}: the session token would expire before the "
+                "rollout ends"
             )
 
-    def _refuse_what_is_ignored(self) -> None:
-        """A setting that differs from its default and changes nothing is a mistake."""
+    def _refuse_ignored(self) -> None:
+        """A changed setting without effect is an error."""
         queue = self.queue
         ignored = dict.fromkeys(IGNORED[queue.mode], f"queue.mode = {queue.mode.value}")
         if queue.admission is not Admission.AHEAD:

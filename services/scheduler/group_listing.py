@@ -1,7 +1,6 @@
-"""The groups of a tag: those in memory, and settled groups that are not held, from the pool.
+"""Lists the groups of a tag: those in memory, and settled groups that only the pool has.
 
-Owns the reading of the latter, by the shards' index of tags; a list of every group reads whole
-shards.
+Owns the reads of the latter, by the tag index of the shards; a list without a tag scans the shards.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _SETTLED = frozenset(
 async def list_groups(
     queue: ActorRef, shards: ShardScans, tag: str
 ) -> AsyncIterator[Sequence[GroupView]]:
-    """Every group of a tag, or every group for no tag, in parts: first those that are in the pool
-    alone, in the order they were submitted, then those in memory. Raises Unavailable."""
+    """Every group of a tag, or every group without a tag, in parts: first those that only the pool
+    has, in queue order, then those in memory. Raises Unavailable."""
     listed: Tagged = await queue.ask(ListTagged(tag=tag), timeout_s=ASK_S)
     held = set(listed.task_ids)
 
@@ -57,7 +56,7 @@ async def list_groups(
         missed |= set(task_ids) - {view.record.task.task_id for view in views}
         yield views
     if missed:
-        # They left memory in between.
+        # These groups left memory in between.
         listed = await queue.ask(ListTagged(tag=tag), timeout_s=ASK_S)
         left = partial(_is_among, missed)
         async for part in _stored(shards, listed.shards, tag, left):

@@ -1,5 +1,4 @@
-"""Questions to the queue about groups that it does not hold: looked up in the pool, then asked
-again."""
+"""Asks the queue about groups that may be only in the pool: look up, then ask again."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ async def ask_with_look_up(
     *,
     timeout_s: float,
 ) -> Any:
-    """The answer of the queue. Raises what the queue raises, and Unavailable when something is not
-    found and a shard that may have it does not answer."""
+    """The answer of the queue. Raises its errors, and Unavailable if a group is not found and a
+    shard that may have it does not answer."""
     while True:
         answer = await queue.ask(message, timeout_s=timeout_s)
         if not isinstance(answer, LookUp):

@@ -1,7 +1,7 @@
-"""The time that the queue goes by: only time during which this scheduler could listen.
+"""The clock of the queue: it excludes time in which the scheduler could not read messages.
 
-A scheduler that was stopped for a while, by its host or by its own work, could not hear runners
-that renewed meanwhile. Their claims, a trainer's batch and every back-off are that much longer.
+A scheduler that its host or its own work paused did not receive renewals. This clock extends every
+lease, batch and back-off by such pauses.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from collections.abc import Callable
 
 
 class ListeningClock:
-    """Monotonic seconds, without the pauses that it is told of."""
+    """Monotonic seconds without the pauses reported to `missed`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._deaf_s = 0.0
 
     def __call__(self) -> float:
+        """The time now."""
         return self._clock() - self._deaf_s
 
     def missed(self, pause_s: float) -> None:
-        """For so long, up to now, nobody was listened to."""
+        """Exclude a pause that ends now."""
         self._deaf_s += max(0.0, pause_s)

@@ -1,6 +1,6 @@
-"""Calls that wait until there is something for them: long polls, without polling.
+"""Long polls: calls that wait until an answer exists.
 
-Owns who waits and in which order. A caller that leaves cancels its future and is passed over.
+Owns the waiting calls and their order. A caller that leaves cancels its future and is skipped.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Answer = TypeVar("Answer")
 MAX_WAITING = 16_384
 
 
-class WaitingRoom(Generic[Request, Answer]):
+class LongPolls(Generic[Request, Answer]):
     """First come, first served."""
 
     def __init__(self, serve: Callable[[Request], Answer | None], *, alike: bool) -> None:
-        """`serve` gives None when there is nothing for a request. `alike`: then there is nothing
-        for any other either, so that a change does not cost a try for everybody."""
+        """`serve` returns None if there is no answer yet. `alike`: then no other request has one
+        either, so a change costs one try."""
         self._serve = serve
         self._alike = alike
         self._waiting: deque[tuple[Request, asyncio.Future[Answer]]] = deque()
 
     def enter(self, request: Request) -> asyncio.Future[Answer]:
-        """The answer, now or when there is one. Raises ResourceExhausted."""
+        """The answer, now or later. Raises ResourceExhausted."""
         if len(self._waiting) >= MAX_WAITING:
             self._forget_the_gone()
         if len(self._waiting) >= MAX_WAITING:
@@ -39,7 +39,7 @@ class WaitingRoom(Generic[Request, Answer]):
         return future
 
     def serve(self) -> None:
-        """Something changed: answer those for whom there is something now."""
+        """After a change: answer the calls that have an answer now."""
         unserved: deque[tuple[Request, asyncio.Future[Answer]]] = deque()
         while self._waiting:
             request, future = self._waiting.popleft()
@@ -55,13 +55,13 @@ class WaitingRoom(Generic[Request, Answer]):
         self._waiting.extendleft(reversed(unserved))
 
     def dismiss(self, whom: Callable[[Request], bool], *, answer: Answer) -> None:
-        """Those get `answer`, and wait no longer."""
+        """Answer the selected calls with `answer`."""
         for request, future in self._waiting:
             if whom(request) and not future.done():
                 future.set_result(answer)
 
     def close(self, error: Exception) -> None:
-        """Nobody will be served any more."""
+        """Answer every call with `error`."""
         while self._waiting:
             _, future = self._waiting.popleft()
             if not future.done():

@@ -1,4 +1,4 @@
-"""The queue on /metrics: H, W, N, the books and the window."""
+"""The queue on /metrics: H, W, N and the counts of groups."""
 
 from __future__ import annotations
 
@@ -9,53 +9,61 @@ from services.scheduler.validation import ACTIVITIES
 _LEADING = gauge("forge_scheduler_leading", "1 on the leader, 0 on a standby.")
 _HEAD = gauge(
     "forge_scheduler_head",
-    "H: lowest queue index whose group is neither consumed, nor in a batch or assigned to one.",
+    "H: lowest queue index whose group is not consumed, in a batch or assigned to one.",
 )
 _WINDOW = gauge("forge_scheduler_window_groups", "W: positions that a trainer sees.")
 _CONCURRENCY = gauge("forge_scheduler_concurrency_groups", "N: most groups that run at once.")
 _RUNNING_LIMIT = gauge(
-    "forge_scheduler_running_limit_groups", "Training groups that may run now: N, or less."
+    "forge_scheduler_running_limit_groups", "Most training groups that may run now; at most N."
 )
 _STALENESS = gauge(
-    "forge_scheduler_staleness_p99_steps", "Start to training; of the adaptive mode."
+    "forge_scheduler_staleness_p99_steps",
+    "Adaptive mode: staleness of recently trained groups, 99th percentile.",
 )
 _SHIFT = gauge(
-    "forge_scheduler_shift_kl", "Of the last batch the adaptive mode weighed from the queue."
+    "forge_scheduler_shift_kl",
+    "Adaptive mode: divergence of the last weighed batch from the queue.",
 )
 _ACTIVITY = gauge(
-    "forge_scheduler_activity", "1 for what an operator set: running, paused, draining.", ["state"]
+    "forge_scheduler_activity",
+    "1 for the activity that an operator set: running, paused, draining.",
+    ["state"],
 )
 _SKIPPED = gauge(
-    "forge_scheduler_skipped_groups", "Tombstoned since all rollouts have the same outcome."
+    "forge_scheduler_skipped_groups",
+    "Groups tombstoned because all rollouts have the same outcome.",
 )
 _SURPLUS = gauge(
-    "forge_scheduler_surplus_rollouts", "Sealed after another attempt, or too late for the group."
+    "forge_scheduler_surplus_rollouts",
+    "Rollouts sealed after another attempt, or after the group was settled.",
 )
 _GROUPS = gauge(
     "forge_scheduler_groups",
-    "The books: accepted = trained + tombstoned + pending. Of the pending: queued, running, "
-    "complete inside the window and outside it.",
+    "Training groups by state: accepted = trained + tombstoned + pending; queued, running and "
+    "complete groups are pending.",
     ["state"],
 )
-_ROLLOUTS = gauge("forge_scheduler_running_rollouts", "Attempts that are with runners.")
-_EVAL_PENDING = gauge("forge_scheduler_eval_pending_groups", "Evaluation groups to finish.")
+_ROLLOUTS = gauge("forge_scheduler_running_rollouts", "Attempts leased to runners.")
+_EVAL_PENDING = gauge(
+    "forge_scheduler_eval_pending_groups", "Evaluation groups that are not finished."
+)
 _COMPLETED = gauge(
     "forge_scheduler_completed_rollouts", "Training rollouts completed, by domain.", ["domain"]
 )
 _REWARD = gauge(
-    "forge_scheduler_recent_reward_ratio", "Mean outcome of the last rollouts.", ["domain"]
+    "forge_scheduler_recent_reward_ratio", "Mean outcome of recent rollouts, by domain.", ["domain"]
 )
 _UNTRAINED = gauge(
     "forge_scheduler_untrained_seconds",
-    "Since a batch was committed or an evaluation group ended.",
+    "Time since a batch was committed or an evaluation group finished.",
 )
-_AWAY = gauge("forge_scheduler_shards_away", "Pool shards that may hold groups and do not answer.")
+_AWAY = gauge("forge_scheduler_shards_away", "Unreachable pool shards that may hold groups.")
 FAILURES = counter(
     "forge_scheduler_failures_total",
-    "Attempts that failed, by whose failure it was: task or infrastructure.",
+    "Failed attempts, by cause: task or infrastructure.",
     ["kind"],
 )
-TOMBSTONES = counter("forge_scheduler_tombstones_total", "Groups given up.")
+TOMBSTONES = counter("forge_scheduler_tombstones_total", "Groups tombstoned.")
 TERMS = counter("forge_scheduler_terms_total", "Times this instance became the leader.")
 
 _STATES = (
@@ -71,20 +79,21 @@ _STATES = (
 
 
 def show_leading(leading: bool) -> None:
+    """Leadership of this instance, and the count of its terms."""
     _LEADING.set(leading)
     if leading:
         TERMS.inc()
 
 
 def clear() -> None:
-    """The queue is another instance's now: two of them would be one too many in every sum."""
+    """Zero the gauges at the end of a term, so that sums over instances count one leader."""
     show(scheduler_pb2.GetSchedulerStatusResponse())
     _COMPLETED.clear()
     _REWARD.clear()
 
 
 def show(status: scheduler_pb2.GetSchedulerStatusResponse) -> None:
-    """What GetSchedulerStatus answers, as gauges."""
+    """The answer of GetSchedulerStatus, as gauges."""
     _HEAD.set(status.head)
     _WINDOW.set(status.window)
     _CONCURRENCY.set(status.concurrency)

@@ -1,8 +1,8 @@
-"""The pool shards: scans for every instance, fenced writes and summaries for the one that leads.
+"""Calls to the pool shards: scans for every instance, fenced writes and summaries for the leader.
 
-Owns the calls and the fence on each; when to make them is for the actors and `recovery` to say.
-Every write checks leadership first and carries the fence, so that a leader that was deposed
-without noticing is refused by the shard.
+Owns the calls and their fence; the actors and `leadership` decide when to call. Every write checks
+leadership first and carries the fence: a shard refuses a deposed leader, even one that does not
+know it yet.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ Change = pool_pb2.SetGroupStatesRequest.Change
 
 
 def shard_of(instance: Instance) -> str:
+    """The pool shard that an instance serves."""
     return instance.metadata.get("shard", instance.instance_id)
 
 
 class ShardScans:
-    """Every pool shard, to look at."""
+    """Scans of every pool shard."""
 
     def __init__(
         self, discovery: Discovery, remote: Remote[PoolServiceAsyncStub], *, timeout_s: float
@@ -54,18 +55,18 @@ class ShardScans:
         return frozenset(map(shard_of, self._discovery.instances))
 
     async def changed(self) -> None:
-        """Returns when a shard has come or gone."""
+        """Returns when a shard joined or left."""
         await self._discovery.changed()
 
     async def scan(
         self, shard: str, *, since: str = "", settled_limit: int = 0, count_settled: bool = False
     ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
-        """How the scan begins, then every group of a shard in queue order, or, if `since` is a mark
-        that the shard knows, every group changed since. With `settled_limit`, a shard that can
-        leaves settled groups out beyond it, and begins with the counters of all if `count_settled`.
+        """The header of the scan, then every group of a shard in queue order, or, if the shard
+        knows the mark `since`, every group changed after it. Settled groups beyond `settled_limit`
+        are left out, except by shards of earlier versions; with `count_settled` the header counts
+        all of them.
 
-        Raises Unavailable, and DeadlineExceeded when the shard stops in the middle for longer than
-        one call may take.
+        Raises Unavailable, and DeadlineExceeded when the shard sends nothing for one call's time.
         """
         request = pool_pb2.ScanGroupsRequest(
             together=True, since=since, settled_limit=settled_limit, count_settled=count_settled
@@ -76,8 +77,8 @@ class ShardScans:
     async def scan_settled(
         self, shard: str, *, tag: str = "", trained_after: int | None = None
     ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
-        """The groups of a tag, or those trained after a step; every group for neither, and from a
-        shard of an earlier version. Raises as `scan` does."""
+        """The groups of a tag, or those trained after a step; every group without either, and from
+        a shard of an earlier version. Raises as `scan` does."""
         request = pool_pb2.ScanGroupsRequest(together=True, tag=tag, trained_after=trained_after)
         async for response in self._scan(shard, request):
             yield response
@@ -110,7 +111,7 @@ class PoolShards(ShardScans):
         self._leadership = leadership
 
     async def raise_fence(self, shard: str) -> None:
-        """From now on the shard refuses the writes of every earlier leader."""
+        """Make the shard refuse writes of every earlier leader from now on."""
         await self._set_states(shard, ())
 
     async def put(self, shard: str, groups: Iterable[common_pb2.GroupRecord]) -> None:
@@ -121,8 +122,8 @@ class PoolShards(ShardScans):
             await self._call(shard, "PutGroups", request)
 
     async def set_states(self, changes: Mapping[str, Sequence[Change]]) -> None:
-        """Store the states of groups, by shard; each part of at most `MAX_WRITE_GROUPS` changes is
-        all or none. Raises what one shard raised, once all have been tried."""
+        """Store the states of groups, by shard, in atomic parts of at most `MAX_WRITE_GROUPS`.
+        Raises the first error after every part was tried."""
         await gathered(
             self._set_states(shard, changed[start : start + MAX_WRITE_GROUPS])
             for shard, changed in changes.items()
@@ -132,9 +133,8 @@ class PoolShards(ShardScans):
     async def look_up(
         self, names: Iterable[str], *, task_ids: Sequence[str], batch_ids: Sequence[str]
     ) -> tuple[dict[str, common_pb2.GroupRecord], dict[str, int]]:
-        """What some shards have of tasks and batches: groups by task id, steps by batch id; what
-        none of them has is left out. Raises Unavailable when one that may have it does not
-        answer."""
+        """Groups by task id and steps by batch id, of those that the shards have. Raises
+        Unavailable if some are missing and a shard does not answer."""
         answers = await asyncio.gather(
             *(self._look_up(shard, task_ids, batch_ids) for shard in names),
             return_exceptions=True,
@@ -157,7 +157,7 @@ class PoolShards(ShardScans):
     ) -> pool_pb2.LookUpGroupsResponse:
         found = pool_pb2.LookUpGroupsResponse()
         if shard not in self.live():
-            raise Unavailable(f"pool shard {shard} is away, and may have what is not in memory")
+            raise Unavailable(f"pool shard {shard} is unreachable and may have the group")
         left = [*((True, each) for each in task_ids), *((False, each) for each in batch_ids)]
         while left:
             part = left[:MAX_LOOKED_UP]
@@ -189,8 +189,8 @@ class PoolShards(ShardScans):
         try:
             answer = await self._call(shard, "GetSummaries", request)
         except (DataLoss, InvalidArgument) as error:
-            # One damaged record fails a whole request: look for it, half by half. So does an answer
-            # that no message holds.
+            # One damaged record fails the whole request, as does an answer beyond the message
+            # limit: retry each half.
             if len(trajectory_ids) == 1:
                 if isinstance(error, InvalidArgument):
                     raise
@@ -216,7 +216,7 @@ class PoolShards(ShardScans):
                 where=lambda instance: shard_of(instance) == shard,
             )
         except StaleFence as error:
-            # For who asked, it is as if this one had known: the call is for another leader.
+            # The caller gets the same error as when this instance knows: ask another leader.
             raise self._deposed() from error
         except (Unavailable, DeadlineExceeded) as error:
             raise Unavailable(f"pool shard {shard} does not answer: {error}") from error
@@ -226,7 +226,7 @@ class PoolShards(ShardScans):
             raise self._deposed()
 
     def _deposed(self) -> Unavailable:
-        return Unavailable("this scheduler does not lead any more")
+        return Unavailable("this scheduler is no longer the leader")
 
 
 def _parts(
@@ -246,7 +246,7 @@ def _parts(
 
 
 async def gathered(calls: Iterable[Any]) -> list[Any]:
-    """All answers; the first error once every call has ended, so that none is left behind."""
+    """All answers. Raises the first error after every call has ended, so none keeps running."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):

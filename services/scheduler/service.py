@@ -1,7 +1,7 @@
-"""SchedulerService over gRPC: check, ask an actor of the term in force, encode.
+"""SchedulerService over gRPC: check the request, ask an actor of the term, encode the answer.
 
-Owns no state but which term is in force. Only the leader has one; a standby answers UNAVAILABLE
-with the leader's address in the trailing metadata `forge-leader`.
+Owns no state except the current term, which only the leader has. A standby answers UNAVAILABLE with
+the leader's address in the trailing metadata `forge-leader`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.scheduler import validation
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.group_listing import list_groups
 from services.scheduler.group_look_up import ask_with_look_up
-from services.scheduler.leadership.term import Office
+from services.scheduler.leadership.term import LeaderContext
 from services.scheduler.state import messages as m
 
 FULL_NAME = "forge.v1.SchedulerService"
@@ -36,66 +36,69 @@ SCOPES = {
 LEADER_KEY = "forge-leader"
 ASK_S = 10.0
 WRITE_S = 60.0
-"""Of what waits for the pool."""
+"""Deadline of messages that wait for the pool."""
 MAX_ANSWER_BYTES = 4 << 20
 NO_LEADER_RETRY_S = 0.2
 _SEALED = common_pb2.TRAJECTORY_STATE_SEALED
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """The scheduler's side of every call; scheduler.proto says what each promises."""
+    """Serves every call; scheduler.proto defines what each guarantees."""
 
     def __init__(self, config: SchedulerConfig, keyring: Keyring, schedulers: Discovery) -> None:
         self._config = config
         self._keyring = keyring
         self._schedulers = schedulers
-        self.office: Office | None = None
-        """Of the term in force, while this instance leads."""
+        self.leader: LeaderContext | None = None
+        """Set while this instance leads."""
         self.last_failure = ""
-        """Why the last term of this instance ended, until the next one begins."""
+        """Why the last term of this instance failed; empty once the next one begins."""
 
     async def SubmitTasks(
         self, request: scheduler_pb2.SubmitTasksRequest, context: Any
     ) -> scheduler_pb2.SubmitTasksResponse:
-        office = await self._lead(context)
+        """Accept tasks; durable on return."""
+        leader = await self._lead(context)
         tasks = validation.check_tasks(request.tasks, max_group_size=self._config.max_group_size)
-        accepted = await office.registrar.ask(m.Submit(tasks=tasks), timeout_s=WRITE_S)
+        accepted = await leader.submissions.ask(m.Submit(tasks=tasks), timeout_s=WRITE_S)
         return scheduler_pb2.SubmitTasksResponse(accepted=accepted)
 
     async def LeaseRollouts(
         self, request: scheduler_pb2.LeaseRolloutsRequest, context: Any
     ) -> scheduler_pb2.LeaseRolloutsResponse:
-        office = await self._lead(context)
+        """Lease rollouts to a runner, after a long poll."""
+        leader = await self._lead(context)
         runner_id = validation.check_holder("runner_id", request.runner_id)
         if request.leaving:
-            await office.queue.ask(m.DismissRunner(runner_id=runner_id), timeout_s=ASK_S)
+            await leader.queue.ask(m.DismissRunner(runner_id=runner_id), timeout_s=ASK_S)
             return scheduler_pb2.LeaseRolloutsResponse()
         ask = m.LeaseRollouts(
             runner_id=runner_id,
             max_rollouts=validation.check_max_rollouts(request.max_rollouts),
         )
         wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)
-        grants = await _waited(await office.queue.ask(ask, timeout_s=ASK_S), wait_s) or ()
+        grants = await _waited(await leader.queue.ask(ask, timeout_s=ASK_S), wait_s) or ()
         return scheduler_pb2.LeaseRolloutsResponse(leases=map(self._lease, grants))
 
     async def RenewRollouts(
         self, request: scheduler_pb2.RenewRolloutsRequest, context: Any
     ) -> scheduler_pb2.RenewRolloutsResponse:
-        office = await self._lead(context)
+        """Extend leases of rollouts."""
+        leader = await self._lead(context)
         ask = m.RenewRollouts(lease_ids=request.lease_ids)
-        lost = await office.queue.ask(ask, timeout_s=ASK_S)
+        lost = await leader.queue.ask(ask, timeout_s=ASK_S)
         return scheduler_pb2.RenewRolloutsResponse(lost=lost)
 
     async def FinishRollouts(
         self, request: scheduler_pb2.FinishRolloutsRequest, context: Any
     ) -> scheduler_pb2.FinishRolloutsResponse:
-        office = await self._lead(context)
+        """Settle attempts by what the pool has of them."""
+        leader = await self._lead(context)
         ids = [validation.check_outcome(each, n) for n, each in enumerate(request.outcomes)]
         locate = m.LocateRollouts(trajectory_ids=ids)
-        by_shard = await ask_with_look_up(office.queue, office.shards, locate, timeout_s=ASK_S)
-        # The pool has the last word: a rollout that was sealed is complete, whatever went wrong
-        # afterwards, and one that was not is not, whatever its runner believes.
-        summaries = await office.shards.summaries(by_shard)
+        by_shard = await ask_with_look_up(leader.queue, leader.shards, locate, timeout_s=ASK_S)
+        # The pool is authoritative: a sealed rollout is complete, whatever its runner reports.
+        summaries = await leader.shards.summaries(by_shard)
         reports = [
             m.Report(
                 trajectory_id=outcome.trajectory_id,
@@ -106,13 +109,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             )
             for outcome in request.outcomes
         ]
-        await office.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
+        await leader.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
         return scheduler_pb2.FinishRolloutsResponse()
 
     async def LeaseBatch(
         self, request: scheduler_pb2.LeaseBatchRequest, context: Any
     ) -> scheduler_pb2.LeaseBatchResponse:
-        office = await self._lead(context)
+        """Lease a batch to a trainer, after a long poll."""
+        leader = await self._lead(context)
         wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)
         ask = m.TakeBatch(
             trainer_id=validation.check_holder("trainer_id", request.trainer_id),
@@ -124,19 +128,19 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 for batch in request.held
             },
         )
-        batch = await _waited(await office.queue.ask(ask, timeout_s=ASK_S), wait_s)
+        batch = await _waited(await leader.queue.ask(ask, timeout_s=ASK_S), wait_s)
         if batch is None:
             return scheduler_pb2.LeaseBatchResponse()
         try:
-            groups = await self._with_summaries(office, batch.groups)
+            groups = await self._with_summaries(leader, batch.groups)
         except Unavailable:
-            # Its shard has just gone: let the next call choose without it.
-            await office.queue.ask(m.ApplyRelease(batch_id=batch.batch_id), timeout_s=ASK_S)
+            # The shard has just become unreachable: the next call chooses without it.
+            await leader.queue.ask(m.ApplyRelease(batch_id=batch.batch_id), timeout_s=ASK_S)
             raise
         lost = _lost(batch.groups, groups)
         if lost:
             release = m.ReleaseBatch(batch_id=batch.batch_id, reasons=lost)
-            await office.ledger.ask(release, timeout_s=WRITE_S)
+            await leader.commits.ask(release, timeout_s=WRITE_S)
             return scheduler_pb2.LeaseBatchResponse()
         return _fitting(
             scheduler_pb2.LeaseBatchResponse(
@@ -147,54 +151,60 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def RenewBatch(
         self, request: scheduler_pb2.RenewBatchRequest, context: Any
     ) -> scheduler_pb2.RenewBatchResponse:
-        office = await self._lead(context)
-        await office.queue.ask(m.RenewBatch(batch_id=request.batch_id), timeout_s=ASK_S)
+        """Extend the lease of a batch."""
+        leader = await self._lead(context)
+        await leader.queue.ask(m.RenewBatch(batch_id=request.batch_id), timeout_s=ASK_S)
         return scheduler_pb2.RenewBatchResponse()
 
     async def CommitBatch(
         self, request: scheduler_pb2.CommitBatchRequest, context: Any
     ) -> scheduler_pb2.CommitBatchResponse:
-        office = await self._lead(context)
+        """Commit a batch; durable on return."""
+        leader = await self._lead(context)
         ask = m.CommitBatch(
             batch_id=validation.check_batch_id(request.batch_id),
             step=validation.check_step(request.step),
             task_ids=request.task_ids,
         )
-        await office.ledger.ask(ask, timeout_s=WRITE_S)
+        await leader.commits.ask(ask, timeout_s=WRITE_S)
         return scheduler_pb2.CommitBatchResponse()
 
     async def ReleaseBatch(
         self, request: scheduler_pb2.ReleaseBatchRequest, context: Any
     ) -> scheduler_pb2.ReleaseBatchResponse:
-        office = await self._lead(context)
+        """Return a batch, and tombstone groups with a reason."""
+        leader = await self._lead(context)
         ask = m.ReleaseBatch(
             batch_id=validation.check_batch_id(request.batch_id),
             reasons=dict.fromkeys(request.task_ids, request.reason) if request.reason else {},
             reason=request.reason,
         )
-        await office.ledger.ask(ask, timeout_s=WRITE_S)
+        await leader.commits.ask(ask, timeout_s=WRITE_S)
         return scheduler_pb2.ReleaseBatchResponse()
 
     async def Rewind(
         self, request: scheduler_pb2.RewindRequest, context: Any
     ) -> scheduler_pb2.RewindResponse:
-        office = await self._lead(context)
-        groups = await office.ledger.ask(m.Rewind(step=request.step), timeout_s=WRITE_S)
+        """Undo later steps; durable on return."""
+        leader = await self._lead(context)
+        groups = await leader.commits.ask(m.Rewind(step=request.step), timeout_s=WRITE_S)
         return scheduler_pb2.RewindResponse(groups=groups)
 
     async def SetActivity(
         self, request: scheduler_pb2.SetActivityRequest, context: Any
     ) -> scheduler_pb2.SetActivityResponse:
-        office = await self._lead(context)
+        """Pause, drain or resume the queue."""
+        leader = await self._lead(context)
         ask = m.SetActivity(activity=validation.check_activity(request.activity))
-        await office.ledger.ask(ask, timeout_s=WRITE_S)
+        await leader.commits.ask(ask, timeout_s=WRITE_S)
         return scheduler_pb2.SetActivityResponse()
 
     async def GetSchedulerStatus(
         self, request: scheduler_pb2.GetSchedulerStatusRequest, context: Any
     ) -> scheduler_pb2.GetSchedulerStatusResponse:
-        office = await self._lead(context)
-        status: scheduler_pb2.GetSchedulerStatusResponse = await office.queue.ask(
+        """The state of the queue."""
+        leader = await self._lead(context)
+        status: scheduler_pb2.GetSchedulerStatusResponse = await leader.queue.ask(
             m.GetStatus(), timeout_s=ASK_S
         )
         return status
@@ -202,27 +212,27 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def ListGroups(
         self, request: scheduler_pb2.ListGroupsRequest, context: Any
     ) -> AsyncIterator[scheduler_pb2.ListGroupsResponse]:
-        office = await self._lead(context)
-        async for views in list_groups(office.queue, office.shards, request.tag):
-            for group in await self._with_summaries(office, views):
+        """Stream the groups of a tag."""
+        leader = await self._lead(context)
+        async for views in list_groups(leader.queue, leader.shards, request.tag):
+            for group in await self._with_summaries(leader, views):
                 yield scheduler_pb2.ListGroupsResponse(group=group)
 
-    async def _lead(self, context: Any) -> Office:
-        """The office in force; a standby ends the call here."""
-        office = self.office
-        # Asked anew for every call: after a pause of the process the office may be another's.
-        if office is not None and office.leadership.alive:
-            return office
-        leader = next(
+    async def _lead(self, context: Any) -> LeaderContext:
+        """The current term; a standby aborts the call."""
+        # Checked for every call: during a pause of the process another instance may be elected.
+        if self.leader is not None and self.leader.leadership.alive:
+            return self.leader
+        address = next(
             (i.address for i in self._schedulers.instances if i.metadata.get("leader") == "true"),
             "",
         )
         reason = f"; its last term failed: {self.last_failure}" if self.last_failure else ""
         error = Unavailable(
-            f"this scheduler stands by; {leader or 'none'} leads{reason}",
+            f"this scheduler is a standby; the leader is {address or 'not elected'}{reason}",
             retry_after_s=NO_LEADER_RETRY_S,
         )
-        trailers = trailing_metadata(error) + (((LEADER_KEY, leader),) if leader else ())
+        trailers = trailing_metadata(error) + (((LEADER_KEY, address),) if address else ())
         await context.abort(*to_status(error), trailers)
         raise AssertionError("abort raises")
 
@@ -248,13 +258,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
 
     async def _with_summaries(
-        self, office: Office, views: Sequence[m.GroupView]
+        self, leader: LeaderContext, views: Sequence[m.GroupView]
     ) -> list[scheduler_pb2.BatchGroup]:
-        """With what the shards can read. Raises Unavailable when one does not answer."""
+        """Groups with their readable trajectories. Raises Unavailable."""
         by_shard: dict[str, list[str]] = {}
         for view in views:
             by_shard.setdefault(view.record.pool_shard, []).extend(view.trajectory_ids)
-        found = await office.shards.summaries({s: ids for s, ids in by_shard.items() if ids})
+        found = await leader.shards.summaries({s: ids for s, ids in by_shard.items() if ids})
         return [
             scheduler_pb2.BatchGroup(
                 group=view.record,

@@ -1,7 +1,6 @@
-"""The term record: what the leaders of one cluster hand on to each other, besides the pool.
+"""The term record: one small key in etcd, from each leader of a cluster to the next.
 
-One small key in etcd. Owns its form and how it is changed: by compare-and-swap, by the leader of
-the term it names and by nobody else.
+Owns its format and its changes: by compare-and-swap, and only by the leader of the term it names.
 """
 
 from __future__ import annotations
@@ -22,22 +21,23 @@ class TermRecord:
     """The record as it stood at one revision."""
 
     term: int = -1
-    """Counts leaders from 0; part of every attempt and batch id."""
+    """Counts leaders from 0; part of every attempt number and batch id."""
     shards: frozenset[str] = frozenset()
     """Every pool shard that may hold groups."""
     claims: bool = False
-    """Whether runners may hold claims of this or an earlier term."""
+    """Whether runners may hold leases of this or an earlier term."""
     activity: Activity = Activity.RUNNING
-    """What an operator lets the queue do."""
+    """Set by an operator."""
     void_before: tuple[int, int] = (0, 0)
-    """Term and number: batches granted before were taken back by a rewind, for good."""
+    """Term and number: a rewind voided the batches granted before."""
     head: int | None = None
-    """Every group with a lower queue index was consumed; None where no leader has told."""
+    """Every group with a lower queue index was consumed; None before a leader stored it."""
     revision: int = 0
-    """Of the key in etcd; 0 before the first."""
+    """Revision of the key in etcd; 0 before the first write."""
 
     @classmethod
     async def read(cls, coordinator: Coordinator) -> TermRecord:
+        """The record in etcd, or the default before the first write."""
         stored = await coordinator.get(TERM_KEY)
         if stored is None:
             return cls()
@@ -54,7 +54,7 @@ class TermRecord:
         )
 
     async def write(self, coordinator: Coordinator) -> TermRecord:
-        """The record as it stands then. Raises StaleFence when another leader wrote since."""
+        """The written record. Raises StaleFence if another leader wrote since the read."""
         fields = {
             "term": self.term,
             "shards": sorted(self.shards),
@@ -70,7 +70,7 @@ class TermRecord:
 
 
 class OwnRecord:
-    """The record in the hands of one term's leader."""
+    """The record, as the leader of one term changes it."""
 
     def __init__(self, coordinator: Coordinator, term: int) -> None:
         self._coordinator = coordinator
@@ -85,11 +85,11 @@ class OwnRecord:
             try:
                 return await replace(record, **changes).write(self._coordinator)
             except StaleFence:
-                # Another part of this leader wrote in between; a new leader shows when read.
+                # Another actor of this leader wrote in between; the next read shows a new leader.
                 continue
 
     async def add_shards(self, joined: frozenset[str]) -> None:
-        """Enter shards before the first group is put on them. Raises Unavailable."""
-        # Only the keeper of shards changes this field, so nothing is lost between the two reads.
+        """Add shards, before the first group is stored on them. Raises Unavailable."""
+        # Only one task of the term changes this field, so no update is lost between the reads.
         record = await TermRecord.read(self._coordinator)
         await self.amend(shards=record.shards | joined)

@@ -1,4 +1,4 @@
-"""What a request must look like: everything that can be checked without looking at the queue.
+"""Checks of requests that need no state of the queue.
 
 Each function raises InvalidArgument with a message that names the field and the value.
 """
@@ -19,9 +19,9 @@ from forge.v1 import common_pb2, scheduler_pb2
 
 MAX_TAG_BYTES = 200
 MAX_ROLLOUTS = 1024
-"""Of one LeaseRollouts call."""
+"""Most rollouts of one LeaseRollouts call."""
 MAX_GROUPS = 4096
-"""Of one batch."""
+"""Most groups of one batch."""
 
 ACTIVITIES = {
     scheduler_pb2.ACTIVITY_RUNNING: Activity.RUNNING,
@@ -33,7 +33,7 @@ ACTIVITIES = {
 def check_tasks(
     tasks: Sequence[common_pb2.Task], *, max_group_size: int
 ) -> dict[str, common_pb2.Task]:
-    """The tasks by id, as they are stored; the same one twice in a request counts once."""
+    """The tasks to store, by id; equal duplicates in a request count once."""
     checked: dict[str, common_pb2.Task] = {}
     for number, task in enumerate(tasks):
         try:
@@ -86,64 +86,67 @@ def _check_payload(task: common_pb2.Task) -> None:
 
 
 def digest_of(task: common_pb2.Task) -> bytes:
-    """Equal for equal tasks: tells a repeated submission from a clash of ids."""
+    """Equal for equal tasks: distinguishes a repeated submission from an id conflict."""
     return blake2b(task.SerializeToString(deterministic=True), digest_size=16).digest()
 
 
 def check_wait_s(wait_s: float, *, max_wait_s: float) -> float:
-    """The wait, capped."""
+    """The wait, at most `max_wait_s`."""
     if not (math.isfinite(wait_s) and wait_s >= 0):
         raise InvalidArgument(f"wait_s {wait_s} must be a number of seconds from 0 up")
     return min(wait_s, max_wait_s)
 
 
 def check_max_rollouts(max_rollouts: int) -> int:
+    """1 to `MAX_ROLLOUTS`."""
     if not 1 <= max_rollouts <= MAX_ROLLOUTS:
         raise InvalidArgument(f"max_rollouts {max_rollouts} must be 1 to {MAX_ROLLOUTS}")
     return max_rollouts
 
 
 def check_max_groups(max_groups: int) -> int:
+    """1 to `MAX_GROUPS`."""
     if not 1 <= max_groups <= MAX_GROUPS:
         raise InvalidArgument(f"max_groups {max_groups} must be 0 to {MAX_GROUPS}")
     return max_groups
 
 
 def check_holder(field: str, value: str) -> str:
-    """`runner_id` or `trainer_id`."""
+    """A `runner_id` or `trainer_id`."""
     if not 1 <= len(value) <= 200:
         raise InvalidArgument(f"{field} {value[:40]!r} must have 1 to 200 characters")
     return value
 
 
 def check_step(step: int) -> int:
+    """An optimizer step, from 1."""
     if step < 1:
         raise InvalidArgument(f"step {step} must be at least 1: steps are counted from 1")
     return step
 
 
 def check_outcome(outcome: scheduler_pb2.FinishRolloutsRequest.Outcome, number: int) -> str:
-    """The trajectory id of an outcome; a claim has the same name as its trajectory."""
+    """The trajectory id of an outcome; the lease has the same id."""
     try:
         parse_trajectory_id(outcome.trajectory_id)
     except InvalidArgument as error:
         raise InvalidArgument(f"outcomes[{number}]: {error}") from None
     if outcome.lease_id not in ("", outcome.trajectory_id):
         raise InvalidArgument(
-            f"outcomes[{number}]: lease_id {outcome.lease_id[:240]!r} is not the claim on "
+            f"outcomes[{number}]: lease_id {outcome.lease_id[:240]!r} is not the lease of "
             f"trajectory_id {outcome.trajectory_id!r}"
         )
     return outcome.trajectory_id
 
 
 def failure_kind(kind: scheduler_pb2.FailureKind.ValueType) -> FailureKind:
-    """Of an outcome; a runner that does not tell, or tells what is not known here, means the
-    task's."""
+    """The kind of an outcome; TASK if it is unset or unknown."""
     infrastructure = kind == scheduler_pb2.FAILURE_KIND_INFRASTRUCTURE
     return FailureKind.INFRASTRUCTURE if infrastructure else FailureKind.TASK
 
 
 def check_activity(activity: scheduler_pb2.Activity.ValueType) -> Activity:
+    """A known activity."""
     try:
         return ACTIVITIES[activity]
     except KeyError:
@@ -153,6 +156,7 @@ def check_activity(activity: scheduler_pb2.Activity.ValueType) -> Activity:
 
 
 def check_batch_id(batch_id: str) -> str:
+    """1 to 200 characters."""
     if not 1 <= len(batch_id) <= 200:
         raise InvalidArgument(f"batch_id {batch_id[:40]!r} must have 1 to 200 characters")
     return batch_id

@@ -14,7 +14,7 @@ from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import (
     START_S,
     SchedulerCluster,
-    assert_books_balance,
+    assert_counts_balance,
     ids_of,
     make_task,
 )
@@ -57,7 +57,7 @@ async def test_new_leader_begins_without_a_shard_that_is_away(forge: SchedulerCl
         await forge.ask("SubmitTasks", request, retry_for_s=0.0)
 
     forge.start_pool("s1")
-    await second.until_logged("pool_shard_enlisted", times=2)
+    await second.until_logged("pool_shard_registered", times=2)
 
     async def all_there() -> bool:
         return not (await forge.status()).shards_away
@@ -70,7 +70,7 @@ async def test_new_leader_begins_without_a_shard_that_is_away(forge: SchedulerCl
         await forge.seal(claim)
     await forge.finish(lost)
     assert await forge.submit([make_task("another")]) == 1
-    assert_books_balance(await forge.status())
+    assert_counts_balance(await forge.status())
 
 
 async def test_leader_waits_for_all_shards_where_nothing_bounds_the_head(

@@ -18,7 +18,7 @@ from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import (
     START_S,
     SchedulerCluster,
-    assert_books_balance,
+    assert_counts_balance,
     ids_of,
     make_task,
 )
@@ -52,7 +52,7 @@ async def test_standby_takes_over_from_a_killed_leader_with_all_work_in_flight(
     status = await forge.status()
     assert (status.trained, status.head) == (4, 4)
     assert status.running_rollouts == 1
-    assert_books_balance(status)
+    assert_counts_balance(status)
     (fresh,) = await forge.lease(1)
     assert (fresh.task.task_id, fresh.rollout_index) == ("f", 1)
     await forge.seal(running[2])
@@ -75,7 +75,7 @@ async def test_batch_that_a_rewind_took_back_stays_void_under_the_next_leader(
     await forge.ask("Rewind", scheduler_pb2.RewindRequest(step=0))
     await forge.kill(leader)
     await forge.leader(other_than=first.instance_id)
-    with pytest.raises(NotFound, match="went back"):
+    with pytest.raises(NotFound, match="were returned"):
         await forge.commit(replaced, 1)
     surviving = await forge.take(trainer="successor")
     assert ids_of(surviving) == ids_of(replaced)
@@ -108,7 +108,7 @@ async def test_half_of_a_commit_is_taken_back_with_its_trainer(forge: SchedulerC
     await forge.leader(other_than=first.instance_id)
     status = await forge.status()
     assert (status.trained, status.pending) == (0, 8)
-    assert_books_balance(status)
+    assert_counts_balance(status)
 
 
 async def test_pause_outlives_the_leader(forge: SchedulerCluster) -> None:
@@ -146,15 +146,15 @@ async def test_books_on_metrics_are_those_of_the_leader(forge: SchedulerCluster)
     states |= {"running": 0, "complete_in_window": 1, "complete_outside_window": 0}
 
     async def shown(instance: Instance) -> bool:
-        return await books(instance) == states
+        return await group_gauges(instance) == states
 
     await until(lambda: shown(first))
-    assert not any((await books(second)).values())
+    assert not any((await group_gauges(second)).values())
     await forge.kill(leader)
     await until(lambda: shown(second))
 
 
-async def books(instance: Instance) -> dict[str, float]:
+async def group_gauges(instance: Instance) -> dict[str, float]:
     """Groups by state, as Prometheus reads them."""
     url = f"http://{instance.metadata['metrics']}/metrics"
     text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
@@ -172,7 +172,7 @@ async def test_standby_answers_unavailable_and_names_the_leader(forge: Scheduler
         timeout_s=START_S, where=lambda instance: instance.metadata["leader"] == "false"
     )
     request = scheduler_pb2.GetSchedulerStatusRequest()
-    with pytest.raises(Unavailable, match=f"stands by; {leader.address} leads"):
+    with pytest.raises(Unavailable, match=f"is a standby; the leader is {leader.address}"):
         await forge.ask_instance(standby, "GetSchedulerStatus", request)
 
 
@@ -209,7 +209,7 @@ async def test_frozen_leader_is_deposed_and_its_writes_are_refused(
     assert states == {"a": 1, "b": 1, "c": 0, "d": 0}
     with pytest.raises(NotFound, match="discard the step"):
         await forge.commit(batch, 9)
-    assert_books_balance(await forge.status())
+    assert_counts_balance(await forge.status())
 
 
 async def test_pool_refuses_the_fence_of_an_earlier_leader(forge: SchedulerCluster) -> None:
@@ -247,7 +247,7 @@ async def test_new_shard_takes_new_groups_only(forge: SchedulerCluster) -> None:
     await forge.submit([make_task(f"old-{i}") for i in range(8)])
     forge.start_pool("s1")
     leader = forge.schedulers[0]
-    await leader.until_logged("pool_shard_enlisted", times=2)
+    await leader.until_logged("pool_shard_registered", times=2)
     await forge.submit([make_task(f"new-{i}") for i in range(16)])
     shards = {g.group.task.task_id: g.group.pool_shard for g in await forge.groups()}
     assert {shard for task_id, shard in shards.items() if task_id.startswith("old")} == {"s0"}
@@ -255,7 +255,7 @@ async def test_new_shard_takes_new_groups_only(forge: SchedulerCluster) -> None:
     await forge.complete(24)
     batch = await forge.take(groups=4)
     await forge.commit(batch, 1)
-    assert_books_balance(await forge.status())
+    assert_counts_balance(await forge.status())
 
 
 async def test_outage_of_one_shard_holds_up_its_own_groups_alone(forge: SchedulerCluster) -> None:
@@ -282,7 +282,7 @@ async def test_outage_of_one_shard_holds_up_its_own_groups_alone(forge: Schedule
     batch = await forge.take(groups=8)
     assert {task_id for task_id, shard in shards.items() if shard == "s1"} == set(ids_of(batch))
     assert not scheduler.logged("group_tombstoned")
-    assert_books_balance(await forge.status())
+    assert_counts_balance(await forge.status())
 
 
 async def test_outage_that_let_others_overtake_the_head_ends(forge: SchedulerCluster) -> None:

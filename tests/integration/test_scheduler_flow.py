@@ -15,14 +15,14 @@ from forge.core.errors import (
 from forge.v1 import common_pb2, scheduler_pb2
 from tests.support.scheduler.cluster import (
     SchedulerCluster,
-    assert_books_balance,
+    assert_counts_balance,
     ids_of,
     make_task,
 )
 
 
 async def test_group_goes_from_submission_to_trained(forge: SchedulerCluster) -> None:
-    """Submitted, sampled, batched and committed: the books say so, and so does the listing."""
+    """Submitted, sampled, batched and committed: the counts and the listing agree."""
     forge.start_scheduler()
     assert await forge.submit([make_task("a", size=2), make_task("b", size=2)]) == 2
     assert await forge.submit([make_task("a", size=2)]) == 0
@@ -37,7 +37,7 @@ async def test_group_goes_from_submission_to_trained(forge: SchedulerCluster) ->
     assert (status.head, status.trained, status.pending) == (2, 2, 0)
     assert status.domains[0].completed_rollouts == 4
     assert status.domains[0].recent_reward == 0.5
-    assert_books_balance(status)
+    assert_counts_balance(status)
     (first, _) = await forge.groups()
     assert first.group.state == common_pb2.GROUP_STATE_TRAINED
     assert (first.group.step, first.group.batch_id) == (1, batch.batch_id)
@@ -136,7 +136,7 @@ async def test_group_that_cannot_be_sampled_is_given_up_with_its_reason(
     (found,) = await forge.groups("x")
     assert found.group.state == common_pb2.GROUP_STATE_TOMBSTONED
     assert found.group.reason == "rollout 0: unknown scaffold"
-    assert_books_balance(await forge.status())
+    assert_counts_balance(await forge.status())
 
 
 async def test_silent_runner_loses_its_claim_but_not_its_work(forge: SchedulerCluster) -> None:
@@ -217,9 +217,9 @@ async def test_unknown_names_are_not_found(forge: SchedulerCluster) -> None:
     outcome = scheduler_pb2.FinishRolloutsRequest.Outcome(trajectory_id="nobody:0:0")
     with pytest.raises(NotFound, match="'nobody' is not in the queue"):
         await forge.ask("FinishRollouts", scheduler_pb2.FinishRolloutsRequest(outcomes=[outcome]))
-    with pytest.raises(NotFound, match="batch_id 'b' is not held"):
+    with pytest.raises(NotFound, match="batch_id 'b' is not leased"):
         await forge.ask("RenewBatch", scheduler_pb2.RenewBatchRequest(batch_id="b"))
-    with pytest.raises(NotFound, match="batch_id 'b' is not held"):
+    with pytest.raises(NotFound, match="batch_id 'b' is not leased"):
         await forge.ask("CommitBatch", scheduler_pb2.CommitBatchRequest(batch_id="b", step=1))
     with pytest.raises(InvalidArgument, match="step 0"):
         await forge.ask("CommitBatch", scheduler_pb2.CommitBatchRequest(batch_id="b"))

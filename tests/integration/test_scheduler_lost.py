@@ -8,7 +8,7 @@ from tests.support.scheduler.cluster import SchedulerCluster, make_task
 
 
 async def test_damaged_trajectory_costs_its_group_and_no_leader(forge: SchedulerCluster) -> None:
-    """The others are trained on, the books say why it is not, and a new leader takes office."""
+    """The others are trained on, the ledger says why it is not, and a new leader takes over."""
     leader = forge.start_scheduler()
     await forge.submit([make_task(name) for name in ("a", "b", "c")])
     await forge.complete(3)

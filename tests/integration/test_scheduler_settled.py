@@ -10,7 +10,7 @@ from tests.support.scheduler.cluster import (
     START_S,
     SchedulerCluster,
     SchedulerProcess,
-    assert_books_balance,
+    assert_counts_balance,
     make_task,
 )
 
@@ -22,7 +22,7 @@ HELD = {"held_settled_groups": "2"}
 
 def returned(process: SchedulerProcess) -> int:
     """Groups that the shards returned to it at its election."""
-    return sum(int(entry["told"]) for entry in process.logged("pool_shard_enlisted"))
+    return sum(int(entry["groups_read"]) for entry in process.logged("pool_shard_registered"))
 
 
 async def train(forge: SchedulerCluster) -> list[scheduler_pb2.LeaseBatchResponse]:
@@ -56,7 +56,7 @@ async def test_new_leader_knows_groups_that_it_never_read(forge: SchedulerCluste
     after = await forge.status()
     assert (after.accepted, after.trained, after.head) == (12, 12, 12)
     assert after.domains == before.domains
-    assert_books_balance(after)
+    assert_counts_balance(after)
     assert await forge.submit([make_task("t1"), make_task("t11")]) == 0
     with pytest.raises(InvalidArgument, match="'t1' was submitted before with different content"):
         await forge.submit([make_task("t1", domain="qa")])

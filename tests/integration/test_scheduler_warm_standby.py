@@ -1,4 +1,4 @@
-"""A standby that takes office with what it kept of the pool's shards. Real processes."""
+"""A standby takes over with its copies of the pool's shards. Real processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.support.scheduler.cluster import (
     START_S,
     SchedulerCluster,
     SchedulerProcess,
-    assert_books_balance,
+    assert_counts_balance,
     make_task,
 )
 
@@ -43,9 +43,9 @@ async def test_standby_that_has_scanned_asks_for_what_was_changed_since(
     after = await forge.status()
     assert (after.trained, after.head, after.accepted) == (4, before.head, 40)
     assert sum(told(first)[-2:]) < 40
-    assert_books_balance(after)
+    assert_counts_balance(after)
 
 
 def told(process: SchedulerProcess) -> list[int]:
     """Groups that it asked for once it was elected, by shard."""
-    return [entry["told"] for entry in process.logged("pool_shard_enlisted")]
+    return [entry["groups_read"] for entry in process.logged("pool_shard_registered")]

@@ -16,7 +16,7 @@ from forge.runtime.coordination import Coordinator
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc, trainer_pb2
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
-from tests.support.scheduler.cluster import SchedulerCluster, assert_books_balance, make_task
+from tests.support.scheduler.cluster import SchedulerCluster, assert_counts_balance, make_task
 from tests.support.trainer.process import TrainerClient, TrainerProcess
 
 pytestmark = pytest.mark.timeout(900)
@@ -120,7 +120,7 @@ async def test_evaluations_survive_a_killed_trainer_and_a_killed_scheduler(
     assert {one.state for one in held_out} == {common_pb2.GROUP_STATE_EVALUATED}
     status = await forge.status()
     assert status.trained == 3 and status.eval_pending == 0
-    assert_books_balance(status)
+    assert_counts_balance(status)
     assert trainer.terminate() == 0
 
 

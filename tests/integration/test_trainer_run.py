@@ -17,7 +17,7 @@ from forge.runtime.coordination import Coordinator
 from forge.v1 import common_pb2, trainer_pb2
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
-from tests.support.scheduler.cluster import SchedulerCluster, assert_books_balance, make_task
+from tests.support.scheduler.cluster import SchedulerCluster, assert_counts_balance, make_task
 from tests.support.trainer.process import START_S, TrainerClient, TrainerProcess
 
 pytestmark = pytest.mark.timeout(900)
@@ -85,7 +85,7 @@ async def test_a_run_trains_every_batch_and_finishes(stack: Stack) -> None:
     assert code.gradient_share == 1.0 and code.entropy == pytest.approx(last.entropy)
     assert stack.trainer.recorded_steps() == [1, 2, 3]
     assert sorted((await stack.trained()).values()) == [1, 1, 2, 2, 3, 3]
-    assert_books_balance(await stack.cluster.status())
+    assert_counts_balance(await stack.cluster.status())
 
     status = await until_finished(stack.client)
     assert (status.step, status.max_steps, status.checkpoint_step) == (3, 3, 3)
@@ -168,7 +168,7 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint(stack: Stack, ranks:
     # Start, three steps; the restored weights, three steps, the kept model: no version is used
     # twice.
     assert status.weight_version == 9
-    assert_books_balance(await stack.cluster.status())
+    assert_counts_balance(await stack.cluster.status())
 
 
 async def test_a_checkpoint_asked_for_and_a_stop_lose_no_step(stack: Stack) -> None:
@@ -204,7 +204,7 @@ async def test_training_survives_the_loss_of_scheduler_and_pool(stack: Stack) ->
     await stack.feed(GROUPS_PER_STEP, GROUPS_PER_STEP)
     await until_finished(stack.client)
     assert sorted((await stack.trained()).values()) == [1, 1, 2, 2]
-    assert_books_balance(await stack.cluster.status())
+    assert_counts_balance(await stack.cluster.status())
     assert stack.trainer.terminate() == 0 and any(board.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""What an operator lets the generation queue do."""
+"""The activity of the generation queue, which an operator sets."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import enum
 
 
 class Activity(enum.Enum):
-    """Claims and batches that are out go on, whatever it is."""
+    """Leased rollouts and batches stay valid in each of them."""
 
     RUNNING = "running"
     PAUSED = "paused"
-    """No rollout and no batch is handed out."""
+    """No rollout and no batch is leased."""
     DRAINING = "draining"
-    """No further group is started; what runs ends, and batches go out, the last one short."""
+    """No group is started; running groups end, and batches are leased, the last one short."""

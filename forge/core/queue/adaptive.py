@@ -1,31 +1,27 @@
-"""The adaptive mode: as much generation as two bounds allow, one on staleness, one on shift.
+"""Mode adaptive: as much generation as two bounds allow, one on staleness, one on shift.
 
-    staleness  the 99th percentile, in optimizer steps from the start of a group to its training
-    shift      how far the mix of a batch (duration, domain, difficulty) is from the queue's:
-               the Kullback-Leibler divergence, less what chance alone gives a batch of its size
-               in the mean
+    staleness  99th percentile of the optimizer steps from the start of a group to its training
+    shift      divergence of the mix of a batch from that of the queue (`mix_shift`)
 
-Owns three decisions, and what must be remembered for them: whether one more group may start, how
-wide the window is, and which of the groups in it make a batch. The bound S on staleness, with
-batches of B groups, is kept in advance and not by feedback, so that tasks which become slower
-break nothing:
+Owns three decisions and their state: whether one more group may start, the size of the window, and
+which groups make a batch. The bound S on staleness, with batches of B groups, is kept in advance
+and not by feedback, so tasks that become slower cannot break it:
 
-- At most S B groups are started and not trained on: all of them can be in time then, if only in
-  the order of a FIFO. Half a batch less leaves room to choose, and is made up for by that, but
-  not soon: so it is kept back only when it is little beside what was trained since the queue was
-  last empty, and not where all that is left makes S B or less.
-- A batch holds what would be late otherwise (`forge.core.queue.staleness`), and waits for it.
-  Groups go on starting meanwhile.
-- The rest of it takes from each kind of group its share of the queue, oldest first, because short
-  groups are complete first: after a start, when a queue that had run dry fills again, when tasks
-  become slower. It waits while it is further from the queue than the bound, or while the groups
-  that it leaves behind, which a FIFO would have trained on by then, would put the batch that has
-  to hold them further from it. But no longer than a FIFO would: once the next groups of the queue
-  are complete, a batch goes out.
-- W = 2 S B: while the head is held up, training goes on for S steps.
+- At most S B groups are started and not trained on: in the order of a FIFO, all of them can be
+  trained on in time. Starting half a batch less leaves a choice between groups. The choice pays
+  for the unused places only after many steps, so this applies only if half a batch is little
+  against what was trained since the queue was last empty, and not to the last S B groups.
+- A batch contains the groups that would be late otherwise (`forge.core.queue.staleness`), and
+  waits for them. Other groups start meanwhile.
+- The rest of the batch takes from each kind of group its share of the queue, oldest first. Without
+  shares, short groups would dominate after a start, when an empty queue is filled again, and when
+  tasks become slower. The batch waits while its shift exceeds the bound, or while the groups that
+  it leaves behind would push the shift of a later batch beyond it. It waits no longer than a FIFO:
+  once the next groups of the queue are complete, a batch is returned.
+- W = 2 S B: while a slow group holds the head, training continues for S steps.
 
-What the queue is like is learned from the oldest groups of which all have ended: slow ones are not
-missing there. It is learned while a batch waits, too, so that a change of tasks halts nothing.
+The mix of the queue is estimated from the oldest groups that have all ended, so slow groups are
+included. The estimate also changes while a batch waits, so a change of tasks blocks nothing.
 """
 
 from __future__ import annotations
@@ -33,133 +29,122 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
 
+from forge.core.queue.admission import QueueSettings
+from forge.core.queue.group_counts import STARTED, GroupCounts
 from forge.core.queue.groups import Group, Phase
+from forge.core.queue.mix_shift import UNKNOWN, Kind, kind_of, shift_kl
+from forge.core.queue.selection import Demand, Selection
 from forge.core.queue.staleness import MAY_LAG, Deadlines, Due
 from forge.core.queue.window import Window
 
 SAMPLE_BATCHES, SAMPLE_GROUPS = 8, 2048
-"""At least so much of what has ended, in queue order, is what the queue is like."""
-DIFFICULTY_BINS = 4
+"""The mix is estimated from at least this much of what has ended, in queue order."""
 SPARE_BATCHES = 0.5
-"""How many of the S batches that could still be trained on in time are not started."""
+"""Batches of the S that are kept back, so that a batch has a choice."""
 SPARE_SHARE = 0.01
-"""Of what was trained since the queue was last empty, at most so much is kept back for that."""
+"""Largest share kept back, of the batches trained since the queue was last empty."""
 LOOKS_PER_BATCH = 16
+"""A waiting batch is weighed again after 1/16 of a batch completed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """What the adaptive mode must keep to."""
+class Adaptive(Selection):
+    """Mode adaptive."""
 
-    concurrency: int
-    """N: most groups that run, whatever the bounds would allow."""
-    batch_groups: int
-    staleness_p99: float
-    """Optimizer steps."""
-    shift_kl: float
+    admission = "adaptive"
 
-
-class Kind(NamedTuple):
-    """What is compared of a group that has ended."""
-
-    duration: int
-    """Half octaves."""
-    domain: str
-    difficulty: int
-
-
-UNKNOWN = Kind(0, "", -1)
-"""Started under another leader, or trained on before a rewind."""
-
-
-class Adaptive:
-    """Told of every training group that starts, completes, is trained on or comes back."""
-
-    def __init__(self, bounds: Bounds) -> None:
-        self._bounds = bounds
-        self._size = bounds.batch_groups
-        """What a trainer asked for last."""
-        steps = max(1, math.floor(bounds.staleness_p99))
-        self._deadlines = Deadlines(steps, history=max(1000, steps * self._size))
+    def __init__(self, settings: QueueSettings) -> None:
+        self._concurrency = settings.concurrency
+        self._max_shift_kl = settings.max_shift_kl
+        steps = max(1, math.floor(settings.max_staleness_p99))
+        history = max(1000, steps * settings.batch_groups)
+        self._deadlines = Deadlines(steps, history=history)
+        self._set_batch_size(settings.batch_groups)
         self._started_s: dict[int, float] = {}
-        """By queue index, of groups that have not ended."""
+        """Start time by queue index, of groups that have not ended."""
         self._ended: dict[int, Kind | None] = {}
-        """By queue index, from the frontier on; None: nothing to learn from."""
+        """By queue index, from the frontier on; None: no known kind."""
         self._frontier = 0
-        """Below it, every group has ended."""
+        """Every group below this index has ended."""
         self._sample: deque[Kind] = deque()
         self._sampled: Counter[Kind] = Counter()
         self._complete: defaultdict[Kind, list[int]] = defaultdict(list)
         """Sorted queue indices of complete groups, by kind."""
         self._groups: dict[int, Group] = {}
-        """Those groups."""
+        """The complete groups, by queue index."""
         self._kinds: dict[int, Kind] = {}
         """By queue index, of groups that have ended and are not trained on."""
         self._carry: defaultdict[Kind, float] = defaultdict(float)
         self._steps_on = 0
-        """Taken since the queue was last empty."""
+        """Steps since the queue was last empty."""
         self._changes = 0
         self._weighed_at = -math.inf
-        self.last_shift_kl = 0.0
-        """Of the last batch that was weighed."""
 
-    @property
-    def most_open(self) -> int:
-        """How many groups may be started and not trained on and still be in time in some order."""
-        return self._deadlines.bound_steps * self._size
+    def _set_batch_size(self, size: int) -> None:
+        """The last `choose` was for batches of that size."""
+        self._size = size
+        self.most_open = self._deadlines.bound_steps * size
+        """S B: groups that may be started and not trained on and still be in time in some order."""
+        self.running_limit = min(self._concurrency, self.most_open)
+        self.window_size = 2 * self.most_open
 
     @property
     def open_limit(self) -> int:
-        """How many may be while the queue goes on; those that run are among them."""
+        """Most groups that are started and not trained on while the queue grows."""
         batches = max(1.0, self._deadlines.bound_steps - self._spare_batches)
         return math.ceil(batches * self._size)
 
     @property
-    def running_limit(self) -> int:
-        """Most training groups that may run."""
-        return min(self._bounds.concurrency, self.most_open)
-
-    @property
-    def window_size(self) -> int:
-        """W."""
-        return 2 * self.most_open
-
-    @property
     def staleness_p99(self) -> float:
-        """Of the groups trained on last; 0 before the first."""
+        """Staleness of the groups trained on last; 0 before the first."""
         return self._deadlines.staleness_p99
 
     @property
     def _spare_batches(self) -> float:
         return SPARE_BATCHES if SPARE_SHARE * self._steps_on >= SPARE_BATCHES else 0.0
 
-    def admits(self, *, untrained: int, queued: int) -> bool:
-        """Whether one more group may start; `untrained` are started and not trained on."""
-        return untrained < self.open_limit or untrained + queued <= self.most_open
+    def admits(self, group: Group, window: Window, counts: GroupCounts) -> bool:
+        """Whether S B, or less for a choice, exceeds the groups started and not trained on. Near
+        the head only groups inside the window count: others wait there for the head to move."""
+        limit = self.running_limit
+        near = group.spec.index < window.head + min(window.size, limit)
+        if near and counts.of(Phase.RUNNING) < limit:
+            started_inside = sum(window.inside(phase) for phase in STARTED)
+            if started_inside < self.open_limit:
+                return True
+        untrained = counts.untrained
+        if untrained < self.open_limit:
+            return True
+        return untrained + counts.of(Phase.QUEUED) <= self.most_open
 
     def begin_at(self, head: int) -> None:
-        """Every group with a lower index has ended, and there is nothing to learn from it."""
+        """No group below the head has a known kind."""
         self._frontier = head
 
+    def restored(self, groups: Iterable[Group]) -> None:
+        """Groups that an earlier term settled have no known kind."""
+        for group in groups:
+            if group.phase.consumed:
+                self.gave_up(group)
+
     def started(self, group: Group, now_s: float) -> None:
+        """Its staleness and its duration count from now."""
         self._deadlines.started(group)
         self._started_s[group.spec.index] = now_s
 
     def completed(self, group: Group, now_s: float) -> None:
+        """Its kind is known now, and a batch may take it."""
         index = group.spec.index
         duration_s = now_s - self._started_s.pop(index, math.nan)
         if duration_s >= 0:
-            self._kinds[index] = _kind_of(group, duration_s)
+            self._kinds[index] = kind_of(group, duration_s)
         self._note_end(index, self._kinds.get(index))
         self._list(group)
 
     def gave_up(self, group: Group) -> None:
-        """It is tombstoned, or ended under another leader: there is nothing to learn from it."""
+        """It has no kind: tombstoned, or settled under another leader."""
         index = group.spec.index
         self._deadlines.gave_up(group)
         self._started_s.pop(index, None)
@@ -167,35 +152,40 @@ class Adaptive:
         self._unlist((group,))
         self._kinds.pop(index, None)
 
-    def taken(self, groups: Sequence[Group]) -> None:
-        """They are in a batch."""
+    def taken(self, groups: Collection[Group]) -> None:
+        """No other batch may take them."""
         for group in groups:
             self._deadlines.taken(group)
         self._unlist(groups)
 
     def came_back(self, groups: Iterable[Group]) -> None:
-        """They are complete again: a batch was released, or a step undone."""
+        """A batch may take them again."""
         for group in groups:
             self._list(group)
 
     def trained(self, groups: Sequence[Group], *, head: int, queued: int) -> None:
-        """A step was taken, the head is at `head` now, and `queued` groups wait to be started."""
+        """Measures staleness, and counts steps since the queue was last empty."""
         self._deadlines.trained(groups)
         self._steps_on = self._steps_on + 1 if queued else 0
         for group in groups:
             self._kinds.pop(group.spec.index, None)
-        # Indices that nobody holds are passed by the head alone.
+        # Indices without a group end when the head passes them.
         for index in range(self._frontier, head):
             self._note_end(index, self._ended.get(index))
 
-    def choose(
-        self, window: Window, size: int, *, away: frozenset[str], waiting: bool, now_s: float
-    ) -> list[Group]:
-        """The groups of the next batch, in queue order; none while it is better to wait.
+    def choose(self, window: Window, demand: Demand) -> list[Group]:
+        """A batch within both bounds; W follows the size of the batch."""
+        waiting = window.more_coming(growing=demand.growing) or (
+            window.sampling(demand.away) and demand.can_progress()
+        )
+        self._set_batch_size(demand.size)
+        chosen = self._choose(window, demand, waiting=waiting)
+        window.resize(self.window_size)
+        return chosen
 
-        `waiting`: whether that can bring anything.
-        """
-        self._size = size
+    def _choose(self, window: Window, demand: Demand, *, waiting: bool) -> list[Group]:
+        """`waiting`: whether waiting can bring further groups."""
+        size, away = demand.size, demand.away
         if waiting and window.ready < size:
             return []
         overtaken = self._deadlines.overtaken(size, edge=window.edge, away=away)
@@ -212,24 +202,17 @@ class Adaptive:
         if waiting and len(picked) < size:
             return []
         counts = Counter(kind for kind, _ in picked if kind is not UNKNOWN)
-        self.last_shift_kl = _shift(counts, self._sampled)
-        if waiting and overtaken > MAY_LAG and not self._fair(window, size, away, picked, now_s):
+        self.last_shift_kl = shift_kl(counts, self._sampled)
+        if waiting and overtaken > MAY_LAG and not self._fair(window, demand, picked):
             return []
         self._weighed_at = -math.inf
         self._settle(counts, size)
         return sorted((group for _, group in picked), key=lambda group: group.spec.index)
 
-    def _fair(
-        self,
-        window: Window,
-        size: int,
-        away: frozenset[str],
-        picked: Iterable[tuple[Kind, Group]],
-        now_s: float,
-    ) -> bool:
-        """Whether the batch just weighed is within the bound on shift, and the one that will hold
-        what it leaves behind."""
-        bound = self._bounds.shift_kl
+    def _fair(self, window: Window, demand: Demand, picked: Iterable[tuple[Kind, Group]]) -> bool:
+        """Whether the shift of the batch just weighed is within the bound, and that of the batch
+        for the groups that it leaves behind."""
+        bound, size = self._max_shift_kl, demand.size
         if math.isinf(bound):
             return True
         if not self._share(size) or self.last_shift_kl > bound:
@@ -239,12 +222,13 @@ class Adaptive:
             {group.spec.index for _, group in picked},
             batched=window.inside(Phase.BATCHED),
             edge=window.edge,
-            away=away,
+            away=demand.away,
         )
-        # All that is started is due in the order of a FIFO where nothing is kept back: the next
-        # batch must hold all of `behind`, which is to be like as many groups drawn by chance.
+        # With nothing kept back, every started group is due in the order of a FIFO: the next batch
+        # must contain all of `behind`, so compare it with as many groups drawn by chance.
         drawn = size if self._spare_batches else len(behind)
-        return _shift(self._catch_up(behind, size, now_s), self._sampled, drawn=drawn) <= bound
+        caught_up = self._catch_up(behind, size, demand.now_s)
+        return shift_kl(caught_up, self._sampled, drawn=drawn) <= bound
 
     def _catch_up(
         self, behind: Sequence[Group], size: int, now_s: float
@@ -259,7 +243,7 @@ class Adaptive:
                 counts[self._kinds.get(index, UNKNOWN)] += 1
             else:
                 age_s = now_s - self._started_s.get(index, now_s)
-                running[_kind_of(group, age_s)] += 1
+                running[kind_of(group, age_s)] += 1
         counts.pop(UNKNOWN, None)
         for young, count in running.items():
             slower = {
@@ -278,8 +262,7 @@ class Adaptive:
     def _pick(
         self, window: Window, size: int, away: frozenset[str], due: Due
     ) -> list[tuple[Kind, Group]]:
-        """What is due, then from each kind its share, oldest first; what is missing then from the
-        oldest of all."""
+        """The due groups, then the share of each kind, oldest first, then the oldest others."""
         picked = [(self._kinds.get(group.spec.index, UNKNOWN), group) for group in due.groups]
         held = {group.spec.index for group in due.groups}
         among = {group.spec.index for group in due.among}
@@ -293,7 +276,7 @@ class Adaptive:
             quota = max(0, math.floor(wanted + 0.5))
             left[kind] = self._usable(order, edge, away, held, among)
             fair += [(index, kind) for index in islice(left[kind], quota)]
-        # Rounded up more often than down: the youngest wait for the next batch.
+        # Quotas round up more often than down: the youngest groups wait for the next batch.
         fair.sort()
         missing = max(0, size - len(picked) - len(fair))
         spare = sorted(
@@ -303,7 +286,7 @@ class Adaptive:
         return (picked + [(kind, self._groups[index]) for index, kind in rest])[:size]
 
     def _share(self, size: int) -> float:
-        """Of what is sampled, in a batch; 0 as long as less is known than a batch."""
+        """Batch size over sample size; 0 while the sample is smaller than a batch."""
         return size / len(self._sample) if len(self._sample) >= size else 0.0
 
     def _usable(
@@ -351,46 +334,3 @@ class Adaptive:
             self._frontier += 1
         while len(self._sample) > max(SAMPLE_GROUPS, SAMPLE_BATCHES * self._size):
             self._sampled[self._sample.popleft()] -= 1
-
-
-def _kind_of(group: Group, duration_s: float) -> Kind:
-    difficulty = min(int(group.spec.difficulty * DIFFICULTY_BINS), DIFFICULTY_BINS - 1)
-    half_octave = math.floor(2 * math.log2(max(duration_s, 1e-3)))
-    return Kind(half_octave, group.spec.domain, difficulty)
-
-
-def _shift(
-    counts: Mapping[Kind, float], expected: Mapping[Kind, float], *, drawn: int | None = None
-) -> float:
-    """The sum over the traits of the divergence beyond chance, to which `drawn` of the groups, or
-    all, are left."""
-    return sum(
-        _divergence(_by_trait(counts, trait), _by_trait(expected, trait), drawn)
-        for trait in range(len(UNKNOWN))
-    )
-
-
-def _by_trait(counts: Mapping[Kind, float], trait: int) -> defaultdict[object, float]:
-    found: defaultdict[object, float] = defaultdict(float)
-    for kind, count in counts.items():
-        found[kind[trait]] += count
-    return found
-
-
-def _divergence(
-    counts: Mapping[object, float], expected: Mapping[object, float], drawn: int | None
-) -> float:
-    kinds = counts.keys() | expected.keys()
-    groups = sum(counts.values())
-    if not groups:
-        return 0.0
-    # Half a group more of each: a kind that is new in the batch is rare, not impossible.
-    total = sum(expected.values()) + 0.5 * len(kinds)
-    divergence = sum(
-        count / groups * math.log(count / groups * total / (expected.get(kind, 0.0) + 0.5))
-        for kind, count in counts.items()
-        if count
-    )
-    # Of a fair batch, 2 n times the divergence is distributed like chi-squared.
-    chance = (len(kinds) - 1) / (2 * groups)
-    return max(0.0, divergence - chance * (1.0 if drawn is None else drawn / groups))

@@ -1,7 +1,7 @@
-"""When the next training group may start: the named policies, and the settings of the queue.
+"""Settings of the generation queue, with their choices: mode, admission, partial groups.
 
-Owns the rule alone. It has no part in what may be trained on: that is the window's, whatever the
-policy. At most N groups run under each; they differ in what else holds generation back.
+At most N groups run under each admission; they differ in what else limits generation. Admission
+does not limit what may be trained on: the window does.
 """
 
 from __future__ import annotations
@@ -19,42 +19,45 @@ from forge.core.errors import InvalidArgument
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
 UNBOUNDED = 2**53
-"""W of a trainer that sees every group."""
+"""Window size that imposes no bound."""
 
 
 class Admission(enum.Enum):
+    """Limit on generation besides N."""
+
     RUNNING = "running"
-    """Only running groups count against N: the most throughput, and staleness without a bound."""
+    """Only running groups count against N: highest throughput, unbounded staleness."""
     WINDOW = "window"
-    """Running plus complete groups that are in no batch and not assigned to one count against N:
-    generation is at most N groups ahead of what trainers took. Those near the head start all the
-    same, whatever overtook them."""
+    """Running groups, and complete ones that are not assigned to a batch, count against N:
+    generation is at most N groups ahead of the trainers. Groups near the head are exempt."""
     AHEAD = "ahead"
-    """Only groups with a place below H + M start: generation is at most M positions ahead of the
-    oldest group that no batch took, and what priorities gain."""
+    """Only groups with a place below H + M start: generation is at most M positions, plus the gain
+    of priorities, ahead of the oldest group that no batch took."""
 
 
 class Mode(enum.Enum):
+    """Which complete groups may be trained on."""
+
     FIFO = "fifo"
-    """A batch is the next groups of the queue, in order: nothing overtakes."""
+    """The next groups of the queue, in order."""
     GREEDY = "greedy"
-    """Whatever is complete may be trained on."""
+    """All complete groups."""
     WINDOWED = "windowed"
-    """Whatever is complete in [H, H+W) may be trained on."""
+    """Complete groups in [H, H+W)."""
     ADAPTIVE = "adaptive"
-    """The window, and how many groups run, follow bounds on staleness and shift."""
+    """The window and the admission follow bounds on staleness and shift."""
 
 
 class PartialGroups(enum.Enum):
-    """What becomes of a group one of whose rollouts failed by the task's own doing. It is never
-    trained on with one missing, and a failure that no other attempt could change always ends it."""
+    """Result of a group with a rollout that failed by the task's own fault. An incomplete group is
+    never trained on, and a permanent failure always tombstones its group."""
 
     FILL = "fill"
-    """The rollout is attempted again, up to `max_attempts`; then the group is dropped."""
+    """The rollout is attempted again, up to `max_attempts`; then the group is tombstoned."""
     WAIT = "wait"
-    """It is attempted again until it is there, and the head of the window waits with it."""
+    """The rollout is attempted until it succeeds; the head of the window waits for it."""
     DROP = "drop"
-    """The group is tombstoned at once, with the reason."""
+    """The group is tombstoned at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +122,7 @@ class QueueSettings:
 
     @property
     def window_size(self) -> int:
-        """Positions from the head that are visible at all times."""
+        """W, unless the mode is adaptive."""
         match self.mode:
             case Mode.FIFO:
                 return self.batch_groups
@@ -131,17 +134,6 @@ class QueueSettings:
                 return 0
 
     def backoff_s(self, failures: int) -> float:
-        """Wait after this many failures of one rollout."""
+        """Back-off after this many failures of one rollout."""
         doublings = min(failures - 1, 32)
         return float(min(self.retry_backoff_s * 2.0**doublings, self.max_backoff_s))
-
-    def admits(self, *, place: float, head: int, near: bool, running: int, unfetched: int) -> bool:
-        """Whether the training group in that place may start, as long as fewer than N run. `near`:
-        it is one of the first from the head, as many as W and N allow."""
-        match self.admission:
-            case Admission.RUNNING:
-                return True
-            case Admission.WINDOW:
-                return near or running + unfetched < self.concurrency
-            case Admission.AHEAD:
-                return place < head + (self.ahead or self.concurrency)

@@ -1,6 +1,6 @@
-"""Which optimizer step committed a batch: what makes a repeated commit harmless.
+"""The optimizer step that committed each batch, which makes commits idempotent.
 
-Owns the names of batches, `batch-<term>-<number>`, and one number for each commit there ever was.
+Owns the names of batches, `batch-<term>-<number>`, and one number for each commit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import defaultdict
 
 _BATCH_ID = re.compile(r"batch-(\d{1,18})-(\d{1,18})")
 _MOST_SKIPPED = 65_536
-"""Numbers of a term that were not committed, between two that were."""
+"""Most uncommitted numbers of a term between two committed ones."""
 _NONE = -1
 
 
@@ -22,12 +22,13 @@ class Commits:
         self._steps: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
         """By term, then by number."""
         self._others: dict[str, int] = {}
-        """Those whose names are none that a scheduler gives, or far beyond the others."""
+        """Batches with a name of another form, or with a number far beyond the others."""
 
     def __contains__(self, batch_id: str) -> bool:
         return self.get(batch_id) is not None
 
     def get(self, batch_id: str) -> int | None:
+        """The step, or None."""
         term, number = granted_at(batch_id)
         steps = self._steps.get(term, ())
         known = 0 <= number < len(steps) and batch_id == batch_name(term, number)
@@ -36,7 +37,7 @@ class Commits:
         return self._others.get(batch_id)
 
     def add(self, batch_id: str, step: int) -> None:
-        """The last step that is given counts."""
+        """The last step of a batch counts."""
         self._others.pop(batch_id, None)
         term, number = granted_at(batch_id)
         missing = number + 1 - len(self._steps[term]) if term >= 0 else _MOST_SKIPPED + 1
@@ -48,7 +49,7 @@ class Commits:
         steps[number] = step
 
     def undo_after(self, step: int) -> None:
-        """The commits of later steps never were."""
+        """Forget the commits of later steps."""
         for steps in self._steps.values():
             for number, known in enumerate(steps):
                 if known > step:
@@ -57,10 +58,11 @@ class Commits:
 
 
 def batch_name(term: int, number: int) -> str:
+    """The id of a batch."""
     return f"batch-{term}-{number}"
 
 
 def granted_at(batch_id: str) -> tuple[int, int]:
-    """Term and number of a batch; before all others for an id that was never given out."""
+    """Term and number of a batch; (-1, 0) for an id of another form."""
     match = _BATCH_ID.fullmatch(batch_id)
     return (int(match[1]), int(match[2])) if match else (-1, 0)

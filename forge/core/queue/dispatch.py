@@ -1,12 +1,11 @@
-"""In which order rollouts are handed to runners, and which of them are out.
+"""The order in which rollouts are leased to runners, and the leases.
 
-Owns the strict order (evaluation first, then by place, then by rollout index), the claims
-that are out and the two clocks on rollouts: the end of a claim and the end of a back-off. Whether
-a further group may start is `forge.core.queue.admission`'s rule;
-`forge.core.queue.generation_queue` asks both.
+Owns the strict order (evaluation first, then by place, then by rollout index), the leases, and the
+two timers of rollouts: the end of a lease and the end of a back-off.
+`forge.core.queue.selection` decides whether a further group may start.
 
-Shards that are away, and how many there are, cost nothing (`forge.core.queue.lanes`); each domain
-that has a limit costs a look.
+The cost does not depend on the number of pool shards, reachable or not (`forge.core.queue.lanes`),
+and grows with the number of domains that have a limit.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from forge.core.queue.lanes import Key, Lanes
 from forge.core.trajectory import TrajectoryId
 
 RECHECK_S = 2.0
-"""Time after which an expired claim that is not settled is reported again."""
+"""Time until an expired lease that is not settled is reported again."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Slot:
-    """One rollout of one group, ordered as it is handed out."""
+    """One rollout of one group, in the order of leases."""
 
     place: float
     queue_index: int
@@ -35,10 +34,12 @@ class Slot:
 
     @classmethod
     def of(cls, group: Group, rollout_index: int) -> Slot:
+        """The slot of a rollout."""
         return cls(group.place, group.spec.index, rollout_index, group)
 
     @property
     def rollout(self) -> Rollout:
+        """The rollout of the slot."""
         return self.group.rollout(self.rollout_index)
 
 
@@ -49,35 +50,35 @@ def _to_start(group: Group) -> bool:
 def _to_hand_out(slot: Slot) -> bool:
     if slot.group.phase is Phase.RUNNING and slot.rollout.phase is RolloutPhase.READY:
         return True
-    # A closed group has no rollouts: to look at one would make them anew.
+    # A closed group has no rollouts; `Slot.rollout` would create them again.
     if slot.group.phase.open:
         slot.rollout.listed = False
     return False
 
 
 class Dispatch:
-    """The order of hand-out over any number of shards."""
+    """The order of leases over any number of pool shards."""
 
     def __init__(self, limited: frozenset[str] = frozenset()) -> None:
-        """`limited`: domains that may be held back, see `hold_back`."""
+        """`limited`: domains that `hold_back` may name."""
         self._limited = limited
         self._held_back: set[str] = set()
         self._fresh: defaultdict[bool, dict[str, Lanes[Group]]] = defaultdict(dict)
-        """Groups to start, by purpose and, of those that may be held back, domain."""
+        """Groups to start, by purpose and limited domain."""
         self._ready = {purpose: Lanes(_to_hand_out) for purpose in (False, True)}
         """Rollouts of running groups, by purpose."""
 
     def hold_back(self, domain: str, held: bool) -> None:
-        """Whether groups of a domain that wait to be started are passed over."""
+        """Whether queued groups of a domain are skipped."""
         (self._held_back.add if held else self._held_back.discard)(domain)
 
     @property
     def holds_back(self) -> bool:
-        """Whether any domain is passed over."""
+        """Whether any domain is skipped."""
         return bool(self._held_back)
 
     def list_group(self, group: Group) -> None:
-        """`group` waits to be started."""
+        """`group` is queued."""
         spec = group.spec
         domain = spec.domain if spec.domain in self._limited else ""
         fresh = self._fresh[spec.evaluation]
@@ -86,14 +87,14 @@ class Dispatch:
         fresh[domain].push(spec.shard, (group.place, spec.index, 0), group)
 
     def list_rollout(self, slot: Slot) -> None:
-        """A rollout of a running group waits to be handed out. Harmless when it is listed."""
+        """A rollout of a running group is ready for a lease. Idempotent."""
         if not slot.rollout.listed:
             slot.rollout.listed = True
             key = (slot.place, slot.queue_index, slot.rollout_index)
             self._ready[slot.group.spec.evaluation].push(slot.group.spec.shard, key, slot)
 
     def first_group(self, *, evaluation: bool, away: frozenset[str]) -> Group | None:
-        """The group to start next, of a domain that is not held back."""
+        """The group to start next, of a domain that is not skipped."""
         first: tuple[Key, Group] | None = None
         for domain, lanes in self._fresh[evaluation].items():
             if domain not in self._held_back:
@@ -103,13 +104,13 @@ class Dispatch:
         return first[1] if first else None
 
     def first_rollout(self, *, evaluation: bool, away: frozenset[str]) -> Slot | None:
-        """The rollout to hand out next among those of running groups."""
+        """The rollout of a running group to lease next."""
         first = self._ready[evaluation].first(away)
         return first[1] if first else None
 
 
 class Claims:
-    """The attempts that are with runners, and the rollouts that wait for another."""
+    """Leased attempts, and rollouts in back-off."""
 
     def __init__(self) -> None:
         self._held: dict[TrajectoryId, tuple[Lease, Slot]] = {}
@@ -120,28 +121,30 @@ class Claims:
         return len(self._held)
 
     def get(self, trajectory_id: TrajectoryId) -> Lease | None:
+        """The lease of an attempt."""
         held = self._held.get(trajectory_id)
         return held[0] if held else None
 
     def hold(self, lease: Lease, slot: Slot) -> None:
+        """Start a lease."""
         self._held[lease.trajectory_id] = lease, slot
         slot.rollout.phase, slot.rollout.lease = RolloutPhase.LEASED, lease
         heappush(self._expiries, (lease.expires_s, lease.trajectory_id))
 
     def drop(self, rollout: Rollout) -> None:
-        """End the claim on a rollout, if there is one; the caller gives it its next phase."""
+        """End the lease of a rollout, if it has one; the caller sets its next phase."""
         if rollout.lease is not None:
             del self._held[rollout.lease.trajectory_id]
             rollout.lease = None
 
     def expired(self, now_s: float) -> Iterator[TrajectoryId]:
-        """Claims past their end; one that is not settled comes again after `RECHECK_S`."""
+        """Expired leases; one that is not settled is repeated after `RECHECK_S`."""
         while self._expiries and self._expiries[0][0] <= now_s:
             _, trajectory_id = heappop(self._expiries)
             lease = self.get(trajectory_id)
             if lease is None:
                 continue
-            # Renewals only move `expires_s`; the entry is put back in its place when it comes up.
+            # Renewals change only `expires_s`; the entry of the heap is corrected here.
             late = lease.expires_s <= now_s
             next_s = now_s + RECHECK_S if late else lease.expires_s
             heappush(self._expiries, (next_s, trajectory_id))
@@ -149,11 +152,12 @@ class Claims:
                 yield trajectory_id
 
     def retry_at(self, ready_s: float, slot: Slot) -> None:
+        """Start a back-off."""
         slot.rollout.phase = RolloutPhase.WAITING
         heappush(self._retries, (ready_s, slot))
 
     def due_retries(self, now_s: float) -> Iterator[Slot]:
-        """Rollouts whose back-off is over; they are READY again."""
+        """Rollouts whose back-off ended; they are READY again."""
         while self._retries and self._retries[0][0] <= now_s:
             _, slot = heappop(self._retries)
             if slot.group.phase.open and slot.rollout.phase is RolloutPhase.WAITING:
@@ -161,9 +165,9 @@ class Claims:
                 yield slot
 
     def next_expiry_s(self) -> float | None:
-        """When the next claim ends, at the earliest."""
+        """The earliest end of a lease."""
         return self._expiries[0][0] if self._expiries else None
 
     def next_retry_s(self) -> float | None:
-        """When the next back-off is over."""
+        """The earliest end of a back-off."""
         return self._retries[0][0] if self._retries else None

@@ -1,7 +1,6 @@
-"""How many groups of each domain a batch should hold.
+"""Quotas of domains in a batch.
 
-Owns the quota alone; what is done when a domain cannot fill its own is `forge.core.queue.window`'s
-rule.
+Owns the quotas alone. `forge.core.queue.window` fills a quota that its domain cannot fill.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from forge.core.errors import InvalidArgument
 class DomainShares:
     """Quotas by largest remainder (Hamilton's method), exact in the long run.
 
-    What rounding gave or took is carried to the next batch, so that over many small batches each
-    domain gets its share and not the share of a lucky rounding.
+    Rounding errors are carried to the next batch, so each domain gets its share over many small
+    batches.
     """
 
     def __init__(self, shares: Mapping[str, float]) -> None:
@@ -27,11 +26,11 @@ class DomainShares:
         self._share = {domain: share / total for domain, share in shares.items()}
         self._carry = dict.fromkeys(shares, 0.0)
         self._known: dict[int, Mapping[str, int]] = {}
-        """Quotas since the last batch, by its size: a trainer asks many times for each batch."""
+        """Cached quotas by batch size, because trainers ask many times for each batch."""
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """Normalized: they sum to 1, or are empty when batches go by queue order alone."""
+        """Normalized to sum 1; empty if batches follow queue order alone."""
         return self._share
 
     def quotas(self, size: int) -> Mapping[str, int]:
@@ -47,14 +46,14 @@ class DomainShares:
         while by_remainder and sum(quota.values()) < size:
             for domain in by_remainder[: size - sum(quota.values())]:
                 quota[domain] += 1
-        # A domain that is far ahead has a quota of 0 instead of a negative one; those who were
-        # rounded up the most give what that cost.
+        # A domain far ahead has quota 0 instead of a negative one; the domains that were rounded
+        # up the most compensate for that.
         for domain in reversed(by_remainder):
             quota[domain] -= min(quota[domain], max(0, sum(quota.values()) - size))
         return quota
 
     def settle(self, size: int, quotas: Mapping[str, int]) -> None:
-        """A batch with these quotas was handed out: carry what rounding left over."""
+        """A batch with these quotas was chosen: carry its rounding errors."""
         self._known = {}
         self._carry = {
             domain: wanted - quotas[domain] for domain, wanted in self._ideal(size).items()

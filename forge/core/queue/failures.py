@@ -1,7 +1,7 @@
-"""Whose failure it is that an attempt at a rollout did not succeed.
+"""Kinds of failures of an attempt: the task's, or the infrastructure's.
 
-Owns the two kinds, and how the reason of an abandoned trajectory tells them apart. What each costs
-a rollout is `forge.core.queue.rollouts`' business.
+Owns the two kinds, and their marks in the reasons of abandoned trajectories.
+`forge.core.queue.rollouts` counts them.
 """
 
 from __future__ import annotations
@@ -29,25 +29,27 @@ _INFRASTRUCTURE_ERRORS = (
     Unauthenticated,
     Unavailable,
 )
-"""What a rollout meets when Forge's services fail it. `FailedPrecondition`: a gateway died with
+"""Errors of a rollout when services of Forge fail. `FailedPrecondition`: a gateway died and lost
 turns that it had answered."""
 _HOST_ERRNOS = frozenset(
     {errno.EAGAIN, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC}
 )
-"""What the runner's host has run out of."""
+"""Exhausted resources of the runner's host."""
 
 
 class FailureKind(enum.Enum):
+    """Cause of a failed attempt."""
+
     TASK = "task"
-    """The task's own: the agent program, its tools or its reward function failed, or took too
-    long. Counts against `max_attempts`."""
+    """The agent program, its tools or its reward function failed, or took too long. Counts against
+    `max_attempts`."""
     INFRASTRUCTURE = "infrastructure"
-    """A service was away, a disk full, a runner stopped, restarted or slow. Counts only against
-    `max_losses`, and only while other rollouts succeed."""
+    """A service was unreachable, a disk full, a runner stopped, restarted or slow. Counts only
+    against `max_losses`, and only while other rollouts succeed."""
 
 
 def kind_of_error(error: BaseException) -> FailureKind:
-    """The kind of a failure, by what was raised."""
+    """The kind of a raised error."""
     exhausted = isinstance(error, OSError) and error.errno in _HOST_ERRNOS
     if exhausted or isinstance(error, _INFRASTRUCTURE_ERRORS):
         return FailureKind.INFRASTRUCTURE
@@ -60,6 +62,6 @@ def abandon_reason(kind: FailureKind, reason: str) -> str:
 
 
 def kind_of_abandoned(reason: str) -> FailureKind:
-    """The kind of the failure that a trajectory was abandoned for, by its stored reason."""
+    """The kind of a stored reason of an abandoned trajectory."""
     infrastructure = reason.startswith(_INFRASTRUCTURE_PREFIX)
     return FailureKind.INFRASTRUCTURE if infrastructure else FailureKind.TASK

@@ -1,25 +1,28 @@
 """The generation queue: windowed FIFO over groups, from submission to the committed batch.
 
-Pure: time is passed in and nothing is stored; what must be durable is named to the caller, who
-writes first and applies then. Every operation is O(log n) or amortized O(1) in the groups queued.
+Pure: time is passed in and nothing is stored; the caller writes what must be durable before it
+applies a change. Every operation is O(log n) or amortized O(1) in the groups queued.
 
-    books     every group, its phase and the sums           forge.core.queue.group_ledger
-    rollouts  lease, renew, complete, fail, expire          forge.core.queue.rollouts
-    batches   take, commit, release, rewind                 forge.core.queue.batches
-    window    [H, H+W), and which groups make a batch       forge.core.queue.window
+    ledger     every group and its phase                     forge.core.queue.group_ledger
+    rollouts   lease, renew, complete, fail, expire          forge.core.queue.rollouts
+    batches    take, commit, release, rewind                 forge.core.queue.batches
+    window     [H, H+W)                                      forge.core.queue.window
+    selection  which groups start, and which make a batch    forge.core.queue.selection
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forge.core.queue.adaptive import Adaptive, Bounds
+from forge.core.queue.activity import Activity
+from forge.core.queue.adaptive import Adaptive
 from forge.core.queue.admission import Mode, QueueSettings
 from forge.core.queue.batches import Batch, Batches
 from forge.core.queue.domain_shares import DomainShares
-from forge.core.queue.group_ledger import Books
+from forge.core.queue.group_ledger import GroupLedger
 from forge.core.queue.groups import Group, Phase
 from forge.core.queue.rollouts import Rollouts
+from forge.core.queue.selection import FixedWindow, Selection
 from forge.core.queue.window import Window
 from forge.core.trajectory import TaskId, TrajectoryId
 
@@ -28,37 +31,65 @@ class GenerationQueue:
     """All groups of one leader's term, training and evaluation."""
 
     def __init__(
-        self,
-        settings: QueueSettings,
-        *,
-        term: int = 0,
-        void_before: tuple[int, int] = (0, 0),
+        self, settings: QueueSettings, *, term: int = 0, void_before: tuple[int, int] = (0, 0)
     ) -> None:
-        """`void_before`: what the last rewind of an earlier term took back for good, see
-        `Batches.void_before`."""
+        """`void_before`: the value of the last term, see `Batches.void_before`."""
         self.settings = settings
         self.shares = DomainShares(settings.domain_shares)
-        self.books = _books(settings, self.shares)
-        self.rollouts = Rollouts(self.books, settings, term=term)
-        self.batches = Batches(self.books, settings, term=term, void_before=void_before)
+        adaptive = settings.mode is Mode.ADAPTIVE
+        self.selection: Selection = Adaptive(settings) if adaptive else FixedWindow(settings)
+        strict = adaptive or settings.mode is Mode.FIFO
+        window = Window(size=self.selection.window_size, shares=self.shares, strict=strict)
+        self.ledger = GroupLedger(window, self.selection, domain_limits=settings.domain_limits)
+        self.rollouts = Rollouts(self.ledger, settings, term=term)
+        self.batches = Batches(self.ledger, settings, term=term, void_before=void_before)
+
+    @property
+    def window(self) -> Window:
+        """Read-only for callers."""
+        return self.ledger.window
+
+    @property
+    def lowest_pending(self) -> int:
+        """Every training group with a lower index is settled."""
+        return self.window.lowest_pending
+
+    def begin_at(self, head: int, *, unknown_from: int | None = None) -> None:
+        """Every training group with a lower index is settled. Precedes the first group.
+        `unknown_from`: see `Window.unknown_from`; ends with `all_read`."""
+        self.window.unknown_from = unknown_from
+        self.ledger.begin_at(head)
+
+    def all_read(self, *, now_s: float) -> None:
+        """The groups of every pool shard were added."""
+        self.window.all_known()
+        self.rollouts.all_read(now_s=now_s)
+
+    def set_activity(self, activity: Activity) -> None:
+        """What an operator allows from now on."""
+        self.ledger.activity = activity
+
+    def set_away(self, shards: frozenset[str]) -> None:
+        """The pool shards that are unreachable from now on."""
+        self.ledger.away = shards
 
     def add(self, group: Group, *, now_s: float) -> None:
         """Accept a group, new or as an earlier term stored it. Raises InvalidArgument."""
-        self.books.add(group, now_s=now_s)
+        self.ledger.add(group, now_s=now_s)
         if group.phase is Phase.TRAINED:
             self.batches.restore(group.batch_id, step=group.step)
 
     def add_at_rest(
         self, task_ids: Sequence[TaskId], groups: Sequence[Group], *, now_s: float
     ) -> None:
-        """`add` for many groups of an earlier term, see `Books.add_at_rest`."""
-        self.books.add_at_rest(task_ids, groups, now_s=now_s)
+        """`add` for many groups of an earlier term, see `GroupLedger.add_at_rest`."""
+        self.ledger.add_at_rest(task_ids, groups, now_s=now_s)
         for group in groups:
             if group.phase is Phase.TRAINED:
                 self.batches.restore(group.batch_id, step=group.step)
 
     def take(self, *, trainer_id: str, max_groups: int, now_s: float) -> Batch | None:
-        """The batch the trainer holds already, or a new one from the window, or none yet."""
+        """The batch that the trainer holds, or a new one from the window, or None for now."""
         return self.batches.take(
             trainer_id=trainer_id,
             max_groups=max_groups,
@@ -72,29 +103,6 @@ class GenerationQueue:
         return self.rollouts.expire(now_s)
 
     def next_event_s(self, now_s: float) -> float | None:
-        """When something may change by time alone, at the earliest."""
+        """The earliest time at which time alone may change something."""
         events = self.rollouts.next_event_s() + self.batches.next_event_s()
         return min((event for event in events if event is not None and event > now_s), default=None)
-
-
-def _books(settings: QueueSettings, shares: DomainShares) -> Books:
-    strict = settings.mode is Mode.FIFO
-    if settings.mode is not Mode.ADAPTIVE:
-        window = Window(size=settings.window_size, shares=shares, strict=strict)
-        return _over(window, settings)
-    bounds = Bounds(
-        concurrency=settings.concurrency,
-        batch_groups=settings.batch_groups,
-        staleness_p99=settings.max_staleness_p99,
-        shift_kl=settings.max_shift_kl,
-    )
-    adaptive = Adaptive(bounds)
-    window = Window(size=adaptive.window_size, shares=shares, strict=True)
-    return _over(window, settings, adaptive)
-
-
-def _over(window: Window, settings: QueueSettings, adaptive: Adaptive | None = None) -> Books:
-    # What starts before the head cannot fill N and halt all: it is near the head itself.
-    limit = adaptive.running_limit if adaptive else settings.concurrency
-    reach = min(window.size, limit) - 1
-    return Books(window, adaptive, domain_limits=settings.domain_limits, reach=reach)

@@ -1,9 +1,8 @@
-"""Groups and their rollouts, as the generation queue keeps them.
+"""Groups and rollouts of the generation queue.
 
-Owns the phases a group and each of its rollouts go through and what is remembered about both.
-Owns no order and no window: who is next is `forge.core.queue.dispatch`, what may be trained on is
-`forge.core.queue.window`, and the moves between phases are made by
-`forge.core.queue.generation_queue`.
+Owns their phases and data. `forge.core.queue.dispatch` owns the order of leases,
+`forge.core.queue.window` what may be trained on, `forge.core.queue.group_ledger` the changes of
+phase.
 
     group     QUEUED -> RUNNING -> COMPLETE -> BATCHED -> TRAINED       (training)
                                        ^----------'           '--> COMPLETE on a rewind
@@ -22,85 +21,87 @@ from forge.core.trajectory import TaskId, TrajectoryId, TrajectoryName
 
 NOT_SEALED = -1
 SAME_OUTCOME = "every rollout has the same outcome"
-"""Why dynamic sampling gives a group up."""
+"""Reason of a group that dynamic sampling tombstones."""
 COUNTED_REASONS = frozenset({SAME_OUTCOME})
-"""Reasons that a pool shard counts tombstoned groups by."""
+"""Reasons by which a pool shard counts tombstoned groups."""
 
 
 class Phase(enum.Enum):
-    """Where a group stands."""
+    """Phase of a group."""
 
     QUEUED = "queued"
-    """No rollout of it has been leased under this leader."""
+    """No rollout was leased under this leader."""
     RUNNING = "running"
-    """Started; at least one rollout is not sealed. Takes one of the N places."""
+    """Started; at least one rollout is not sealed. Counts against N."""
     COMPLETE = "complete"
-    """Every rollout is sealed: may be trained on once the window reaches it."""
+    """Every rollout is sealed; may be trained on inside the window."""
     BATCHED = "batched"
     """In a batch that is not committed."""
     TRAINED = "trained"
     TOMBSTONED = "tombstoned"
-    """Given up, for a recorded reason."""
+    """Dropped, with a stored reason."""
     EVALUATED = "evaluated"
     """An evaluation group whose rollouts are all sealed."""
 
-    # Looked at several times for each group: an attribute, and a hash that is no Python call.
+    # Hot path: attributes instead of properties, and a hash without a Python call.
     __hash__ = object.__hash__
 
     def __init__(self, value: str) -> None:
         self.open = value in ("queued", "running")
-        """Whether rollouts of it may still be sampled."""
+        """Whether its rollouts may still be sampled."""
         self.consumed = value in ("trained", "tombstoned", "evaluated")
         """Whether the head of the window may pass it."""
 
 
 class RolloutPhase(enum.Enum):
+    """Phase of a rollout."""
+
     READY = "ready"
     LEASED = "leased"
     WAITING = "waiting"
-    """Failed; becomes READY when its back-off is over."""
+    """In back-off after a failure; READY afterwards."""
     SEALED = "sealed"
 
 
 @dataclass(slots=True, kw_only=True)
 class Lease:
-    """A runner's claim on one attempt. Its id is the trajectory id: one attempt, one claim."""
+    """A runner's lease of one attempt. Its id is the trajectory id."""
 
     trajectory_id: TrajectoryId
     runner_id: str
     expires_s: float
     deadline_s: float
-    """No renewal reaches beyond this: a rollout that never ends must not hold the head."""
+    """Latest end of renewals, so that a rollout that never ends does not hold the head."""
     renewed_s: float
-    """When it was renewed last, or granted."""
+    """Time of the last renewal or the grant."""
     sealed_before: int
-    """How many rollouts the queue had sealed when it was granted."""
+    """Rollouts sealed by the queue before the grant."""
 
 
 @dataclass(slots=True)
 class Rollout:
-    """One member of a group, over all its attempts."""
+    """One rollout of a group, over all its attempts."""
 
     phase: RolloutPhase = RolloutPhase.READY
     attempt: int = 0
-    """Sealed: the attempt that counts. Else the lowest attempt that is not known to have failed;
-    an attempt below it reports too late."""
+    """If sealed, the counted attempt; else the lowest attempt without a known failure: reports of
+    lower ones are late."""
     failures: int = 0
-    """Of the task itself."""
+    """Failures of the task itself."""
     faults: int = 0
-    """Attempts that the infrastructure ended one after the other, by the runners' own word."""
+    """Consecutive attempts that the infrastructure ended, as runners reported."""
     losses: int = 0
     """Attempts that the infrastructure ended while other rollouts were sealed."""
     lease: Lease | None = None
     lapsed: Lease | None = None
-    """The last claim, if it ended without word of its runner: that may still renew it."""
+    """The last lease, if it expired without a report: its runner may still renew it."""
     listed: bool = False
-    """Whether the dispatch order holds an entry for it."""
+    """Whether the order of leases has an entry for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """What the queue must know about a task."""
+    """The parts of a task that the queue needs."""
 
     task_id: TaskId
     index: int
@@ -112,24 +113,24 @@ class GroupSpec:
     """Rollouts."""
     evaluation: bool = False
     difficulty: float = 0.0
-    """From 0 to 1; 0 when nobody said."""
+    """0 to 1; 0 if unknown."""
     priority: int = 0
-    """How many older groups it may start before."""
+    """Older groups that it may start before."""
 
 
 class AttemptState(enum.IntEnum):
-    """What the pool says of one attempt."""
+    """State of an attempt in the pool."""
 
     OPEN = 1
     SEALED = 2
     ABANDONED = 3
     LOST = 4
-    """Abandoned for a fault of the infrastructure."""
+    """Abandoned because of the infrastructure."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Attempt:
-    """One attempt that left a record, of an earlier term."""
+    """A stored attempt of an earlier term."""
 
     rollout_index: int
     attempt: int
@@ -142,37 +143,38 @@ class Group:
 
     spec: GroupSpec
     place: float = 0
-    """In the order of starts: the queue index, less what its priority gains. The older one of two
-    in the same place is first."""
+    """Position in the order of starts: the queue index minus the gain of its priority. Groups in
+    the same place start in queue order."""
     phase: Phase = Phase.QUEUED
     rollouts: Sequence[Rollout] = ()
-    """Empty until something is known about one, and again once the group is closed: a million
-    groups stay small."""
+    """Empty until an attempt is known, and after `close`, to save memory."""
     sealed: int = 0
     counted: tuple[int, ...] = ()
-    """Once closed: per rollout, the attempt that was sealed and counts; NOT_SEALED for none."""
+    """After `close`: for each rollout the counted attempt, or NOT_SEALED."""
     batch_id: str = ""
     step: int = 0
-    """Optimizer step that trained it."""
+    """Optimizer step that trained on it."""
     reason: str = ""
-    """Why it was tombstoned."""
+    """Reason of the tombstone."""
 
     def rollout(self, index: int) -> Rollout:
+        """One rollout; the group is open."""
         if not self.rollouts:
             self.rollouts = [Rollout() for _ in range(self.spec.size)]
         return self.rollouts[index]
 
     def close(self) -> None:
-        """No rollout of it will be sampled any more."""
+        """No rollout will be sampled again: keep only the counted attempts."""
         self.counted = self._counted()
         self.rollouts = ()
 
     def trajectory_id(self, index: int, attempt: int) -> TrajectoryId:
+        """The id of one attempt."""
         name = TrajectoryName(task_id=self.spec.task_id, rollout_index=index, attempt=attempt)
         return name.trajectory_id
 
     def sealed_ids(self) -> tuple[TrajectoryId, ...]:
-        """The trajectories that count, in rollout order."""
+        """The counted trajectories, in rollout order."""
         return tuple(
             self.trajectory_id(index, attempt)
             for index, attempt in enumerate(self.counted or self._counted())
@@ -180,7 +182,7 @@ class Group:
         )
 
     def recall(self, attempts: Iterable[Attempt]) -> None:
-        """Take in what the pool holds of a group of an earlier term."""
+        """Restore the attempts of an earlier term."""
         for known in sorted(attempts):
             if known.rollout_index >= self.spec.size:
                 continue

@@ -1,8 +1,8 @@
-"""One order over items that lie on pool shards, where some shards may be away.
+"""One order over items on pool shards, some of them unreachable.
 
-Each shard has a lane, a heap of its items, and one heap is over the first items of all lanes. So
-the first item is found in the same time however many shards there are, and a shard that goes away
-or comes back costs one entry, however many items lie on it.
+Each shard has a lane, a heap of its items; one heap orders the first items of all lanes. The cost
+of the first item does not depend on the number of shards, and a shard that becomes unreachable or
+returns costs one entry.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ Key = tuple[float, int, int]
 
 
 class Lanes(Generic[Item]):
-    """Items by key, the lowest first. No two items have one key."""
+    """Items by unique key, the lowest first."""
 
     def __init__(self, waits: Callable[[Item], bool]) -> None:
-        """`waits`: whether an item is still to be found; one that is not is dropped when it comes
-        up."""
+        """`waits`: whether an item is still valid; `first` drops others."""
         self._waits = waits
         self._lanes: defaultdict[str, list[tuple[Key, Item]]] = defaultdict(list)
         """By pool shard."""
         self._firsts: list[tuple[Key, str]] = []
-        """The heap over the lanes: a key and a shard. Only the entry that `_listed` names is valid;
-        its key may be that of an item that is gone."""
+        """Heap over the lanes: a key and a shard. Only the entry in `_listed` is valid; its key may
+        be that of a dropped item."""
         self._listed: dict[str, Key] = {}
-        """By shard, the key of its valid entry. None for a lane that is empty, or set aside."""
+        """By shard, the key of its valid entry; absent for a lane that is empty or set aside."""
         self._aside: set[str] = set()
-        """Shards whose lanes came up while they were away."""
+        """Shards that `first` skipped because they were unreachable."""
         self._away: frozenset[str] = frozenset()
 
     def push(self, shard: str, key: Key, item: Item) -> None:
+        """Add an item."""
         heappush(self._lanes[shard], (key, item))
         listed = self._listed.get(shard)
         if shard not in self._aside and (listed is None or key < listed):
             self._list(shard, key)
 
     def first(self, away: frozenset[str]) -> tuple[Key, Item] | None:
-        """The lowest item on a shard that is not away."""
+        """The lowest item on a shard that is not in `away`."""
         if away != self._away:
             self._bring_back(away)
         firsts = self._firsts

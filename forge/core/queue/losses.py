@@ -1,9 +1,8 @@
 """Attempts that were lost while other rollouts succeeded, charged to the task.
 
-Owns the charge of a claim that ended without a word: a task that uses up its runner's host loses
-its runner each time. A runner that was only late, because its host ran it late, speaks of the claim
-in the end, and takes the charge back. How many losses end a task is `forge.core.queue.rollouts`'
-rule.
+Owns the charge of a lease that expired without a report: a task that exhausts its runner's host
+loses its runner each time. A late runner reports in the end, which removes the charge.
+`forge.core.queue.rollouts` limits the losses.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ from __future__ import annotations
 from forge.core.queue.groups import Rollout
 
 MOST_SILENT = 65_536
-"""Attempts remembered whose runners gave no sign of life."""
+"""Most remembered attempts of silent runners."""
 
 
 class Losses:
-    """What rollouts were charged with, for as long as it may be taken back."""
+    """Charges that a report may remove."""
 
     def __init__(self) -> None:
         self._silent: dict[str, Rollout] = {}
-        """By attempt, the oldest first."""
+        """Rollouts by attempt, the oldest first."""
 
     def charge(self, rollout: Rollout, *, silent: str = "") -> None:
-        """One more loss; `silent` names the attempt if its runner has not spoken of its end."""
+        """One more loss; `silent`: the attempt, if its runner has not reported its end."""
         rollout.losses += 1
         if not silent:
             return
@@ -31,6 +30,6 @@ class Losses:
         self._silent[silent] = rollout
 
     def heard_of(self, attempt: str) -> None:
-        """Its runner speaks of the attempt."""
+        """The runner of the attempt reported."""
         if rollout := self._silent.pop(attempt, None):
             rollout.losses -= 1

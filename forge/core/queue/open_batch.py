@@ -1,7 +1,7 @@
-"""The batch that is being filled: complete groups assigned to it one by one, before it goes out.
+"""The open batch: complete groups that are assigned to the next batch.
 
-Owns which groups these are, and those that may be assigned next. Which group is assigned when is
-`forge.core.queue.window`'s rule. A lane is a domain with a share of its own, or all others.
+Owns these groups, and the complete ones that may be assigned next. `forge.core.queue.window`
+decides the assignment. A lane is a domain with a share, or all other domains.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from forge.core.queue.groups import Group
 
 
 class Filling:
-    """Assigned groups by queue index, each in its lane."""
+    """Assigned groups by lane and queue index."""
 
     def __init__(self) -> None:
         self._lane_of: dict[int, str] = {}
@@ -31,15 +31,16 @@ class Filling:
 
     @property
     def indices(self) -> KeysView[int]:
+        """Queue indices of assigned groups."""
         return self._lane_of.keys()
 
     def extend(self, lane: str, indices: Sequence[int], groups: Iterable[Group]) -> None:
-        """Assign groups of one lane, named by their indices."""
+        """Assign groups of one lane, with their indices."""
         self._lane_of.update(dict.fromkeys(indices, lane))
         self._lanes[lane].update(zip(indices, groups, strict=True))
 
     def discard(self, groups: Iterable[Group]) -> list[Group]:
-        """Those of them that were not assigned."""
+        """Remove groups; those that were not assigned."""
         others: list[Group] = []
         for group in groups:
             index = group.spec.index
@@ -51,6 +52,7 @@ class Filling:
         return others
 
     def clear(self) -> None:
+        """Remove all groups."""
         self._lane_of.clear()
         self._lanes.clear()
 
@@ -69,7 +71,7 @@ class Filling:
 
     def pick(self, size: int, quotas: Mapping[str, int], away: frozenset[str]) -> list[Group]:
         """At most `size` groups in queue order: the oldest of each lane up to its quota, then the
-        oldest of all others."""
+        oldest others."""
         if not away and len(self) <= size:
             return list(self)
         picked: list[int] = []
@@ -86,7 +88,7 @@ class Filling:
 
 
 class Complete:
-    """Groups that are complete and not assigned: sorted indices, by lane."""
+    """Sorted indices of complete groups that are not assigned, by lane."""
 
     def __init__(self) -> None:
         self._lanes: defaultdict[str, list[int]] = defaultdict(list)
@@ -96,14 +98,16 @@ class Complete:
         return iter(self._lanes)
 
     def add(self, lane: str, index: int) -> None:
+        """Add an index."""
         order = self._lanes[lane]
         if not order or order[-1] < index:
-            # What the window has just reached is above all others.
+            # A group that just joined the window has the highest index.
             order.append(index)
         else:
             insort(order, index)
 
     def discard(self, lane: str, index: int) -> None:
+        """Remove an index, if present."""
         order = self._lanes[lane]
         at = bisect_left(order, index)
         if at < len(order) and order[at] == index:
@@ -112,12 +116,12 @@ class Complete:
     def oldest(
         self, lane: str, limit: int, usable: Callable[[int], bool] | None = None
     ) -> list[int]:
-        """Up to `limit` of a lane, those that are `usable`, in queue order."""
+        """Up to `limit` usable indices of a lane, in queue order."""
         order = self._lanes[lane] if limit > 0 else []
         return order[:limit] if usable is None else list(islice(filter(usable, order), limit))
 
     def remove(self, lane: str, indices: Sequence[int]) -> None:
-        """What `oldest` returned."""
+        """Remove what `oldest` returned."""
         order = self._lanes[lane]
         if order[: len(indices)] == indices:
             del order[: len(indices)]
@@ -126,4 +130,5 @@ class Complete:
             order[:] = [index for index in order if index not in gone]
 
     def clear(self) -> None:
+        """Remove all indices."""
         self._lanes.clear()

@@ -1,6 +1,6 @@
-"""How many groups of each phase the window holds, by domain and pool shard.
+"""Groups inside the window by phase, domain and pool shard.
 
-Owns the sums alone. Which groups are inside is `forge.core.queue.window`'s rule.
+Owns the sums alone. `forge.core.queue.window` decides which groups are inside.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ _PHASE_AND_PLACE = attrgetter("phase", "spec.domain", "spec.shard")
 
 
 class PhaseCounts:
-    """Groups that are not consumed."""
+    """Counts of groups that are not consumed."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[Phase, str, str]] = Counter()
         self.waiting = 0
-        """Those that are in no batch."""
+        """Groups in no batch."""
         self.complete = 0
-        """Those of them that are complete."""
+        """Complete groups in no batch."""
 
     def clear(self) -> None:
+        """Remove all groups."""
         self._counts.clear()
         self.waiting = self.complete = 0
 
     def add(self, groups: Iterable[Group]) -> None:
-        """As they are now."""
+        """Count groups in their current phase."""
         for (phase, domain, shard), count in Counter(map(_PHASE_AND_PLACE, groups)).items():
             self._count(phase, domain, shard, count)
 
@@ -41,18 +42,18 @@ class PhaseCounts:
         self._count(group.phase, spec.domain, spec.shard, 1)
 
     def moved_together(self, groups: Sequence[Group], before: Phase, phase: Phase) -> None:
-        """`moved` for many that went from one phase to another."""
+        """`moved` for groups that changed from one phase to another together."""
         for (domain, shard), count in Counter(map(_PLACE, groups)).items():
             self._count(before, domain, shard, -count)
             self._count(phase, domain, shard, count)
 
     def of(self, phase: Phase, away: frozenset[str] = frozenset()) -> int:
-        """Groups of a phase that are not on the pool shards `away`."""
+        """Groups of a phase, except those on the pool shards `away`."""
         return sum(count for _, count in self.by_domain((phase,), away))
 
     def by_domain(self, phases: Sequence[Phase], away: frozenset[str]) -> Iterator[tuple[str, int]]:
-        """Parts of what is in one of the phases and not on the pool shards `away`; a domain may
-        have several."""
+        """Domains with counts of groups in these phases, except those on the pool shards `away`. A
+        domain may occur several times."""
         for (phase, domain, shard), count in self._counts.items():
             if phase in phases and shard not in away:
                 yield domain, count

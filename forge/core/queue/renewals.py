@@ -1,7 +1,6 @@
-"""How long a claim lasts without a renewal, runner by runner.
+"""Duration of leases by runner: a runner on a loaded host renews late.
 
-A runner on a loaded host renews late. Owns what the queue has seen of that: the longest pause
-between two renewals of one claim, per runner, for as long as it is recent.
+Owns the longest recent pause between two renewals of one lease, for each runner.
 """
 
 from __future__ import annotations
@@ -9,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PAUSES = 3.0
-"""A claim lasts for so many of the longest recent pause: a runner renews each third of a lease."""
+"""Duration of a lease, in longest recent pauses: a runner renews each third of a lease."""
 MOST_LEASES = 10.0
-"""And for no more than so many leases of a runner that renews in time."""
+"""Longest duration, in leases of a runner that renews in time."""
 REMEMBERED_LEASES = 20.0
-"""For how many leases a pause is recent."""
+"""Leases for which a pause is recent."""
 MOST_RUNNERS = 16_384
 
 
@@ -31,7 +30,7 @@ class Renewals:
         self._pauses: dict[str, _Pause] = {}
 
     def renewed(self, runner_id: str, *, pause_s: float, now_s: float) -> None:
-        """A claim was renewed so long after the time before."""
+        """A lease was renewed `pause_s` after its last renewal."""
         known = self._pauses.get(runner_id)
         if known is None and len(self._pauses) >= MOST_RUNNERS:
             self._pauses.clear()
@@ -40,7 +39,7 @@ class Renewals:
             self._pauses[runner_id] = _Pause(pause_s, now_s)
 
     def lease_s(self, runner_id: str) -> float:
-        """How long a claim of a runner lasts from now on."""
+        """Duration of a lease of the runner from now on."""
         known = self._pauses.get(runner_id)
         if known is None:
             return self._lease_s

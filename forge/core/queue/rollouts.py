@@ -1,9 +1,9 @@
-"""The sampling side of the generation queue: rollouts go out to runners and come back.
+"""The sampling side of the generation queue: rollouts are leased to runners.
 
-Owns claims, attempts and retries. A rollout that fails is tried again after a back-off, under a
-new attempt number, as often as `partial_groups` says; then it takes its whole group with it,
-tombstoned with the reason, so a partial group is never trained on. Only the task's own failures
-count for that; faults of the infrastructure cost time alone (`forge.core.queue.failures`).
+Owns leases, attempts and retries. A failed rollout is retried after a back-off, under a new attempt
+number, as often as `partial_groups` allows; then its group is tombstoned with the reason, so a
+partial group is never trained on. Only failures of the task count against that limit; those of the
+infrastructure cost only time (`forge.core.queue.failures`).
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from forge.core.queue.activity import Activity
 from forge.core.queue.admission import PartialGroups, QueueSettings
 from forge.core.queue.dispatch import Claims, Slot
 from forge.core.queue.failures import FailureKind
-from forge.core.queue.group_ledger import Books
+from forge.core.queue.group_ledger import GroupLedger
 from forge.core.queue.groups import Group, Lease, Phase, Rollout, RolloutPhase
 from forge.core.queue.losses import Losses
 from forge.core.queue.renewals import Renewals
 from forge.core.trajectory import TaskId, TrajectoryId, parse_trajectory_id
 
 MOST_UNREAD = 65_536
-"""Claims remembered on groups that are not known."""
+"""Most remembered renewals for unknown groups."""
 TERM_ATTEMPTS = 1_000
-"""Attempt numbers per leader's term, so that two leaders never give two attempts one name."""
+"""Attempt numbers per term, so that attempts of two leaders never share an id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutClaim:
-    """One attempt, handed to a runner. Its trajectory id names the claim too."""
+    """One attempt, leased to a runner. The id of the lease is its trajectory id."""
 
     trajectory_id: TrajectoryId
     task_id: TaskId
@@ -40,53 +40,56 @@ class RolloutClaim:
 class Rollouts:
     """Every rollout of one leader's term."""
 
-    def __init__(self, books: Books, settings: QueueSettings, *, term: int) -> None:
-        self._books = books
+    def __init__(self, ledger: GroupLedger, settings: QueueSettings, *, term: int) -> None:
+        self._ledger = ledger
         self._settings = settings
         self._first_attempt = term * TERM_ATTEMPTS
         self.hold_until_s = 0.0
-        """No rollout is handed out before, so that the runners of an earlier term can renew what
-        they hold."""
+        """No rollout is leased before, see `hold`."""
         self._claims = Claims()
         self._renewals = Renewals(settings.rollout_lease_s)
         self._sealed = 0
         """Rollouts sealed under this leader."""
         self.adopted = 0
-        """Claims of earlier terms that were taken over."""
+        """Leases of earlier terms that renewals took over."""
         self._unread: dict[str, float] = {}
-        """Claims that runners renewed on groups of shards that have not been read, and when."""
+        """Renewal times of leases whose groups may be on unread pool shards."""
         self._losses = Losses()
         self.retries = 0
         self.surplus = 0
-        """Reports of trajectories sealed after another attempt, or after the group was closed."""
+        """Reports of trajectories sealed after another attempt, or after `Group.close`."""
 
     def __len__(self) -> int:
-        """Attempts that are with runners."""
+        """Leased attempts."""
         return len(self._claims)
 
+    def hold(self, *, until_s: float) -> None:
+        """Lease no rollout before `until_s`, so that runners of an earlier term can renew."""
+        self.hold_until_s = until_s
+
     def group_of(self, trajectory_id: str) -> Group:
-        """Raises NotFound, InvalidArgument."""
+        """The group of a trajectory. Raises NotFound, InvalidArgument."""
         slot, _ = self._locate(trajectory_id)
         return slot.group
 
     def lease(self, *, runner_id: str, max_rollouts: int, now_s: float) -> tuple[RolloutClaim, ...]:
-        """The next rollouts in strict order of places, with at most N groups running."""
-        if now_s < self.hold_until_s or self._books.activity is Activity.PAUSED:
+        """The next rollouts in the order of places, with at most N groups running."""
+        if now_s < self.hold_until_s or self._ledger.activity is Activity.PAUSED:
             return ()
         for slot in self._claims.due_retries(now_s):
-            # A group that is not running lists its rollouts when it is started.
+            # A queued group lists its rollouts when it starts.
             if slot.group.phase is Phase.RUNNING:
-                self._books.dispatch.list_rollout(slot)
+                self._ledger.dispatch.list_rollout(slot)
         claims: list[RolloutClaim] = []
         while len(claims) < max_rollouts and (slot_found := self._next_slot(now_s)) is not None:
             claims.append(self._claim(slot_found, runner_id, now_s))
         return tuple(claims)
 
     def renew(self, trajectory_id: str, *, now_s: float) -> bool:
-        """Extend a claim; False when it is lost and the rollout should stop.
+        """Extend a lease; False if it is lost and the rollout should stop.
 
-        A claim that ended without a word, or of an earlier term, is taken over as long as nobody
-        else got the rollout.
+        An expired lease, or one of an earlier term, starts again unless another runner has the
+        rollout.
         """
         self._losses.heard_of(trajectory_id)
         lease = self._claims.get(TrajectoryId(trajectory_id)) or self._take_back(trajectory_id)
@@ -98,26 +101,25 @@ class Rollouts:
         return lease.expires_s > now_s
 
     def renew_unread(self, trajectory_id: str, *, now_s: float) -> bool:
-        """The same while a pool shard has not been read: the claim may be on a group of it, and is
-        kept until that is known."""
-        if parse_trajectory_id(trajectory_id).task_id in self._books:
+        """`renew` while a pool shard is unread: a renewal for an unknown group is remembered until
+        `all_read`."""
+        if parse_trajectory_id(trajectory_id).task_id in self._ledger:
             return self.renew(trajectory_id, now_s=now_s)
         if len(self._unread) < MOST_UNREAD:
             self._unread[trajectory_id] = now_s
         return True
 
     def all_read(self, *, now_s: float) -> None:
-        """Every pool shard has been read: take over what runners renewed of late."""
+        """Every pool shard was read: apply the remembered renewals that are recent."""
         unread, self._unread = self._unread, {}
         for trajectory_id, renewed_s in unread.items():
             if now_s - renewed_s <= self._settings.rollout_lease_s:
                 self.renew(trajectory_id, now_s=now_s)
 
     def complete(self, trajectory_id: str, *, now_s: float = 0.0) -> bool:
-        """Its trajectory is sealed in the pool; False when that changes nothing.
+        """The trajectory is sealed in the pool; False if that changes nothing.
 
-        Any attempt may be the one: a runner whose claim was lost did the work all the same.
-        Raises NotFound.
+        Any attempt counts, also one whose lease was lost. Raises NotFound.
         """
         slot, attempt = self._locate(trajectory_id)
         group = slot.group
@@ -129,7 +131,7 @@ class Rollouts:
         slot.rollout.lapsed = None
         group.sealed += 1
         self._sealed += 1
-        self._books.close_if_sealed(group, now_s)
+        self._ledger.close_if_sealed(group, now_s)
         return True
 
     def fail(
@@ -141,10 +143,10 @@ class Rollouts:
         now_s: float,
         kind: FailureKind = FailureKind.TASK,
     ) -> bool:
-        """An attempt failed: another after a back-off, or the group is tombstoned.
+        """An attempt failed: retry after a back-off, or tombstone the group.
 
-        False when the report changes nothing: repeated, late, or of an attempt since replaced.
-        Raises NotFound.
+        False if the report changes nothing: repeated, late, or of a replaced attempt. Raises
+        NotFound.
         """
         slot, attempt = self._locate(trajectory_id)
         self._losses.heard_of(trajectory_id)
@@ -168,10 +170,10 @@ class Rollouts:
         return True
 
     def lapse(self, trajectory_id: str, *, now_s: float) -> FailureKind | None:
-        """A claim has ended, and the pool has no sealed trajectory of it: its runner is silent,
-        which is no failure of the task, or the attempt has lasted for too long, which is one.
+        """A lease expired without a sealed trajectory: its runner is silent, or the attempt reached
+        `rollout_timeout_s`, which is a failure of the task.
 
-        Whose failure it was; None when it changes nothing: renewed meanwhile, or settled.
+        The kind of the failure; None if it changes nothing: renewed meanwhile, or settled.
         """
         lease = self._claims.get(TrajectoryId(trajectory_id))
         if lease is None or lease.expires_s > now_s:
@@ -190,32 +192,33 @@ class Rollouts:
         if why:
             self._give_up(slot.group, f"rollout {slot.rollout_index}: {why}")
         else:
-            # The end of the claim was waited for: that is pause enough.
+            # The wait for the expiry replaces a longer back-off.
             self._try_again(slot, now_s + self._settings.backoff_s(1))
         return FailureKind.INFRASTRUCTURE
 
     def expire(self, now_s: float) -> tuple[TrajectoryId, ...]:
-        """The attempts whose claims have ended.
+        """The attempts with expired leases.
 
-        Whether such an attempt was sealed, only the pool knows: follow with `complete` or `lapse`.
-        Until then it keeps its place and is named again, every `RECHECK_S`.
+        Only the pool knows whether such an attempt was sealed: follow with `complete` or `lapse`.
+        Until then this method repeats it every `RECHECK_S`.
         """
         return tuple(self._claims.expired(now_s))
 
     def can_progress(self) -> bool:
-        """Whether a training group may become complete without a batch being taken first."""
-        books = self._books
-        if books.runs(evaluation=False):
+        """Whether a training group may become complete before the next batch is taken."""
+        ledger = self._ledger
+        if ledger.counts.runs(evaluation=False, away=ledger.away):
             return True
-        # Evaluation ends, and then its places are free, and domains that it holds back.
-        evaluating = books.runs(evaluation=True)
-        fresh = books.dispatch.first_group(evaluation=False, away=books.away)
+        # The end of evaluation groups frees places, and domains at their limits.
+        evaluating = ledger.counts.runs(evaluation=True, away=ledger.away)
+        fresh = ledger.dispatch.first_group(evaluation=False, away=ledger.away)
         if fresh is None:
-            return evaluating and books.dispatch.holds_back
-        free = books.running() < self._settings.concurrency
+            return evaluating and ledger.dispatch.holds_back
+        free = ledger.counts.running < self._settings.concurrency
         return (free or evaluating) and self._admits(fresh)
 
     def next_event_s(self) -> tuple[float | None, ...]:
+        """The ends of the hold, of a lease and of a back-off."""
         return (self.hold_until_s, self._claims.next_expiry_s(), self._claims.next_retry_s())
 
     def _next_slot(self, now_s: float) -> Slot | None:
@@ -226,7 +229,7 @@ class Rollouts:
         return None
 
     def _first_of(self, evaluation: bool, now_s: float) -> Slot | None:
-        order, away = self._books.dispatch, self._books.away
+        order, away = self._ledger.dispatch, self._ledger.away
         while True:
             slot = order.first_rollout(evaluation=evaluation, away=away)
             fresh = order.first_group(evaluation=evaluation, away=away)
@@ -237,37 +240,23 @@ class Rollouts:
             self._start(fresh, now_s)
 
     def _may_start(self, group: Group) -> bool:
-        free = self._books.running() < self._settings.concurrency
+        free = self._ledger.counts.running < self._settings.concurrency
         return free and self._admits(group)
 
     def _admits(self, group: Group) -> bool:
-        """Whether it may start when one of the N places is free."""
-        if self._books.activity is not Activity.RUNNING:
+        """Whether it may start while fewer than N groups run."""
+        if self._ledger.activity is not Activity.RUNNING:
             return False
         if group.spec.evaluation:
             return True
-        books, adaptive = self._books, self._books.adaptive
-        running = books.running_training()
-        limit = adaptive.running_limit if adaptive else self._settings.concurrency
-        # Of the first groups from the head, none is held back by what overtook it: that may be
-        # complete beyond the window, and stay there until the head has moved.
-        near = group.spec.index < books.window.head + min(books.window.size, limit)
-        if adaptive:
-            near = near and running < limit and books.started_inside() < adaptive.open_limit
-            return near or adaptive.admits(untrained=books.untrained(), queued=books.queued())
-        return self._settings.admits(
-            place=group.place,
-            head=books.window.head,
-            near=near,
-            running=running,
-            unfetched=books.complete() - books.window.assigned,
-        )
+        ledger = self._ledger
+        return ledger.selection.admits(group, ledger.window, ledger.counts)
 
     def _start(self, group: Group, now_s: float) -> None:
-        self._books.start(group, now_s)
+        self._ledger.start(group, now_s)
         for index in range(group.spec.size):
             if group.rollout(index).phase is RolloutPhase.READY:
-                self._books.dispatch.list_rollout(Slot.of(group, index))
+                self._ledger.dispatch.list_rollout(Slot.of(group, index))
 
     def _claim(self, slot: Slot, runner_id: str, now_s: float) -> RolloutClaim:
         rollout = slot.rollout
@@ -295,13 +284,12 @@ class Rollouts:
         return lease
 
     def _take_back(self, trajectory_id: str) -> Lease | None:
-        """The claim that ended without a word of its runner, held again, if nobody else holds
-        one."""
+        """Start an expired lease again, unless the rollout has another one."""
         try:
             slot, attempt = self._locate(trajectory_id)
         except NotFound:
             return None
-        # A group that is closed has no rollouts: to look at one would make them anew.
+        # A closed group has no rollouts; `Slot.rollout` would create them again.
         lease = slot.rollout.lapsed if slot.group.phase is Phase.RUNNING else None
         if lease is None or lease.trajectory_id != trajectory_id:
             return None
@@ -319,7 +307,7 @@ class Rollouts:
         if not group.phase.open or not self._is_of_earlier_term(slot.rollout, attempt):
             return False
         if group.phase is Phase.QUEUED:
-            if self._books.running() >= self._settings.concurrency:
+            if self._ledger.counts.running >= self._settings.concurrency:
                 return False
             self._start(group, now_s)
         slot.rollout.attempt = attempt
@@ -328,23 +316,23 @@ class Rollouts:
         return True
 
     def _is_current(self, rollout: Rollout, attempt: int) -> bool:
-        """Whether a failure of `attempt` says something new about the rollout."""
+        """Whether a failure of `attempt` changes the rollout."""
         if rollout.lease is not None:
             return attempt == rollout.attempt
         return self._is_of_earlier_term(rollout, attempt)
 
     def _is_of_earlier_term(self, rollout: Rollout, attempt: int) -> bool:
-        """Whether an earlier leader handed `attempt` out, and nothing newer is known."""
+        """Whether an earlier leader leased `attempt`, and no newer one is known."""
         ready = rollout.phase is RolloutPhase.READY
         return ready and rollout.attempt <= attempt < self._first_attempt
 
     def _give_up(self, group: Group, reason: str) -> None:
         for rollout in group.rollouts:
             self._claims.drop(rollout)
-        self._books.tombstone(group, reason)
+        self._ledger.tombstone(group, reason)
 
     def _end_attempt(self, rollout: Rollout, attempt: int) -> Lease | None:
-        """The claim that the rollout had; its next attempt has another number."""
+        """End the lease of the rollout, and return it; the next attempt has a new number."""
         lease = rollout.lease
         self._claims.drop(rollout)
         rollout.phase, rollout.lapsed = RolloutPhase.READY, None
@@ -352,7 +340,7 @@ class Rollouts:
         return lease
 
     def _sealed_during(self, lease: Lease) -> bool:
-        """Whether other rollouts were sealed since it was granted: the cluster works."""
+        """Whether rollouts were sealed since the grant: the cluster works."""
         return self._sealed > lease.sealed_before
 
     def _try_again(self, slot: Slot, ready_s: float) -> None:
@@ -360,9 +348,9 @@ class Rollouts:
         self._claims.retry_at(ready_s, slot)
 
     def _why_no_further(self, rollout: Rollout, kind: FailureKind, reason: str) -> str:
-        """Why there is no further attempt; "" when there is one."""
+        """Why there is no further attempt; "" if there is one."""
         settings, partial = self._settings, self._settings.partial_groups
-        # Beyond these, its numbers would be those of the next leader's.
+        # Higher numbers belong to the next leader.
         if rollout.attempt >= self._first_attempt + TERM_ATTEMPTS:
             return reason
         if kind is FailureKind.TASK:
@@ -372,12 +360,12 @@ class Rollouts:
             return ""
         return (
             f"its attempts were lost {rollout.losses} times while other rollouts were sealed "
-            f"(max_losses = {settings.max_losses}): does it use up its host? The last one: {reason}"
+            f"(max_losses = {settings.max_losses}): it may exhaust its host. The last one: {reason}"
         )
 
     def _locate(self, trajectory_id: str) -> tuple[Slot, int]:
         name = parse_trajectory_id(trajectory_id)
-        group = self._books.group(name.task_id)
+        group = self._ledger.group(name.task_id)
         if name.rollout_index >= group.spec.size:
             raise NotFound(
                 f"trajectory_id {trajectory_id!r}: task {name.task_id} has rollouts 0 to "

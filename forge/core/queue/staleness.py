@@ -1,12 +1,12 @@
-"""What the next batch must hold, so that no group is staler than a bound; who is overtaken.
+"""Deadlines of groups: which ones the next batch must contain to keep the bound on staleness.
 
-Owns the steps and the order groups were started in, and their staleness. A group started after
-step s has until step s + S. Batches of B can keep all of that as long as at most S B groups are
-started and not trained on, and each batch holds what would not fit into the later ones: of the
-groups whose time ends within j more steps, all but j B. Where that is a whole batch, the older half
-of it is certain, and the rest is any of the oldest 2 B.
+Owns the order and the step of each start, and the staleness. A group started after step s is due at
+step s + S. Batches of B keep every deadline if at most S B groups are started and not trained on,
+and each batch contains the groups that do not fit into later ones: of the groups due within j more
+steps, all but j B. If that is a whole batch, its older half is fixed, and the rest is chosen from
+the oldest 2 B.
 
-One group in 1000 may be late, so that one runner that hangs does not hold up all training.
+One group in 1000 may be late, so that a runner that hangs does not block training.
 """
 
 from __future__ import annotations
@@ -20,64 +20,65 @@ from itertools import chain, islice, takewhile
 from forge.core.queue.groups import Group, Phase
 
 LATE_SHARE = 0.001
-"""Less than the 99th percentile allows: what is late is long, and shifts the batch it comes in."""
+"""Below what the 99th percentile allows: late groups are long, and shift their batch."""
 MAY_LAG = 1
-"""How many that run, of the next groups of a FIFO, are not waited for."""
+"""Running groups among the next groups of a FIFO that a batch does not wait for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """What the next batch must hold."""
+    """What the next batch must contain."""
 
     groups: list[Group]
     """All of these."""
     among: list[Group]
-    """Unless it is empty, nothing that is not one of these: all of the batch is due."""
+    """If not empty, the rest of the batch is chosen from these: the whole batch is due."""
     lacking: bool
-    """Whether more of what is due has still to complete."""
+    """Whether due groups still run."""
 
 
 class Deadlines:
-    """Told of every training group that starts, goes into a batch, comes back, or is over."""
+    """Starts and deadlines of the training groups of one term."""
 
     def __init__(self, bound_steps: int, *, history: int) -> None:
-        """`history`: over how many groups staleness is counted."""
+        """`history`: number of trained groups that staleness is measured over."""
         self.bound_steps = bound_steps
         self._step = 0
         self._since: dict[int, float] = {}
-        """Step by queue index, of groups that are not over; -inf when it is not known."""
+        """Step of the start by queue index, of unsettled groups; -inf if unknown."""
         self._open: defaultdict[float, dict[int, Group]] = defaultdict(dict)
-        """By that step and queue index, those in no batch."""
+        """Groups in no batch, by step of the start and queue index."""
         self._order: dict[int, tuple[int, Group]] = {}
-        """By queue index, of groups that are not over: how many came before, and the group."""
+        """By queue index, of unsettled groups: number of earlier starts, and the group."""
         self._begun = 0
-        """How many were ever in that order."""
+        """Number of starts."""
         self._last_index = -1
         self._excused: set[int] = set()
-        """Nobody waits for them any more, although they are late."""
+        """Late groups that batches do not wait for."""
         self._staleness: deque[int] = deque(maxlen=history)
         self._late = 0
-        """How many of these are above the bound."""
+        """How many of these exceed the bound."""
 
     @property
     def staleness_p99(self) -> float:
-        """Of the groups trained on last; 0 before the first."""
+        """Staleness of the groups trained on last; 0 before the first."""
         ordered = sorted(self._staleness)
         return ordered[math.ceil(0.99 * len(ordered)) - 1] if ordered else 0.0
 
     def started(self, group: Group) -> None:
+        """Its deadline counts from this step."""
         since = self._since.setdefault(group.spec.index, self._step)
         self._open[since][group.spec.index] = group
         self._line_up(group)
 
     def came_back(self, group: Group) -> None:
-        """It is complete, and in no batch: one whose start nobody remembers is due at once."""
+        """It is complete and in no batch; due at once if its start is unknown."""
         since = self._since.setdefault(group.spec.index, -math.inf)
         self._open[since][group.spec.index] = group
         self._line_up(group)
 
     def taken(self, group: Group) -> None:
-        """It is in a batch, or given up."""
+        """It is in a batch, or tombstoned."""
         index = group.spec.index
         self._excused.discard(index)
         opened = self._open.get(self._since.get(index, math.nan))
@@ -87,12 +88,13 @@ class Deadlines:
                 del self._open[self._since[index]]
 
     def gave_up(self, group: Group) -> None:
+        """It has no deadline any more."""
         self.taken(group)
         self._since.pop(group.spec.index, None)
         self._order.pop(group.spec.index, None)
 
     def trained(self, groups: Iterable[Group]) -> None:
-        """A step was taken."""
+        """A step was committed."""
         self._step += 1
         for group in groups:
             since = self._since.pop(group.spec.index, -math.inf)
@@ -101,8 +103,8 @@ class Deadlines:
                 self._note(self._step - int(since))
 
     def overtaken(self, size: int, *, edge: int, away: frozenset[str]) -> int:
-        """How many groups that still run a batch of the oldest complete ones would overtake; 0
-        when it is the batch of a FIFO. Counts to `MAY_LAG` + 1, also where fewer are complete."""
+        """Running groups that a batch of the oldest complete groups would overtake; 0 for the batch
+        of a FIFO. At most `MAY_LAG` + 1, also if fewer than `size` are complete."""
         complete = running = 0
         for _, group in self._visible(edge, away):
             if group.phase is Phase.COMPLETE:
@@ -122,8 +124,8 @@ class Deadlines:
         edge: int,
         away: frozenset[str],
     ) -> list[Group]:
-        """The groups that a FIFO would have trained on with its next batch, if this one holds the
-        queue indices `picked`: the oldest `size` of them at most."""
+        """Groups that a FIFO would have trained on by its next batch and that are not in `picked`
+        (queue indices): at most the oldest `size`."""
         over = self._begun - len(self._order) + batched + size
         behind = (
             group
@@ -133,8 +135,8 @@ class Deadlines:
         return list(islice(behind, size))
 
     def due(self, size: int, *, batched: int, edge: int, away: frozenset[str]) -> Due:
-        """What the next batch must hold. `batched`: groups in batches that go before; only those
-        below `edge` and not on the pool shards `away` count."""
+        """What the next batch must contain. `batched`: groups in earlier batches. Only groups below
+        `edge` and not on the pool shards `away` count."""
         next_step = self._step + math.ceil(batched / size) + 1
         due: list[Group] = []
         lacking = False
@@ -161,7 +163,7 @@ class Deadlines:
         return Due(groups=due, among=[], lacking=lacking)
 
     def _visible(self, edge: int, away: frozenset[str]) -> Iterator[tuple[int, Group]]:
-        """What is in no batch, in order of the starts."""
+        """Groups in no batch, in the order of their starts."""
         for before, group in self._order.values():
             if group.phase is not Phase.BATCHED and _inside(group, edge, away):
                 yield before, group

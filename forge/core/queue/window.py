@@ -1,22 +1,18 @@
-"""The window [H, H+W) over the generation queue: what a trainer may see, and which it takes.
+"""The window [H, H+W) over the generation queue: groups that a trainer may take.
 
-Owns the head, the far edge, and the choice of a batch. The rules (MiniMax Forge, arXiv
-2605.26494, windowed FIFO):
+Owns the head, the edge, and the fill of a batch. The rules (MiniMax Forge, arXiv 2605.26494,
+windowed FIFO):
 
-- A complete group below the edge, H+W, is assigned to the batch being filled at once, as long as
-  that batch has room for its domain. Nothing at or beyond the edge is.
+- A complete group below the edge, H+W, is assigned to the open batch at once, if that batch has
+  room for its domain. Groups at or beyond the edge are not.
 - The head H is the lowest index whose group is neither consumed nor taken. Consumed means TRAINED
   (its batch is committed) or TOMBSTONED; taken means assigned, or in a batch. So the window moves
   while a batch fills.
-- A batch that is given back leaves H where it is: its groups are below H, stay assigned, and are
-  the first of the next batch. H moves back with a rewind, and with a new leader, who knows only
-  what is durable.
+- A released batch leaves H unchanged: its groups are below H, stay assigned, and are the first of
+  the next batch. H moves back with a rewind, and with a new leader, which reads durable state only.
 - H passes at most `most_taken` groups that are not consumed: trainers that never commit cannot
-  drive it through the queue.
-- When W becomes smaller the edge stays until the head has come closer: what was announced holds.
-  Only a rewind moves it back.
-
-How groups become complete, and time, are `forge.core.queue.generation_queue`'s business.
+  move it through the queue.
+- If W shrinks, the edge stays until the head is near enough. Only a rewind moves it back.
 """
 
 from __future__ import annotations
@@ -33,62 +29,62 @@ from forge.core.queue.open_batch import Complete, Filling
 from forge.core.queue.phase_counts import PhaseCounts
 
 _EVERY_OTHER = ""
-"""Lane of all domains without a share of their own."""
+"""Lane of all domains without a share."""
 _OPEN = (Phase.QUEUED, Phase.RUNNING)
 _INDEX = attrgetter("spec.index")
 TAKEN_BATCHES = 4
-"""H passes so many batches that are not committed, or W groups where that is more."""
+"""H passes at most this many uncommitted batches, or W groups if that is more."""
 _PART = 256
-"""Groups that join the window at a time while a batch fills."""
+"""Groups that join the window together while a batch fills."""
 
 
 class Window:
     """The view over one training queue. Call `moved` after each change of phase."""
 
     def __init__(self, *, size: int, shares: DomainShares, strict: bool = False) -> None:
-        """`strict`: batches are chosen whole, and nothing is assigned before: `take` returns the
-        next groups of the queue, and shares do not count. Another chooser may be in its place."""
+        """`strict`: batches are chosen whole, no group is assigned before, and shares do not count:
+        `take` returns the next groups of the queue, unless `adaptive` chooses instead."""
         self.size = size
         self.head = 0
         self._edge = 0
-        """One above the highest index that joined the window. It may be below `edge`: when a slow
-        head ends, thousands of groups may join, and `take` needs one batch of them."""
+        """One above the highest index that joined the window. It may be below `edge`: after a slow
+        head thousands of groups may join, and `take` needs one batch."""
         self._part = UNBOUNDED if strict else _PART
         self.next_index = 0
-        """One above the highest index known."""
+        """One above the highest known index."""
         self.unknown_from: int | None = None
-        """From this index on, an index that nobody holds may be a group's on a pool shard that has
-        not been read: the head waits there. None: every shard has been read."""
+        """From this index on, an index without a group may belong to an unread pool shard: the head
+        waits there. None: every shard was read."""
         self._known_consumed: set[int] = set()
-        """Indices from there on whose groups are consumed."""
+        """Indices of consumed groups from `unknown_from` on."""
         self._strict = strict
         self._shares = shares
         self._lanes = shares.shares.keys()
-        """Domains with a share of their own."""
+        """Domains with a share."""
         self._groups: dict[int, Group] = {}
-        """Those that are not consumed, by index."""
+        """Groups that are not consumed, by index."""
         self._counts = PhaseCounts()
-        """Groups inside that are not consumed."""
+        """Counts of groups inside that are not consumed."""
         self._complete = Complete()
-        """What is inside and not assigned; empty if strict."""
+        """Complete groups inside that are not assigned; empty if strict."""
         self._filling = Filling()
         self._passed: set[int] = set()
         """Indices below the head whose groups are taken and not consumed."""
         self._batch_groups = 0
-        """The largest batch that was asked for."""
+        """The largest requested batch."""
 
     def begin_at(self, head: int) -> None:
-        """Every group with a lower index is consumed. Comes before any group is added."""
+        """Every group with a lower index is consumed. Precedes every `add`."""
         assert self.next_index == 0
         self.head = self._edge = head
 
     def reserve(self, next_index: int) -> None:
-        """Lower indices are of groups, held or not: the next group has none of them."""
+        """Lower indices belong to existing groups, in memory or not."""
         self.next_index = max(self.next_index, next_index)
         self._advance()
 
     def add(self, group: Group) -> None:
-        """A group joined the queue, usually at its end."""
+        """A group joins the queue, usually at its end."""
         index = group.spec.index
         self.next_index = max(self.next_index, index + 1)
         if not group.phase.consumed:
@@ -131,11 +127,11 @@ class Window:
             self._advance(self._part)
 
     def moved_together(self, groups: Sequence[Group], before: Phase) -> None:
-        """`moved` for many that went from one phase to another."""
+        """`moved` for groups that changed from one phase to another together."""
         if not groups:
             return
         phase = groups[0].phase
-        # The head has passed what was assigned.
+        # The head already passed assigned groups.
         passed = before is Phase.COMPLETE and self._unlist(groups) and phase is Phase.BATCHED
         inside = [group for group in groups if group.spec.index < self._edge]
         self._counts.moved_together(inside, before, phase)
@@ -147,7 +143,7 @@ class Window:
             self._advance(self._part)
 
     def rebuild(self, undone: Sequence[Group]) -> None:
-        """Start anew from what is consumed; the groups `undone` are not any more."""
+        """Rebuild the window after a rewind: the groups `undone` are no longer consumed."""
         self._groups.update((group.spec.index, group) for group in undone)
         self.head = self._edge = min((self.head, *self._passed, *map(_INDEX, undone)))
         self._passed.clear()
@@ -157,7 +153,7 @@ class Window:
         self._advance()
 
     def resize(self, size: int) -> None:
-        """W is another from now on, as far as nothing that is inside has to leave."""
+        """Change W; groups inside stay inside."""
         self.size = size
         self._advance()
 
@@ -169,7 +165,7 @@ class Window:
 
     @property
     def ready(self) -> int:
-        """Groups inside that are complete, and in no batch."""
+        """Complete groups inside, in no batch."""
         self._advance()
         return self._counts.complete
 
@@ -179,52 +175,53 @@ class Window:
         return self._groups.get(self.head)
 
     def inside(self, phase: Phase, *, away: frozenset[str] = frozenset()) -> int:
-        """Groups of a phase in the window, without those on pool shards that are away."""
+        """Groups of a phase inside, except those on the pool shards `away`."""
         self._advance()
         return self._counts.of(phase, away)
 
     def sampling(self, away: frozenset[str]) -> bool:
-        """Whether groups inside are still to complete, on shards that answer."""
+        """Whether groups inside and not on the pool shards `away` still run or wait to start."""
         return any(self.inside(phase, away=away) for phase in _OPEN)
 
     def more_coming(self, *, growing: bool) -> bool:
-        """Whether others may bring more into the window: a batch that is out is committed or given
-        back, or, if `growing`, the queue becomes longer."""
+        """Whether more groups may join the window: a batch is committed or released, or, if
+        `growing`, the queue becomes longer."""
         return self.inside(Phase.BATCHED) > 0 or (growing and not self.full)
 
     @property
     def full(self) -> bool:
-        """Whether a longer queue would bring nothing more into the window."""
+        """Whether a longer queue would add nothing to the window."""
         return self.next_index >= self.head + self.size
 
     @property
     def width(self) -> int:
-        """W as it is now; 0 when there is no bound."""
+        """Current W; 0 if unbounded."""
         return 0 if self.size == UNBOUNDED else max(self.size, self.edge - self.head)
 
     @property
     def assigned(self) -> int:
-        """Groups assigned to the batch being filled."""
+        """Groups assigned to the open batch."""
         return len(self._filling)
 
     def is_assigned(self, group: Group) -> bool:
+        """Whether a group is assigned to the open batch."""
         return group.spec.index in self._filling.indices
 
     @property
     def most_taken(self) -> int:
-        """How many groups below H may be taken and not consumed."""
+        """Most groups below H that are taken and not consumed."""
         return max(self.size, TAKEN_BATCHES * self._batch_groups)
 
     def take(
         self, size: int, *, away: frozenset[str], can_progress: Callable[[], bool], growing: bool
     ) -> list[Group]:
-        """Fill the next batch with what is complete; its groups in queue order once it is full,
-        none while it is better to wait.
+        """Fill the next batch with complete groups: its groups in queue order once it is full, none
+        while waiting is better.
 
-        A domain that cannot fill its quota waits only for its own open groups inside the window;
-        without any, others fill its part in queue order. A batch goes out smaller than `size` only
-        when the window can give no more. `can_progress` says whether open groups can, as the window
-        stands, `growing` whether the queue may become longer.
+        A domain that cannot fill its quota waits only for its open groups inside the window;
+        without any, other domains fill its part in queue order. A batch is smaller than `size` only
+        if the window can provide no more. `can_progress`: whether open groups may become complete
+        before the window moves; `growing`: whether the queue may become longer.
         """
         self._batch_groups = max(self._batch_groups, size)
         if self._strict:
@@ -262,8 +259,8 @@ class Window:
         return picked if len(picked) == size or not waiting else []
 
     def _fill(self, quotas: Mapping[str, int], away: frozenset[str]) -> list[str]:
-        """Assign what is complete, each lane up to its quota, while that moves the window; the
-        lanes that are short then. Unless there are none, the whole window has joined."""
+        """Assign complete groups, each lane up to its quota, while that moves the window. Returns
+        the lanes that are short; if any is, the whole window has joined."""
         while True:
             if self._unassigned(away):
                 for lane, quota in quotas.items():
@@ -275,8 +272,8 @@ class Window:
                 return short
 
     def _fill_in(self, size: int, away: frozenset[str]) -> bool:
-        """Assign groups beyond their lane's quota, in queue order, until the batch is full or the
-        window has moved; whether it has."""
+        """Assign groups beyond the quota of their lane, in queue order, until the batch is full or
+        the window has moved; whether it has."""
         for _ in range(size - self._filling.usable_of_all(away)):
             firsts = [(self._oldest(lane, 1, away), lane) for lane in self._complete]
             first, lane = min(filter(itemgetter(0), firsts), default=([], ""))
@@ -287,7 +284,7 @@ class Window:
         return False
 
     def _unassigned(self, away: frozenset[str]) -> int:
-        """Complete groups inside that are not assigned."""
+        """Number of complete groups inside that are not assigned."""
         return self._complete_inside(away) - self._filling.usable_of_all(away)
 
     def _complete_inside(self, away: frozenset[str]) -> int:
@@ -301,7 +298,7 @@ class Window:
         return self._complete.oldest(lane, limit, lambda i: groups[i].spec.shard not in away)
 
     def _assign(self, lane: str, indices: Sequence[int]) -> bool:
-        """The groups of a lane; whether there are any."""
+        """Assign groups of a lane; whether there are any."""
         if indices:
             self._complete.remove(lane, indices)
             self._filling.extend(lane, indices, map(self._groups.__getitem__, indices))
@@ -314,7 +311,7 @@ class Window:
         return found
 
     def _advance(self, most: int = UNBOUNDED) -> bool:
-        """Move the head, and then the edge past `most` indices at most; whether the edge moved."""
+        """Move the head, then the edge by at most `most` indices; whether the edge moved."""
         groups, assigned, unread = (
             self._groups,
             self._filling.indices,
@@ -326,7 +323,7 @@ class Window:
             if group is None:
                 if unread and self._is_unknown(head):
                     break
-                # Else it is consumed, or belonged to a submission that failed.
+                # Otherwise it is consumed, or belonged to a failed submission.
             elif room > 0 and (head in assigned or group.phase is Phase.BATCHED):
                 self._passed.add(head)
                 room -= 1
@@ -335,7 +332,7 @@ class Window:
         else:
             head = max(self.head, self.next_index)
         self.head = head
-        # Below the head there are groups only where it passed them.
+        # Below the head there are only groups that it passed.
         start = self._edge if self._passed else max(self._edge, head)
         edge = min(head + self.size, self.next_index, start + most)
         if edge <= self._edge:
@@ -345,7 +342,7 @@ class Window:
         return True
 
     def _forget(self, indices: Iterable[int]) -> None:
-        """Their groups are consumed."""
+        """The groups of these indices are consumed."""
         for index in indices:
             self._groups.pop(index, None)
             self._passed.discard(index)
@@ -353,11 +350,11 @@ class Window:
 
     @property
     def lowest_pending(self) -> int:
-        """Every group with a lower index is consumed, of those that are known."""
+        """Every known group with a lower index is consumed."""
         return min(self._passed, default=self.head)
 
     def all_known(self) -> None:
-        """Every pool shard has been read."""
+        """Every pool shard was read."""
         self.unknown_from = None
         self._known_consumed.clear()
         self._advance()
@@ -371,22 +368,22 @@ class Window:
             self._known_consumed.add(index)
 
     def _join(self, groups: Sequence[Group]) -> None:
-        """Groups that are inside now."""
+        """Groups join the window."""
         self._counts.add(groups)
         self._list([group for group in groups if group.phase is Phase.COMPLETE])
 
     def _list(self, groups: Iterable[Group]) -> None:
-        """Groups inside are complete, and in no batch."""
+        """Groups inside become complete, in no batch."""
         for group in groups:
             lane, index = self._lane(group.spec.domain), group.spec.index
             if index < self.head:
-                # Its batch was given back; the head has passed it and stays.
+                # Its batch was released; the head passed it and stays.
                 self._filling.extend(lane, (index,), (group,))
             elif not self._strict:
                 self._complete.add(lane, index)
 
     def _unlist(self, groups: Iterable[Group]) -> bool:
-        """Whether all of them were assigned."""
+        """Groups leave COMPLETE; whether all of them were assigned."""
         others = self._filling.discard(groups)
         for group in others:
             if not self._strict and group.spec.index < self._edge:

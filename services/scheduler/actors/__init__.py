@@ -1,8 +1,8 @@
 """The actors of one leader's term.
 
-queue           the generation queue in memory; never waits for anybody
-submissions     stores new groups in the pool, then gives them to the queue
-commits         stores what trainers and operators decide, then tells the queue
-outcome_writer  stores what became of groups in the queue
-expired_leases  asks the pool what became of rollouts nobody reports on
+queue           the generation queue in memory; waits for no other process
+submissions     stores new groups in the pool, then adds them to the queue
+commits         stores commits, releases and rewinds, then applies them to the queue
+outcome_writer  stores groups that end in the queue: tombstoned or evaluated
+expired_leases  looks up rollouts of expired leases in the pool
 """

@@ -1,7 +1,6 @@
-"""The ledger: stores what trainers and operators decide.
+"""Stores commits, releases, rewinds and the activity that an operator sets.
 
-Owns the order of durable changes: one commit, release or rewind at a time, each written to the
-pool first and told to the queue then.
+Owns their order: one change at a time, written to the pool first and applied to the queue second.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from services.scheduler.term_record import OwnRecord
 ASK_S = 10.0
 
 
-class Ledger(Actor):
-    """Writes states to the pool, then to the queue."""
+class CommitActor(Actor):
+    """Writes group states to the pool, then applies them to the queue."""
 
     mailbox_size: ClassVar[int] = 4096
 
@@ -32,9 +31,10 @@ class Ledger(Actor):
         self._shards = shards
         self._record = record
         self._noted_head = -1
-        """As it stands in the record."""
+        """The head in the term record."""
 
     async def receive(self, message: Any) -> Any:
+        """Handles CommitBatch, ReleaseBatch, Rewind, NoteHead and SetActivity."""
         match message:
             case m.CommitBatch():
                 return await self._commit(message)
@@ -83,7 +83,7 @@ class Ledger(Actor):
         await self._queue.ask(apply, timeout_s=ASK_S)
 
     async def _recall(self, step: int) -> None:
-        """Hold again what was trained after a step and is in the pool alone."""
+        """Read groups that were trained after a step and are not in memory back into the queue."""
         shards = await self._queue.ask(m.FindForgotten(step=step), timeout_s=ASK_S)
         groups: list[StoredGroup] = []
         for shard in sorted(shards):
@@ -98,8 +98,8 @@ class Ledger(Actor):
     async def _rewind(self, step: int) -> int:
         await self._recall(step)
         plan: m.RewindPlan = await self._queue.ask(m.PrepareRewind(step=step), timeout_s=ASK_S)
-        # The mark first: between the two, a new leader would take the step of a trainer that was
-        # replaced for one that may still count.
+        # The record first: a new leader that takes over between the two writes must refuse steps of
+        # the replaced trainer.
         self._noted_head = plan.head
         await self._record.amend(void_before=plan.void_before, head=plan.head)
         await self._shards.set_states(_changes(plan.groups, common_pb2.GROUP_STATE_PENDING))
@@ -127,7 +127,7 @@ def _changes(
 def _tombstones(
     groups: Mapping[str, Sequence[str]], reasons: Mapping[str, str]
 ) -> dict[str, list[Change]]:
-    """Of those that have a reason."""
+    """Changes for the groups that have a reason."""
     state = common_pb2.GROUP_STATE_TOMBSTONED
     return {
         shard: [

@@ -1,8 +1,8 @@
-"""The inspector: finds out what became of rollouts whose runner is silent.
+"""Looks up rollouts whose lease expired.
 
-A claim that ended says nothing about the trajectory: it may have been sealed in the last moment.
-Only the pool knows, so it is asked before another attempt is made. Each shard is asked on its own,
-so that one that hangs delays the claims of no other.
+The trajectory of an expired lease may have been sealed just before. Only the pool knows, so this
+actor reads the pool before the queue starts another attempt. It reads each pool shard separately,
+so a shard that hangs delays no other.
 """
 
 from __future__ import annotations
@@ -16,38 +16,40 @@ from forge.runtime.actor import Actor
 from forge.runtime.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from services.scheduler.pool_shards import PoolShards
-from services.scheduler.state.messages import Inspect, Report, SettleRollouts
+from services.scheduler.state.messages import CheckExpired, Report, SettleRollouts
 
 
-class Inspector(Actor):
-    """Looks expired attempts up in the pool and reports on them to the queue."""
+class ExpiredLeaseActor(Actor):
+    """Reads expired attempts from the pool and reports them to the queue."""
 
     mailbox_size: ClassVar[int] = 256
 
     def __init__(self, queue: ActorRef, shards: PoolShards) -> None:
         self._queue = queue
         self._shards = shards
-        self._inspections: dict[str, asyncio.Task[None]] = {}
+        self._checks: dict[str, asyncio.Task[None]] = {}
         """By shard."""
 
     async def receive(self, message: Any) -> Any:
+        """Handles CheckExpired."""
         match message:
-            case Inspect(trajectory_ids=by_shard):
-                # The queue names them again as long as their fate is not settled.
-                for shard in by_shard.keys() - self._inspections.keys():
-                    inspection = self._inspect(shard, by_shard[shard])
-                    self._inspections[shard] = asyncio.create_task(inspection)
+            case CheckExpired(trajectory_ids=by_shard):
+                # The queue repeats the message until the attempts are settled.
+                for shard in by_shard.keys() - self._checks.keys():
+                    check = self._check(shard, by_shard[shard])
+                    self._checks[shard] = asyncio.create_task(check)
                 return None
             case _:
                 return await super().receive(message)
 
     async def stopped(self) -> None:
-        inspections = tuple(self._inspections.values())
-        for inspection in inspections:
-            inspection.cancel()
-        await asyncio.gather(*inspections, return_exceptions=True)
+        """Cancels the checks."""
+        checks = tuple(self._checks.values())
+        for check in checks:
+            check.cancel()
+        await asyncio.gather(*checks, return_exceptions=True)
 
-    async def _inspect(self, shard: str, trajectory_ids: Sequence[str]) -> None:
+    async def _check(self, shard: str, trajectory_ids: Sequence[str]) -> None:
         try:
             summaries = await self._shards.summaries({shard: trajectory_ids})
             reports = [
@@ -60,6 +62,6 @@ class Inspector(Actor):
             ]
             self._queue.tell(SettleRollouts(reports=reports))
         except ForgeError as error:
-            log.warning("inspection_put_off", pool_shard=shard, error=str(error))
+            log.warning("expired_leases_not_checked", pool_shard=shard, error=str(error))
         finally:
-            del self._inspections[shard]
+            del self._checks[shard]

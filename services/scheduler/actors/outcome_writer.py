@@ -1,7 +1,7 @@
-"""The archivist: stores the fates that groups meet in the queue, tombstoned or evaluated.
+"""Stores groups that end in the queue: tombstoned or evaluated.
 
-Owns them until their shard has them. Each shard has a writer of its own, so that one that hangs
-delays nothing but its own; nobody waits for an answer.
+Owns their final states until the pool shard has stored them. Each shard has a separate writer, so
+a shard that hangs delays no other. No caller waits for an answer.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ from forge.core.errors import ForgeError
 from forge.runtime.actor import Actor
 from forge.runtime.telemetry import log
 from services.scheduler.pool_shards import Change, PoolShards
-from services.scheduler.state.messages import Fate, StoreFates
+from services.scheduler.state.messages import FinalState, StoreFinalStates
 
 RETRY_S = 2.0
 LAST_WRITES_S = 1.0
-"""What an orderly end waits for the writes under way: the next leader need not sample anew."""
+"""Wait of an orderly end for pending writes, so that the next leader repeats no sampling."""
 
 
-class Archivist(Actor):
-    """Writes fates to the pool, as soon as each shard answers."""
+class OutcomeWriter(Actor):
+    """Writes final states to the pool; retries each shard until it answers."""
 
     mailbox_size: ClassVar[int] = 4096
 
     def __init__(self, shards: PoolShards) -> None:
         self._shards = shards
-        self._waiting: dict[str, list[Fate]] = {}
-        """By shard, what its writer has not begun with."""
+        self._waiting: dict[str, list[FinalState]] = {}
+        """By shard: states that its writer has not read yet."""
         self._writers: dict[str, asyncio.Task[None]] = {}
 
     async def receive(self, message: Any) -> Any:
+        """Handles StoreFinalStates."""
         match message:
-            case StoreFates(fates=by_shard):
-                for shard, fates in by_shard.items():
-                    self._waiting.setdefault(shard, []).extend(fates)
+            case StoreFinalStates(final_states=by_shard):
+                for shard, final_states in by_shard.items():
+                    self._waiting.setdefault(shard, []).extend(final_states)
                     if shard not in self._writers:
                         self._writers[shard] = asyncio.create_task(self._write(shard))
                 return None
@@ -43,6 +44,7 @@ class Archivist(Actor):
                 return await super().receive(message)
 
     async def stopped(self) -> None:
+        """Waits up to `LAST_WRITES_S` for the writes under way."""
         writers = tuple(self._writers.values())
         if writers:
             await asyncio.wait(writers, timeout=LAST_WRITES_S)
@@ -52,24 +54,32 @@ class Archivist(Actor):
 
     async def _write(self, shard: str) -> None:
         try:
-            while fates := self._waiting.pop(shard, None):
-                if not await self._store(shard, fates):
-                    self._waiting[shard] = fates + self._waiting.get(shard, [])
+            while final_states := self._waiting.pop(shard, None):
+                if not await self._store(shard, final_states):
+                    self._waiting[shard] = final_states + self._waiting.get(shard, [])
                     await asyncio.sleep(RETRY_S)
         finally:
             del self._writers[shard]
 
-    async def _store(self, shard: str, fates: list[Fate]) -> bool:
-        """False when they are to be tried again."""
+    async def _store(self, shard: str, final_states: list[FinalState]) -> bool:
+        """False if the write must be retried."""
         changes = [
-            Change(task_id=fate.task_id, state=fate.state, reason=fate.reason) for fate in fates
+            Change(task_id=final_state.task_id, state=final_state.state, reason=final_state.reason)
+            for final_state in final_states
         ]
         try:
             await self._shards.set_states({shard: changes})
         except ForgeError as error:
             if error.retryable:
-                log.warning("fates_wait", pool_shard=shard, groups=len(fates), error=str(error))
+                log.warning(
+                    "final_states_delayed",
+                    pool_shard=shard,
+                    groups=len(final_states),
+                    error=str(error),
+                )
                 return False
-            # Not durable, so the next leader will settle these groups anew.
-            log.error("fates_refused", pool_shard=shard, groups=len(fates), error=str(error))
+            # Not durable: the next leader settles these groups again.
+            log.error(
+                "final_states_refused", pool_shard=shard, groups=len(final_states), error=str(error)
+            )
         return True

@@ -1,7 +1,7 @@
-"""The queue actor: the term's state, the clock, and those who wait.
+"""The queue actor: the state of the term, its clock and its long polls.
 
-It never waits for another process, so a pool shard that hangs delays no lease and no batch of
-another shard; what must be stored goes to the archivist, what must be looked up to the inspector.
+It waits for no other process, so a pool shard that hangs delays no lease and no batch of another
+shard. `outcome_writer` stores groups that end here; `expired_leases` looks expired attempts up.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from forge.runtime.telemetry import log
 from forge.v1.scheduler_pb2 import GetSchedulerStatusResponse
 from services.scheduler import metrics
 from services.scheduler.listening_clock import ListeningClock
-from services.scheduler.long_polls import WaitingRoom
+from services.scheduler.long_polls import LongPolls
 from services.scheduler.state import messages as m
 from services.scheduler.state.queue_status import status_of
 from services.scheduler.state.stored_group import new_group
 from services.scheduler.state.term_state import TermState
 
-STALL_TOLD_S = 300.0
-"""From one warning of a stall to the next with the same cause."""
+STALL_LOG_S = 300.0
+"""Between two warnings of a stall with the same cause."""
 MAX_TICK_S = 1.0
-"""Between two ticks: how old the gauges may be."""
+"""Longest time between two ticks, and so the age of the gauges."""
 
 
 class QueueActor(Actor):
@@ -44,43 +44,45 @@ class QueueActor(Actor):
         clock: ListeningClock,
         loop_time: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`loop_time`: by which it is seen how late a tick comes."""
+        """`loop_time` measures the delay of each tick."""
         self._state = state
         self._clock = clock
         self._loop_time = loop_time
-        self._runners = WaitingRoom[m.LeaseRollouts, tuple[m.Grant, ...]](self._grant, alike=True)
-        self._trainers = WaitingRoom[m.TakeBatch, m.BatchView](self._take, alike=False)
+        self._runners = LongPolls[m.LeaseRollouts, tuple[m.Grant, ...]](self._grant, alike=True)
+        self._trainers = LongPolls[m.TakeBatch, m.BatchView](self._take, alike=False)
         self._others: m.Connect | None = None
-        self._fates: list[tuple[str, m.Fate]] = []
-        """With the shard of each, until the archivist has taken them."""
-        self._told_cause = ""
-        """Of the stall that was logged last."""
-        self._tell_again_s = 0.0
+        self._final_states: list[tuple[str, m.FinalState]] = []
+        """With their shards; what `outcome_writer` has not accepted yet."""
+        self._logged_cause = ""
+        """Cause of the last stall in the log."""
+        self._log_again_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
         self._tick_due_s = math.inf
         """By `loop_time`."""
 
     async def receive(self, message: Any) -> Any:
+        """Handles every message of `services.scheduler.state.messages` to the queue."""
         if isinstance(message, m.Tick):
             self._clock.missed(self._loop_time() - self._tick_due_s)
         try:
             return self._handle(message)
         except NotFound as error:
-            # It may be on a shard that has not been read: nobody must take it for lost.
+            # The group may be on a shard that has not been read: UNAVAILABLE, not NOT_FOUND.
             raise self._state.unread_error(str(error)) or error from None
         finally:
-            # Any change may serve a waiting call. Trainers first: what is assigned to a batch moves
-            # the head, so that more rollouts may start.
+            # Any change may answer a waiting call. Trainers first: groups assigned to a batch move
+            # the head, so more rollouts may start.
             self._trainers.serve()
             self._runners.serve()
-            self._hand_over_fates()
+            self._send_final_states()
             self._set_timer()
 
     async def stopped(self) -> None:
+        """Answers every waiting call with Unavailable."""
         if self._timer is not None:
             self._timer.cancel()
-        error = Unavailable("this scheduler does not lead any more")
+        error = Unavailable("this scheduler is no longer the leader")
         self._runners.close(error)
         self._trainers.close(error)
 
@@ -121,7 +123,7 @@ class QueueActor(Actor):
         return None
 
     def _change(self, message: Any, now_s: float) -> Any:  # noqa: C901
-        """What registrar, ledger and the keeper of shards ask for."""
+        """Messages of the other actors of the term."""
         state = self._state
         match message:
             case m.FindNew():
@@ -132,11 +134,11 @@ class QueueActor(Actor):
             case m.RestoreGroups():
                 state.earlier.restore_joined(message, now_s=now_s)
             case m.SetActivity(activity=activity):
-                state.queue.books.activity = activity
+                state.queue.set_activity(activity)
             case m.SetAway(shards=shards, unread=unread):
                 state.set_away(shards, unread=unread, now_s=now_s)
             case m.NoteHead():
-                return state.queue.books.window.lowest_pending
+                return state.queue.lowest_pending
             case m.RenewBatch(batch_id=batch_id):
                 state.watch.trainer_called(now_s)
                 state.queue.batches.renew(batch_id, now_s=now_s)
@@ -177,40 +179,40 @@ class QueueActor(Actor):
         self._timer, self._tick_due_s = None, math.inf
         status = status_of(self._state, now_s=now_s)
         metrics.show(status)
-        self._tell_stall(status, now_s)
+        self._log_stall(status, now_s)
         expired = self._state.expire(now_s)
         if expired and self._others is not None:
-            self._tell(self._others.inspector, m.Inspect(trajectory_ids=expired))
+            self._tell(self._others.expired_leases, m.CheckExpired(trajectory_ids=expired))
 
-    def _tell_stall(self, status: GetSchedulerStatusResponse, now_s: float) -> None:
-        """In the log, when it begins, when its cause changes, and now and then."""
+    def _log_stall(self, status: GetSchedulerStatusResponse, now_s: float) -> None:
+        """Log a stall when it begins, when its cause changes, and every `STALL_LOG_S`."""
         cause = status.stall.cause
-        if cause == self._told_cause and now_s < self._tell_again_s:
+        if cause == self._logged_cause and now_s < self._log_again_s:
             return
         if cause:
-            self._tell_again_s = now_s + STALL_TOLD_S
+            self._log_again_s = now_s + STALL_LOG_S
             log.warning(
                 "training_stalled",
                 cause=cause,
                 reason=status.stall.text,
                 untrained_s=round(status.untrained_s),
             )
-        elif self._told_cause:
-            log.info("training_goes_on")
-        self._told_cause = cause
+        elif self._logged_cause:
+            log.info("training_resumed")
+        self._logged_cause = cause
 
-    def _hand_over_fates(self) -> None:
-        self._fates += self._state.take_fates(now_s=self._clock())
-        if not self._fates or self._others is None:
+    def _send_final_states(self) -> None:
+        self._final_states += self._state.take_final_states(now_s=self._clock())
+        if not self._final_states or self._others is None:
             return
-        by_shard: defaultdict[str, list[m.Fate]] = defaultdict(list)
-        for shard, fate in self._fates:
-            by_shard[shard].append(fate)
-        if self._tell(self._others.archivist, m.StoreFates(fates=by_shard)):
-            self._fates = []
+        by_shard: defaultdict[str, list[m.FinalState]] = defaultdict(list)
+        for shard, final_state in self._final_states:
+            by_shard[shard].append(final_state)
+        if self._tell(self._others.outcome_writer, m.StoreFinalStates(final_states=by_shard)):
+            self._final_states = []
 
     def _tell(self, other: Any, message: Any) -> bool:
-        """False when it has no room now: what is not taken is offered again."""
+        """False while its mailbox is full; the caller sends the message again later."""
         try:
             other.tell(message)
         except (MailboxFull, ActorStopped):
@@ -231,7 +233,7 @@ class QueueActor(Actor):
             if loop.time() < self._timer_due_s <= due_s:
                 return
             self._timer.cancel()
-        # Kept beside it: uvloop has timers that cannot tell when they are due.
+        # Stored separately: timers of uvloop do not return their due time.
         self._timer_due_s = due_s
         self._tick_due_s = self._loop_time() + pause_s
         self._timer = loop.call_at(due_s, self._tell, self._others.own, m.Tick())

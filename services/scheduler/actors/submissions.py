@@ -1,8 +1,8 @@
-"""The registrar: the only one who accepts groups.
+"""Accepts new groups; no other actor does.
 
-Owns the queue indices: it takes one submission at a time, so that they are given in the order in
-which groups become durable. A group whose write had no certain outcome keeps its index and its
-shard until it is submitted again.
+Owns the queue indices. It handles one submission at a time, so indices follow the order in which
+groups become durable. A group whose write ended in doubt keeps its index and its shard until it is
+submitted again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from services.scheduler.validation import digest_of
 ASK_S = 10.0
 RETRY_S = 5.0
 MAX_UNSETTLED = 65_536
-"""Groups whose write had no certain outcome."""
+"""Most groups whose write ended in doubt."""
 
 
-class Registrar(Actor):
+class SubmissionActor(Actor):
     """Stores new groups, then gives them to the queue."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Registrar(Actor):
         next_index: Mapping[int, int],
         placeable: Callable[[], Collection[str]],
     ) -> None:
-        """`next_index` by purpose; `placeable`: the shards that may get new groups now."""
+        """`next_index` by purpose; `placeable`: the shards that accept new groups now."""
         self._queue = queue
         self._shards = shards
         self._next_index = dict(next_index)
@@ -48,6 +48,7 @@ class Registrar(Actor):
         self._unsettled: dict[str, common_pb2.GroupRecord] = {}
 
     async def receive(self, message: Any) -> Any:
+        """Handles Submit and ReserveIndices."""
         match message:
             case Submit(tasks=tasks):
                 return await self._submit(tasks)
@@ -64,8 +65,8 @@ class Registrar(Actor):
         unsettled = self._unsettled.keys() | {task.task_id for task in fresh}
         if len(unsettled) > MAX_UNSETTLED:
             raise ResourceExhausted(
-                f"{len(self._unsettled)} groups may be stored or not, as the pool did not answer: "
-                "submit those again first",
+                f"the pool did not confirm the writes of {len(self._unsettled)} groups: submit "
+                "those again first",
                 retry_after_s=RETRY_S,
             )
         by_shard: defaultdict[str, list[common_pb2.GroupRecord]] = defaultdict(list)
@@ -85,7 +86,7 @@ class Registrar(Actor):
 
     async def _store(self, shard: str, records: Sequence[common_pb2.GroupRecord]) -> None:
         await self._shards.put(shard, records)
-        # What another shard refuses does not hold these back: they are durable, so they count.
+        # These are durable, so they count even if another shard refuses its part.
         await self._queue.ask(AddGroups(records=records), timeout_s=ASK_S)
         for record in records:
             del self._unsettled[record.task.task_id]
@@ -101,7 +102,7 @@ class Registrar(Actor):
             if record.pool_shard not in placeable:
                 raise Unavailable(
                     f"task_id {task.task_id!r} may be stored on pool shard {record.pool_shard}, "
-                    "which is away"
+                    "which is unreachable"
                 )
             return record
         index = self._next_index[task.purpose]

@@ -1,5 +1,1 @@
-"""One leader's term, from the pool's records to a serving queue, and the standby's copies before
-it.
-
-Imports `actors` and `state`.
-"""
+"""One leader's term, and the standby's copies. Imports `actors` and `state`."""

@@ -1,16 +1,16 @@
-"""How a new leader takes office: the pool's records become the queue again.
+"""Recovery: a new leader rebuilds the queue from the pool's records.
 
-    1. read the term record from etcd, add one, write it back (`services.scheduler.term_record`)
-    2. wait for every pool shard that ever held a group, but begin without one that stays away
-    3. fence each shard, so that an earlier leader's writes are refused from then on
-    4. scan each shard: what was changed on it since this instance, standing by, scanned it last
-       (`services.scheduler.leadership.standby`), or what is pending and the newest settled groups;
-       add these in queue order, and the counters of the settled groups that are left out
+    1. read the term record from etcd, increment the term, write it (`term_record`)
+    2. wait for every pool shard that ever held a group, at most `shard_wait_s`
+    3. raise the fence of each shard: from then on it refuses an earlier leader's writes
+    4. scan each shard: the changes since the standby's last scan (`leadership.standby`), or the
+       pending groups and the newest settled ones; add these in queue order, then the counters of
+       the settled groups that the scan left out
 
-A shard is entered in the record before the first group is put on it, so none can be forgotten. One
-that is away in step 2 is read when it comes, in mid-term. Until then its groups are unknown: the
-head does not pass an index that may be one's, a call that names an unknown task is answered
-UNAVAILABLE, and no task is accepted, which that shard might hold already.
+The record names a shard before the first group is stored on it, so no shard is missed. A shard
+that is unreachable in step 2 is read when it joins. Until then its groups are unknown: the head
+passes no index that one of them may have, a call that names an unknown task is answered with
+UNAVAILABLE, and no new task is accepted, because that shard may hold it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 
 from forge.runtime.telemetry import log
-from services.scheduler.leadership.standby import Enlisted, ShardCopies
+from services.scheduler.leadership.standby import RegisteredGroups, ShardCopies
 from services.scheduler.pool_shards import PoolShards, gathered
 
 _REMIND_S = 10.0
 ANY = "any"
-"""Instead of the name of a shard: no shard was ever used, and none is there."""
+"""In place of a shard's name: no shard was ever used, and none is registered."""
 
 
 async def wait_for_shards(
@@ -37,8 +37,8 @@ async def wait_for_shards(
     patience_s: float,
     awaiting: Callable[[frozenset[str]], Awaitable[None]],
 ) -> frozenset[str]:
-    """The shards that are registered: every known one but the lost, or, after `patience_s`, at
-    least one. `awaiting` is told which are missing, `ANY` for the first of all, none in the end."""
+    """The registered shards: every known one except the lost, or, after `patience_s`, at least one.
+    `awaiting` receives the missing ones: `ANY` if none is known, an empty set at the end."""
     give_up_s = time.monotonic() + patience_s
     while not (live := shards.live()) or known - lost - live:
         left_s = give_up_s - time.monotonic()
@@ -54,15 +54,22 @@ async def wait_for_shards(
     return live
 
 
-async def enlist(shards: PoolShards, names: Iterable[str], copies: ShardCopies) -> Enlisted:
-    """Fence shards, and bring their copies up to date; what is taken from `copies`."""
+async def register_shards(
+    shards: PoolShards, names: Iterable[str], copies: ShardCopies
+) -> RegisteredGroups:
+    """Raise the fence of each shard, refresh its copy, and take the groups from `copies`."""
 
-    async def enlist_one(shard: str) -> None:
+    async def register(shard: str) -> None:
         # The fence first: after the scan, no other scheduler may write.
         await shards.raise_fence(shard)
         returned = await copies.refresh(shard, count=True)
-        log.info("pool_shard_enlisted", pool_shard=shard, groups=copies.held(shard), told=returned)
+        log.info(
+            "pool_shard_registered",
+            pool_shard=shard,
+            groups=copies.held(shard),
+            groups_read=returned,
+        )
 
     names = frozenset(names)
-    await gathered(map(enlist_one, names))
+    await gathered(map(register, names))
     return copies.take(names)

@@ -1,11 +1,10 @@
-"""What an instance that stands by keeps of each pool shard, so that it need not scan when elected.
+"""Copies of the pool shards on a standby, so that it reads only changes when it is elected.
 
-A copy is what a scan returned and all that was changed up to its mark: the groups that are pending,
-and a bounded number of those that are settled, the newest. It is brought up to date by asking what
-was changed since; where the shard does not know the mark any more, because another process serves
-it or too much was changed, it answers with a scan, and that takes the copy's place. Copies are
-stale caches: they are authoritative after a refresh that follows the fence, and only that one asks
-for the counters of settled groups.
+A copy has the pending groups of a shard and a bounded number of the newest settled ones, as of its
+mark. A refresh asks for the groups changed since that mark. A shard that no longer knows the mark
+(another process serves it, or too much changed) answers with a full scan, which replaces the copy.
+Copies are stale caches: they are authoritative after a refresh that follows `raise_fence`, and only
+that refresh asks for the counters of settled groups.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from services.scheduler.state.left_out_groups import LeftOut, left_out
 from services.scheduler.state.stored_group import StoredGroup, stored_group
 
 FOLLOW_S = 2.0
-"""From one look at the shards to the next."""
+"""Between two refreshes."""
 RETRY_S = 10.0
-"""After one that failed: a shard that cannot be scanned is not to be scanned all the time."""
+"""After a failed refresh, so that a damaged shard is not scanned continuously."""
 PART_GROUPS = 1000
-"""Restored at once; for as long as that takes, the process does nothing else."""
+"""Restored without a pause of the event loop."""
 
 _PLACE = attrgetter("place")
 
 
 @dataclass(slots=True, kw_only=True)
-class Enlisted:
-    """What a term begins with, or is joined by: the groups of some shards."""
+class RegisteredGroups:
+    """The groups of shards that a term registers, at its begin or when they join."""
 
     groups: list[StoredGroup]
     """In queue order."""
     left_out: Sequence[LeftOut] = ()
-    """Of the shards that leave settled groups out."""
+    """One entry per shard that left settled groups out."""
     whole: frozenset[str] = frozenset()
-    """The other shards: they cannot look groups up, so all of theirs are held."""
+    """Shards of an earlier version, which cannot look groups up: all their groups are kept."""
 
     def head(self) -> int:
         """Every training group with a lower index is settled."""
@@ -58,7 +57,7 @@ class Enlisted:
         return max([self._above(evaluation=False), *(one.next_index for one in self.left_out)])
 
     def next_eval_index(self) -> int:
-        """The same of evaluation groups."""
+        """Above the index of each evaluation group."""
         return max([self._above(evaluation=True), *(one.next_eval_index for one in self.left_out)])
 
     def _above(self, *, evaluation: bool) -> int:
@@ -66,7 +65,7 @@ class Enlisted:
         return next((spec.index + 1 for spec in specs if spec.evaluation is evaluation), 0)
 
     def parts(self) -> Iterator[Sequence[StoredGroup]]:
-        """The groups, a part at a time, and no part is kept."""
+        """The groups in parts; each is released after it is yielded."""
         self.groups.reverse()
         while self.groups:
             part = self.groups[: -PART_GROUPS - 1 : -1]
@@ -81,19 +80,19 @@ class _Copy:
     bounded: bool = False
     """Settled groups are left out."""
     left_out_step: int = 0
-    """Groups that this step trained, or an earlier one, may be left out."""
+    """Groups trained by this or an earlier step may be left out."""
     left_out_unix_s: float = 0.0
-    """The same of others that were settled up to then."""
+    """Other groups settled up to this time may be left out."""
     mark: str = ""
     groups: dict[str, StoredGroup] = field(default_factory=dict)
     """By task id."""
     settled: pool_pb2.SettledGroups | None = None
-    """The counters, if the last refresh asked for them."""
+    """Counters; set if the last refresh asked for them."""
     _trained: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Tasks by step, if bounded."""
     _trained_held: int = 0
     _others: dict[str, None] = field(default_factory=dict)
-    """Tasks of groups that were tombstoned or evaluated, if bounded, the longest settled first."""
+    """Task ids of tombstoned or evaluated groups, if bounded, in the order they were settled."""
 
     @classmethod
     def begun(cls, begin: pool_pb2.ScanGroupsResponse.Begin) -> _Copy:
@@ -104,7 +103,7 @@ class _Copy:
         )
 
     def put(self, stored: StoredGroup) -> None:
-        """A group as it is now."""
+        """Store the current state of a group."""
         task_id = stored.group.spec.task_id
         before = self.groups.get(task_id)
         if before is not None:
@@ -132,8 +131,8 @@ class _Copy:
             self._trained_held -= 1
 
     def forget(self, *, most: int) -> None:
-        """Leave out what was settled first, so that about `most` groups that were trained are
-        held, to the end of a step, and of others as many."""
+        """Leave out the oldest settled groups: about `most` trained ones stay, in whole steps, and
+        `most` others."""
         while len(self._others) > most:
             task_id = next(iter(self._others))
             del self._others[task_id]
@@ -157,13 +156,13 @@ class ShardCopies:
     """The groups of any number of shards, each as of its last refresh."""
 
     def __init__(self, shards: ShardScans, *, most_settled: int) -> None:
-        """`most_settled`: groups held that were trained on, over all shards, and as many others."""
+        """`most_settled`: trained groups kept over all shards, and as many other settled ones."""
         self._shards = shards
         self._most_settled = most_settled
         self._copies: dict[str, _Copy] = {}
 
     async def follow(self) -> None:
-        """Keeps copies of the shards there are, until cancelled."""
+        """Keeps a copy of each registered shard fresh, until cancelled."""
         while True:
             pause_s = FOLLOW_S
             live = self._shards.live()
@@ -180,7 +179,7 @@ class ShardCopies:
     async def _follow(self, shard: str) -> None:
         started_s = time.monotonic()
         before = self._copies.get(shard)
-        # As in a term: what is kept for long need not be walked each time.
+        # As in a term: the garbage collector must not walk long-lived groups each time.
         gc.disable()
         try:
             await self.refresh(shard)
@@ -197,15 +196,15 @@ class ShardCopies:
         )
 
     async def refresh(self, shard: str, *, count: bool = False) -> int:
-        """Brings the copy of a shard to what the shard holds now, with the counters of settled
-        groups if `count`; how many groups the shard returned.
+        """Brings the copy of a shard up to date, with the counters of settled groups if `count`.
+        Returns how many groups the shard sent.
 
-        Whatever it raises, the copy is as good as before, or there is none.
+        If it raises, the copy is unchanged, or absent.
         """
         returned = await self._refresh(shard, most=self._most(), count=count)
         copy = self._copies[shard]
         if copy.bounded and count and copy.settled is None:
-            # Its counters are damaged: every group is read, and counted here.
+            # The counters of the shard are damaged: read and count every group.
             del self._copies[shard]
             returned = await self._refresh(shard, most=0, count=False)
         return returned
@@ -221,7 +220,7 @@ class ShardCopies:
             if response.HasField("begin"):
                 mark = response.begin.mark
                 if not response.begin.changes_only:
-                    # Not both at a time: each may be a million groups.
+                    # Drop the old copy first: each may have a million groups.
                     self._copies.pop(shard, None)
                     copy = _Copy.begun(response.begin)
                 if count and response.begin.HasField("settled"):
@@ -229,7 +228,7 @@ class ShardCopies:
             else:
                 changed.append(stored_group(response, counted=copy.bounded))
         if not mark:
-            raise FailedPrecondition(f"pool shard {shard} gives no marks: upgrade it first")
+            raise FailedPrecondition(f"pool shard {shard} returns no marks: upgrade it first")
         for stored in changed:
             copy.put(stored)
         if copy.bounded:
@@ -239,16 +238,16 @@ class ShardCopies:
         return len(changed)
 
     def _most(self) -> int:
-        """Of one shard."""
+        """Settled groups kept of one shard."""
         return max(1, self._most_settled // max(1, len(self._shards.live())))
 
     def held(self, shard: str) -> int:
         """Groups in the copy of a shard."""
         return len(self._copies[shard].groups)
 
-    def take(self, names: Iterable[str]) -> Enlisted:
-        """The groups of some shards, in queue order; the copies are given up, for who rebuilds a
-        term from the groups changes them. Each was refreshed with `count` last."""
+    def take(self, names: Iterable[str]) -> RegisteredGroups:
+        """The groups of some shards, in queue order. Removes the copies, because a term changes the
+        groups. The last refresh of each shard had `count`."""
         groups: list[StoredGroup] = []
         beyond: list[LeftOut] = []
         whole: list[str] = []
@@ -260,4 +259,4 @@ class ShardCopies:
             else:
                 whole.append(shard)
         groups.sort(key=_PLACE)
-        return Enlisted(groups=groups, left_out=beyond, whole=frozenset(whole))
+        return RegisteredGroups(groups=groups, left_out=beyond, whole=frozenset(whole))

@@ -1,7 +1,7 @@
-"""One leader's term: from winning the election to losing or giving up the office.
+"""One leader's term: from the won election to the end of its leadership.
 
-Owns the actors of the term and the coming and going of pool shards during it. Everything in
-memory dies with the term; the next one is built from the pool alone.
+Owns the actors of the term, and the pool shards that join or leave during it. All memory of the
+term is lost with it; the pool alone rebuilds the next one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from forge.runtime.supervision import Restart
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler import metrics
-from services.scheduler.actors.commits import Ledger
-from services.scheduler.actors.expired_leases import Inspector
-from services.scheduler.actors.outcome_writer import Archivist
+from services.scheduler.actors.commits import CommitActor
+from services.scheduler.actors.expired_leases import ExpiredLeaseActor
+from services.scheduler.actors.outcome_writer import OutcomeWriter
 from services.scheduler.actors.queue import QueueActor
-from services.scheduler.actors.submissions import Registrar
+from services.scheduler.actors.submissions import SubmissionActor
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.leadership.recovery import enlist, wait_for_shards
+from services.scheduler.leadership.recovery import register_shards, wait_for_shards
 from services.scheduler.leadership.standby import ShardCopies
 from services.scheduler.listening_clock import ListeningClock
 from services.scheduler.pool_shards import PoolShards
@@ -52,18 +52,18 @@ NOTE_HEAD_S = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Office:
-    """What calls need of the term in force."""
+class LeaderContext:
+    """The parts of the current term that calls use."""
 
     leadership: Leadership
     queue: ActorRef
-    registrar: ActorRef
-    ledger: ActorRef
+    submissions: ActorRef
+    commits: ActorRef
     shards: PoolShards
 
 
 class Term:
-    """One term; `begin` it, serve while it holds, `end` it."""
+    """One term: `begin`, serve until `ended` returns, then `end`."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class Term:
         *,
         awaiting: Callable[[frozenset[str]], Awaitable[None]],
     ) -> None:
-        """`copies`: what this instance knows of the shards from the time it stood by. `awaiting` is
-        told which shards are waited for before the term begins."""
+        """`copies`: what this instance read of the shards on standby. `awaiting` receives the
+        shards that the term waits for before it begins."""
         self._config = config
         self._coordinator = coordinator
         self._leadership = leadership
@@ -84,63 +84,63 @@ class Term:
         self._copies = copies
         self._awaiting = awaiting
         self._failed = asyncio.Event()
-        # A crash leaves state nobody can vouch for: end the term, and rebuild it from the pool.
+        # A crash may leave inconsistent state: end the term, and rebuild it from the pool.
         self._actors = ActorSystem("scheduler-term", on_escalate=lambda *_: self._failed.set())
         self._keeper: asyncio.Task[None] | None = None
-        self._office: Office | None = None
+        self._leader: LeaderContext | None = None
         self._number = -1
         self._clock = ListeningClock(time.monotonic)
-        self._enlisted: frozenset[str] = frozenset()
-        """Pool shards that have been fenced and scanned."""
+        self._registered: frozenset[str] = frozenset()
+        """Pool shards that were fenced and scanned."""
         self._unread: frozenset[str] = frozenset()
-        """Those that may hold groups and were away when the term began."""
+        """Pool shards that may hold groups and were unreachable when the term began."""
         self._noting: asyncio.Task[None] | None = None
         self._restored = 0
-        """Messages with the groups of shards that joined."""
+        """Messages sent with the groups of shards that joined."""
 
-    async def begin(self) -> Office:
-        """Rebuild the queue and start the actors. Raises ForgeError when something gave way."""
+    async def begin(self) -> LeaderContext:
+        """Rebuild the queue and start the actors. Raises ForgeError."""
         started_s = time.monotonic()
         last = await TermRecord.read(self._coordinator)
         lost = frozenset(self._config.lost_shards)
-        enlisted = await wait_for_shards(
+        registered = await wait_for_shards(
             self._shards,
             last.shards,
             lost=lost,
-            # Without a bound on the head, groups of a shard that is away could be passed.
+            # Without a stored head, the head could pass groups of an unreachable shard.
             patience_s=math.inf if last.head is None else self._config.shard_wait_s,
             awaiting=self._awaiting,
         )
-        self._unread = last.shards - lost - enlisted
+        self._unread = last.shards - lost - registered
         record = replace(
-            last, term=last.term + 1, shards=(last.shards - lost) | enlisted, claims=True
+            last, term=last.term + 1, shards=(last.shards - lost) | registered, claims=True
         )
         await record.write(self._coordinator)
-        self._number, self._enlisted = record.term, enlisted
-        state = await self._rebuild(enlisted, last)
-        self._office = office = await self._start_actors(state)
-        self._keeper = asyncio.create_task(self._keep_shards(office), name="shard-keeper")
+        self._number, self._registered = record.term, registered
+        state = await self._rebuild(registered, last)
+        self._leader = leader = await self._start_actors(state)
+        self._keeper = asyncio.create_task(self._keep_shards(leader), name="shard-keeper")
         self._keeper.add_done_callback(lambda _: self._failed.set())
-        self._noting = asyncio.create_task(self._note_head(office), name="head-note")
-        books = state.queue.books.status()
+        self._noting = asyncio.create_task(self._note_head(leader), name="head-note")
+        totals = state.queue.ledger.totals()
         log.info(
             "term_began",
             term=self._number,
             fence=self._leadership.fence,
-            head=state.queue.books.window.head,
-            accepted=books.accepted,
-            pending=books.pending,
+            head=state.queue.window.head,
+            accepted=totals.accepted,
+            pending=totals.pending,
             awaited_shards=sorted(self._unread),
             rebuilt_s=time.monotonic() - started_s,
         )
-        return office
+        return leader
 
     async def ended(self) -> None:
         """Returns when leadership is lost or an actor has failed."""
         await first_done(self._leadership.lost(), self._failed.wait())
 
     async def end(self) -> None:
-        """Stop the actors, answering whoever waits, and leave the office to the next."""
+        """Stop the actors, which answers waiting calls, and resign."""
         for task in (self._keeper, self._noting):
             if task is not None:
                 task.cancel()
@@ -152,14 +152,13 @@ class Term:
         gc.unfreeze()
         log.info("term_ended", term=self._number, fence=self._leadership.fence)
 
-    async def _rebuild(self, enlisted: frozenset[str], last: TermRecord) -> TermState:
+    async def _rebuild(self, registered: frozenset[str], last: TermRecord) -> TermState:
         queue = GenerationQueue(
             self._config.queue,
             term=self._number,
             void_before=last.void_before,
         )
-        queue.books.activity = last.activity
-        queue.books.window.unknown_from = last.head if self._unread else None
+        queue.set_activity(last.activity)
         state = TermState(
             queue,
             max_pending=self._config.max_queued_groups,
@@ -168,136 +167,140 @@ class Term:
             most_settled=self._config.held_settled_groups,
         )
         state.set_away(self._unread, unread=self._unread, now_s=self._clock())
-        # A million groups live as long as the term. The collector need not walk them each time, and
-        # least of all now: it stops the process for longer than the lease may wait.
+        # A million groups live as long as the term: the garbage collector must not walk them each
+        # time. During the rebuild it would stop the process for longer than the lease lasts.
         gc.disable()
         try:
-            found = await enlist(self._shards, enlisted, self._copies)
+            found = await register_shards(self._shards, registered, self._copies)
             now_s = self._clock()
             head = found.head()
             if self._unread and last.head is not None:
                 head = min(head, last.head)
-            queue.books.begin_at(head)
+            queue.begin_at(head, unknown_from=last.head if self._unread else None)
             if found.whole:
                 state.settled.hold_all()
             for part in found.parts():
                 state.earlier.restore(part, now_s=now_s)
-                # The lease that leadership rests on has to be renewed meanwhile.
+                # The lease of the leadership must be renewed meanwhile.
                 await asyncio.sleep(0)
             state.earlier.leave_out(found.left_out)
             gc.freeze()
         finally:
             gc.enable()
         if last.claims:
-            queue.rollouts.hold_until_s = self._clock() + self._config.takeover_hold_s
+            queue.rollouts.hold(until_s=self._clock() + self._config.takeover_hold_s)
         return state
 
-    async def _start_actors(self, state: TermState) -> Office:
+    async def _start_actors(self, state: TermState) -> LeaderContext:
         no_restart = Restart(max_restarts=0)
         next_index: dict[int, int] = {
-            common_pb2.PURPOSE_TRAIN: state.queue.books.window.next_index,
-            common_pb2.PURPOSE_EVAL: state.queue.books.next_eval_index,
+            common_pb2.PURPOSE_TRAIN: state.queue.window.next_index,
+            common_pb2.PURPOSE_EVAL: state.queue.ledger.next_eval_index,
         }
         spawn = self._actors.spawn
         queue = await spawn(
             lambda: QueueActor(state, clock=self._clock), name="queue", restart=no_restart
         )
-        registrar = await spawn(
-            lambda: Registrar(
+        submissions = await spawn(
+            lambda: SubmissionActor(
                 queue,
                 self._shards,
                 next_index=next_index,
-                placeable=lambda: self._enlisted & self._shards.live(),
+                placeable=lambda: self._registered & self._shards.live(),
             ),
-            name="registrar",
+            name="submissions",
             restart=no_restart,
         )
-        ledger = await spawn(
-            lambda: Ledger(queue, self._shards, self._record()), name="ledger", restart=no_restart
+        commits = await spawn(
+            lambda: CommitActor(queue, self._shards, self._record()),
+            name="commits",
+            restart=no_restart,
         )
-        archivist = await spawn(
-            lambda: Archivist(self._shards), name="archivist", restart=no_restart
+        outcome_writer = await spawn(
+            lambda: OutcomeWriter(self._shards), name="outcome_writer", restart=no_restart
         )
-        inspector = await spawn(
-            lambda: Inspector(queue, self._shards), name="inspector", restart=no_restart
+        expired_leases = await spawn(
+            lambda: ExpiredLeaseActor(queue, self._shards),
+            name="expired_leases",
+            restart=no_restart,
         )
-        queue.tell(Connect(own=queue, archivist=archivist, inspector=inspector))
-        return Office(
+        queue.tell(Connect(own=queue, outcome_writer=outcome_writer, expired_leases=expired_leases))
+        return LeaderContext(
             leadership=self._leadership,
             queue=queue,
-            registrar=registrar,
-            ledger=ledger,
+            submissions=submissions,
+            commits=commits,
             shards=self._shards,
         )
 
-    async def _keep_shards(self, office: Office) -> None:
-        """Follow the pool: what is away is not waited for, what is new gets new groups."""
-        told = frozenset[str]()
+    async def _keep_shards(self, leader: LeaderContext) -> None:
+        """Follow the pool: report unreachable shards to the queue, register new ones."""
+        reported_away = frozenset[str]()
         while True:
             changed = asyncio.create_task(self._shards.changed())
             try:
                 live = self._shards.live()
-                away = (self._enlisted - live) | self._unread
-                office.queue.tell(SetAway(shards=away, unread=self._unread))
-                if away != told:
-                    told = away
+                away = (self._registered - live) | self._unread
+                leader.queue.tell(SetAway(shards=away, unread=self._unread))
+                if away != reported_away:
+                    reported_away = away
                     log.warning("pool_shards_away", pool_shards=sorted(away))
-                if live <= self._enlisted:
+                if live <= self._registered:
                     await changed
                 else:
-                    await self._admit(live - self._enlisted, office)
+                    await self._admit(live - self._registered, leader)
             except ForgeError as error:
-                log.warning("pool_shard_not_enlisted", error=str(error))
+                log.warning("pool_shard_not_registered", error=str(error))
                 await asyncio.sleep(RETRY_S)
             finally:
                 changed.cancel()
 
-    async def _admit(self, joined: frozenset[str], office: Office) -> None:
-        """Shards that were not there when the term began. Raises ForgeError."""
-        # The record first: a shard it does not name would be forgotten by the next term.
+    async def _admit(self, joined: frozenset[str], leader: LeaderContext) -> None:
+        """Register shards that joined during the term. Raises ForgeError."""
+        # The record first: the next term does not read a shard that the record does not name.
         await self._record().add_shards(joined)
-        found = await enlist(self._shards, joined, self._copies)
+        found = await register_shards(self._shards, joined, self._copies)
         next_index, next_eval_index = found.next_index(), found.next_eval_index()
         holds_all = bool(found.whole)
         for part in found.parts():
-            await self._restore(office, RestoreGroups(groups=part, holds_all=holds_all))
-        await self._restore(office, RestoreGroups(left_out=found.left_out, holds_all=holds_all))
+            await self._restore(leader, RestoreGroups(groups=part, holds_all=holds_all))
+        await self._restore(leader, RestoreGroups(left_out=found.left_out, holds_all=holds_all))
         indices: dict[int, int] = {
             common_pb2.PURPOSE_TRAIN: next_index,
             common_pb2.PURPOSE_EVAL: next_eval_index,
         }
-        await _until_taken(office.registrar, ReserveIndices(next_index=indices))
-        self._enlisted |= joined
+        await _until_taken(leader.submissions, ReserveIndices(next_index=indices))
+        self._registered |= joined
         self._unread -= joined
 
-    async def _restore(self, office: Office, part: RestoreGroups) -> None:
-        await _until_taken(office.queue, replace(part, number=self._restored))
+    async def _restore(self, leader: LeaderContext, part: RestoreGroups) -> None:
+        await _until_taken(leader.queue, replace(part, number=self._restored))
         self._restored += 1
 
-    async def _note_head(self, office: Office) -> None:
-        """Keep the head in the term record: a later leader may have to begin without a shard."""
+    async def _note_head(self, leader: LeaderContext) -> None:
+        """Store the head in the term record, for a leader that begins without a shard."""
         while True:
             try:
-                await office.ledger.ask(NoteHead(), timeout_s=ASK_S)
+                await leader.commits.ask(NoteHead(), timeout_s=ASK_S)
             except ForgeError as error:
-                log.info("head_not_noted", error=str(error))
+                log.info("head_not_stored", error=str(error))
             await asyncio.sleep(NOTE_HEAD_S)
 
     def _record(self) -> OwnRecord:
         return OwnRecord(self._coordinator, self._number)
 
     async def _note_that_no_claims_are_out(self) -> None:
-        """Then the next leader need not wait for runners to renew."""
-        if self._office is None or not self._leadership.alive:
+        """The next leader then does not wait for runners to renew."""
+        if self._leader is None or not self._leadership.alive:
             return
         with contextlib.suppress(ForgeError):
-            status = await self._office.queue.ask(GetStatus(), timeout_s=RETRY_S)
+            status = await self._leader.queue.ask(GetStatus(), timeout_s=RETRY_S)
             if status.running_rollouts == 0:
                 await self._record().amend(claims=False)
 
 
 async def _until_taken(actor: ActorRef, message: Any) -> None:
-    """Asks again when no answer came: what was read of a shard is not read again."""
+    """Repeats a message until it is answered, so that a shard is read once."""
     while True:
         try:
             await actor.ask(message, timeout_s=ASK_S)

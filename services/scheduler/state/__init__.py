@@ -1,1 +1,1 @@
-"""All that a term keeps in memory, and the messages about it. No I/O, no clock."""
+"""The state of a term in memory, and the messages of its actors. No I/O, no clock."""

@@ -1,6 +1,6 @@
-"""How training goes, per domain: rollouts completed and what they scored of late.
+"""Progress of training by domain: completed rollouts and their recent outcomes.
 
-Evaluation has no part in it: what it measures is asked for by tag.
+Evaluation does not count; its results are listed by tag.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class Progress:
     def __init__(self) -> None:
         self._completed: Counter[str] = Counter()
         self._recent: dict[str, list[tuple[float, float]]] = {}
-        """Heap of (sealed at, outcome): after a change of leader they arrive out of order."""
+        """Heap of (sealed at, outcome): after an election, rollouts arrive out of order."""
 
     def record(self, domain: str, *, sealed_unix_s: float, outcome: float) -> None:
+        """Count one sealed rollout."""
         self.recall((domain,), ((sealed_unix_s, outcome),))
 
     def recall(self, domains: Iterable[str], rollouts: Iterable[Sequence[float]]) -> None:
-        """`record` for all rollouts of groups: of each its domain, and when its rollouts were
-        sealed, each with its outcome, the latest first."""
+        """`record` for groups: the domain of each, and its rollouts as `StoredGroup.outcomes` has
+        them."""
         oldest_unix_s: dict[str, float] = {}
         for domain, sealed in zip(domains, rollouts, strict=True):
             if not sealed:
@@ -49,8 +50,7 @@ class Progress:
     def recall_counted(
         self, completed: Mapping[str, int], recent: Mapping[str, Sequence[float]]
     ) -> None:
-        """Rollouts of groups that are not told one by one, by domain: how many, and the last of
-        them."""
+        """Rollouts of groups that are not in memory, by domain: their number and the newest."""
         for domain, count in completed.items():
             if count:
                 self._completed[domain] += count
@@ -67,13 +67,15 @@ class Progress:
         return recent
 
     def completed(self, domain: str) -> int:
+        """Sealed training rollouts."""
         return self._completed[domain]
 
     def recent_reward(self, domain: str) -> float:
-        """Mean outcome of the last rollouts; 0 before the first."""
+        """Mean outcome of recent rollouts; 0 before the first."""
         outcomes = [outcome for _, outcome in self._recent.get(domain, ())]
-        # The same in whatever order they came.
+        # fsum: the result does not depend on their order.
         return fsum(outcomes) / len(outcomes) if outcomes else 0.0
 
     def domains(self, configured: Iterable[str]) -> list[str]:
+        """Configured domains and those with rollouts."""
         return sorted({*configured, *self._completed})

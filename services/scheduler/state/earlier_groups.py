@@ -1,7 +1,7 @@
-"""Groups of earlier terms, put into the state of this one.
+"""Restores groups of earlier terms into the state of this term.
 
-Owns the order of that: where the queue begins, then the groups that were scanned, then the counters
-of the settled groups that were left out. Every part of it counts once.
+Owns the order: the head, the scanned groups, then the counters of the settled groups that the scan
+left out. Each part counts once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.scheduler.state.task_catalog import Catalog
 
 
 class EarlierGroups:
-    """Of one term."""
+    """The earlier groups of one term."""
 
     def __init__(
         self,
@@ -38,15 +38,14 @@ class EarlierGroups:
         self._progress = progress
         self._equal = equal
         self._joined = -1
-        """Number of the last message of a shard that joined."""
+        """Number of the last RestoreGroups."""
 
     def restore(self, groups: Iterable[StoredGroup], *, now_s: float) -> None:
-        """Groups in queue order, with what became of their rollouts; those that are held are
-        passed over."""
+        """Add groups in queue order, with their rollouts; groups in memory are skipped."""
         for at_rest, run in groupby(groups, key=attrgetter("at_rest")):
             together = tuple(run)
             task_ids = [one.group.spec.task_id for one in together]
-            if at_rest and self._queue.books.are_new(task_ids):
+            if at_rest and self._queue.ledger.are_new(task_ids):
                 self._restore_at_rest(task_ids, together, now_s=now_s)
             else:
                 for stored in together:
@@ -56,19 +55,20 @@ class EarlierGroups:
     def _restore_at_rest(
         self, task_ids: Sequence[TaskId], stored: Sequence[StoredGroup], *, now_s: float
     ) -> None:
-        """As `restore_one` would one by one; a new leader has no time for that."""
+        """`restore_one` for many groups at once, which is faster."""
         groups, _, entries, tags, outcomes, *_ = zip(*stored, strict=True)
         self._catalog.enter(task_ids, entries, tags)
         self._queue.add_at_rest(task_ids, groups, now_s=now_s)
         self._equal.restored(groups)
-        # The latest first: of the earlier ones hardly any is among the recent.
+        # The newest first: few of the older outcomes are recent ones.
         domains = map(attrgetter("spec.domain"), reversed(groups))
         self._progress.recall(domains, reversed(outcomes))
 
     def restore_one(self, stored: StoredGroup, *, now_s: float) -> None:
+        """Add one group, unless it is in memory."""
         group = stored.group
         task_id = group.spec.task_id
-        if task_id in self._queue.books:
+        if task_id in self._queue.ledger:
             return
         self._catalog.enter((task_id,), (stored.entry,), (stored.tag,))
         self._queue.add(group, now_s=now_s)
@@ -80,10 +80,9 @@ class EarlierGroups:
             self._equal.sealed(group, outcome)
 
     def leave_out(self, left_out: Iterable[LeftOut]) -> None:
-        """The counters of settled groups that were not scanned; all others of these shards are
-        restored."""
+        """Add the counters of settled groups that scans left out, after all other groups."""
         for one in left_out:
-            self._queue.books.leave_out(
+            self._queue.ledger.leave_out(
                 one.shard,
                 one.counts,
                 next_index=one.next_index,
@@ -94,7 +93,7 @@ class EarlierGroups:
             self._progress.recall_counted(one.completed, one.recent)
 
     def restore_joined(self, part: RestoreGroups, *, now_s: float) -> None:
-        """A part of what shards hold that joined in mid-term."""
+        """Add groups of pool shards that joined during the term."""
         if part.number <= self._joined:
             return
         self._joined = part.number

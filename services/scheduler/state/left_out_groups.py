@@ -1,7 +1,7 @@
-"""Settled groups that a scan of a pool shard leaves out: their counters in place of the groups.
+"""Counters of settled groups that the scan of a pool shard left out.
 
-Owns the way from the shard's counters to what a term counts. The shard counts all groups that are
-settled; those of them that a copy holds are counted with the copy.
+Owns the conversion of the shard's counters. The shard counts all its settled groups; groups that
+the standby's copy has are subtracted, because the copy counts them.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from services.scheduler.state.stored_group import PHASES, StoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """Of one pool shard."""
+    """Left-out groups of one pool shard."""
 
     shard: str
     counts: Mapping[tuple[bool, Phase], int]
-    """Groups that are not held, by (evaluation, phase)."""
+    """Groups by (evaluation, phase)."""
     skipped: int
-    """Those of them that dynamic sampling gave up."""
+    """Groups that dynamic sampling tombstoned."""
     completed: Mapping[str, int]
-    """By domain: sealed rollouts of settled training groups, held or not."""
+    """By domain: sealed rollouts of all settled training groups, left out or not."""
     recent: Mapping[str, Sequence[float]]
-    """By domain, the last of these rollouts, as `StoredGroup.outcomes` has them."""
+    """By domain: the newest of these rollouts, as `StoredGroup.outcomes` has them."""
     next_index: int
     """Above the queue index of each training group of the shard."""
     next_eval_index: int
     last_step: int
-    """No group that is not held was trained by a later step."""
+    """No left-out group was trained by a later step."""
 
 
 def left_out(
     shard: str, settled: pool_pb2.SettledGroups, groups: Iterable[StoredGroup], *, last_step: int
 ) -> LeftOut:
-    """What `settled` counts beyond `groups`, which are those that are held."""
+    """The counts of `settled` without `groups`, which are in the copy."""
     counts: Counter[tuple[bool, Phase]] = Counter()
     completed: Counter[str] = Counter()
     skipped = 0

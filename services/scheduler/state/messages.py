@@ -1,4 +1,4 @@
-"""What may be asked of the actors of one leader's term."""
+"""Messages to the actors of one leader's term."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from services.scheduler.state.stored_group import StoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connect:
-    """Who the others are; the first message."""
+    """References to the peer actors; precedes all other messages."""
 
     own: ActorRef
-    archivist: ActorRef
-    inspector: ActorRef
+    outcome_writer: ActorRef
+    expired_leases: ActorRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DismissRunner:
-    """Its calls that wait are answered with nothing."""
+    """Answers waiting calls of a runner with no rollout."""
 
     runner_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRollouts:
-    """Answered by a future of tuple[Grant, ...]: done as soon as there is one."""
+    """Answered by a future of tuple[Grant, ...], done once a rollout is available."""
 
     runner_id: str
     max_rollouts: int
@@ -52,28 +52,28 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenewRollouts:
-    """Answered by the ids that are lost."""
+    """Answered by the ids of lost leases."""
 
     lease_ids: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookUp:
-    """The answer to a question about groups that are not held and may be settled: to be asked again
+    """An answer: groups of the question may be only in the pool. Look them up there, and ask again
     with a LookedUp."""
 
     task_ids: Sequence[str]
     batch_ids: Sequence[str]
     shards: frozenset[str]
-    """Pool shards that may have them."""
+    """Pool shards that may have these groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookedUp:
-    """What pool shards have of groups that are not held."""
+    """Groups and commits that were looked up in the pool."""
 
     task_ids: frozenset[str] = frozenset()
-    """Those that were looked up, found or not."""
+    """Looked up, found or not."""
     batch_ids: frozenset[str] = frozenset()
     groups: Mapping[str, common_pb2.GroupRecord] = field(default_factory=dict)
     """By task id."""
@@ -83,8 +83,8 @@ class LookedUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocateRollouts:
-    """Answered by trajectory ids by pool shard, without those of settled groups that are not held,
-    or by a LookUp. NotFound names an unknown one."""
+    """Answered by trajectory ids by pool shard, without those of settled groups that only the pool
+    has, or by a LookUp. NotFound names an unknown id."""
 
     trajectory_ids: Sequence[str]
     looked_up: LookedUp = LookedUp()
@@ -92,36 +92,38 @@ class LocateRollouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How one attempt ended."""
+    """The end of one attempt."""
 
     trajectory_id: str
     error: str = ""
     permanent: bool = False
     kind: FailureKind = FailureKind.TASK
     silent: bool = False
-    """The claim has ended without a word of its runner; nothing of the above is known."""
+    """The lease expired without a report; the fields above are unset."""
     summary: common_pb2.TrajectorySummary | None = None
-    """What the pool holds of it."""
+    """Its record in the pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettleRollouts:
+    """Ends of attempts, reported by runners or found in the pool."""
+
     reports: Sequence[Report]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeBatch:
-    """Answered by a future of BatchView: done as soon as there is a batch."""
+    """Answered by a future of BatchView, done once a batch is available."""
 
     trainer_id: str
     max_groups: int
     held: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Tasks by batch id: what the trainer still works on."""
+    """Task ids by batch id, of batches that the trainer still works on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
-    """One group and the trajectories of it that count."""
+    """One group and its counted trajectories."""
 
     record: common_pb2.GroupRecord
     trajectory_ids: tuple[str, ...]
@@ -129,19 +131,23 @@ class GroupView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchView:
+    """One batch for a trainer."""
+
     batch_id: str
     groups: tuple[GroupView, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenewBatch:
+    """Extends the lease of a batch."""
+
     batch_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareCommit:
-    """Answered by task ids by pool shard, to be stored as TRAINED, or by a LookUp; empty: nothing
-    is left to do."""
+    """Answered by task ids by pool shard, to be stored as TRAINED, or by a LookUp; empty if the
+    commit is complete."""
 
     batch_id: str
     step: int
@@ -151,19 +157,23 @@ class PrepareCommit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyCommit:
+    """The groups of a batch are stored as TRAINED."""
+
     batch_id: str
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareRelease:
-    """Answered by task ids by pool shard; empty when the batch is not held."""
+    """Answered by task ids by pool shard; empty if the batch is not leased."""
 
     batch_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyRelease:
+    """Returns the groups of a batch to the window; those with a reason are stored TOMBSTONED."""
+
     batch_id: str
     reasons: Mapping[str, str] = field(default_factory=dict)
     """By task id, why a group is tombstoned; the others go back."""
@@ -171,15 +181,15 @@ class ApplyRelease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindForgotten:
-    """Answered by the pool shards with groups that were trained after a step and are not in memory:
-    they come with RecallGroups before PrepareRewind."""
+    """Answered by the pool shards with groups that were trained after a step and are not in memory.
+    RecallGroups with these groups precedes PrepareRewind."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecallGroups:
-    """All groups of those shards that were trained after a step, as the pool has them."""
+    """All groups of these shards that were trained after a step, from the pool."""
 
     groups: Sequence[StoredGroup]
     step: int
@@ -194,14 +204,14 @@ class PrepareRewind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewindPlan:
-    """What is to be durable before a rewind is applied."""
+    """What must be durable before a rewind is applied."""
 
     void_before: tuple[int, int]
-    """Of the batches that are taken back for good; for the term record."""
+    """See `Batches.void_before`; for the term record."""
     groups: Mapping[str, Sequence[str]]
     """Task ids by pool shard, to be stored as PENDING."""
     head: int
-    """Where the head will be at the lowest; for the term record."""
+    """Lower bound of the head after the rewind; for the term record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,42 +223,42 @@ class ApplyRewind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindNew:
-    """Answered by the tasks that are not known, or by a LookUp. InvalidArgument for an id known
-    with other content, ResourceExhausted when there is no room for them."""
+    """Answered by the new tasks, or by a LookUp. InvalidArgument for a known id with different
+    content, ResourceExhausted if the queue is full."""
 
     tasks: Mapping[str, common_pb2.Task]
     uncertain: frozenset[str] = frozenset()
-    """Tasks whose write had no certain outcome: they are new, be they stored."""
+    """Tasks whose write ended in doubt: new, even if the pool has them."""
     looked_up: LookedUp = LookedUp()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddGroups:
-    """Groups that are stored in the pool."""
+    """New groups, stored in the pool."""
 
     records: Sequence[common_pb2.GroupRecord]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreGroups:
-    """Groups of an earlier term, found on shards that joined."""
+    """Groups of earlier terms on pool shards that joined."""
 
     number: int = 0
-    """Counts these messages in a term: one that is repeated changes nothing."""
+    """Counts these messages in a term, so that a repeated one changes nothing."""
     groups: Sequence[StoredGroup] = ()
     left_out: Sequence[LeftOut] = ()
-    """Of each of the shards, with their last groups."""
+    """One entry per shard, in the last message."""
     holds_all: bool = False
-    """One of them cannot look groups up."""
+    """A shard of an earlier version, which cannot look groups up, is among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAway:
-    """Pool shards that hold groups and do not answer."""
+    """Unreachable pool shards that hold groups."""
 
     shards: frozenset[str]
     unread: frozenset[str] = frozenset()
-    """Those of them that have not been read in this term."""
+    """Those that have not been read in this term."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,22 +273,21 @@ class Tagged:
     """The groups of a tag."""
 
     task_ids: Sequence[str]
-    """Of those in memory, in the order they were submitted."""
+    """Tasks in memory, in the order of submission."""
     shards: frozenset[str]
-    """Pool shards that may have others, which are settled and not held."""
+    """Pool shards that may have settled groups that are not in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewGroups:
-    """Answered by a GroupView each; groups that are not in memory any more are left out."""
+    """Answered by a GroupView for each group in memory."""
 
     task_ids: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class NoteHead:
-    """To the ledger, which writes into the term record what the queue answers: an index below which
-    every group is consumed."""
+    """Asks the queue for `lowest_pending`, and stores it in the term record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,31 +297,33 @@ class GetStatus:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """The timer of the queue fired."""
 
 
-# To the registrar
+# To submissions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """Answered by how many were new, once they are durable."""
+    """Answered by the number of new tasks, once they are durable."""
 
     tasks: Mapping[str, common_pb2.Task]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReserveIndices:
-    """A shard that joined has groups: no new one gets an index below these, by purpose."""
+    """Lower bounds of new queue indices, by purpose: shards that joined have groups below them."""
 
     next_index: Mapping[int, int]
 
 
-# To the ledger
+# To commits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitBatch:
+    """Commits a batch under an optimizer step."""
+
     batch_id: str
     step: int
     task_ids: Sequence[str]
@@ -320,11 +331,13 @@ class CommitBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseBatch:
+    """Returns a batch."""
+
     batch_id: str
     reasons: Mapping[str, str] = field(default_factory=dict)
     """By task id, why a group is tombstoned; the others go back."""
     reason: str = ""
-    """The same of all of them."""
+    """The same for all groups of the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,33 +349,35 @@ class Rewind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetActivity:
-    """Pause, drain or resume; to the ledger, which writes it down and tells the queue."""
+    """Pause, drain or resume: stored in the term record, then applied by the queue."""
 
     activity: Activity
 
 
-# To the archivist
+# To outcome_writer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fate:
+class FinalState:
+    """State of a group that ended in the queue."""
+
     task_id: str
     state: common_pb2.GroupState.ValueType
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreFates:
-    """Groups tombstoned or evaluated, by shard, to be stored once it answers."""
+class StoreFinalStates:
+    """Groups tombstoned or evaluated, by pool shard."""
 
-    fates: Mapping[str, Sequence[Fate]]
+    final_states: Mapping[str, Sequence[FinalState]]
 
 
-# To the inspector
+# To expired_leases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inspect:
-    """Attempts whose claims have ended, by shard: ask the pool what became of them."""
+class CheckExpired:
+    """Attempts whose leases expired, by pool shard: read them from the pool."""
 
     trajectory_ids: Mapping[str, Sequence[str]]

@@ -1,17 +1,15 @@
-"""Groups that are over: how many are held, and how the others are found.
+"""Settled groups: the bound on those in memory, and look-ups of the others.
 
-Owns the bound on settled groups in memory, and what is asked about those beyond it. One that is
-not held, for it was settled long ago or a scan left it out, has its share of the counters; its
-record is in the pool, where a duplicate of it, a late report and a repeated commit are looked up. A
-list of groups (`services.scheduler.group_listing`) and a rewind that takes it back read it there,
-too.
+Owns that bound and the questions to the pool about groups beyond it. Such a group counts, but only
+the pool has its record: duplicate submissions, late reports and repeated commits look it up there.
+Lists (`services.scheduler.group_listing`) and rewinds read it there, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from forge.core.queue.group_ledger import Books
+from forge.core.queue.group_ledger import GroupLedger
 from services.scheduler.state.messages import LookedUp, LookUp, Tagged
 from services.scheduler.state.stored_group import StoredGroup
 from services.scheduler.state.task_catalog import Catalog
@@ -19,40 +17,39 @@ from services.scheduler.validation import digest_of
 
 
 class SettledGroups:
-    """Of one term."""
+    """The settled groups of one term."""
 
-    def __init__(self, books: Books, catalog: Catalog, *, most: float) -> None:
-        """`most`: groups held that were trained on, and as many others."""
-        self._books = books
+    def __init__(self, ledger: GroupLedger, catalog: Catalog, *, most: float) -> None:
+        """`most`: trained groups in memory, and as many other settled groups."""
+        self._ledger = ledger
         self._catalog = catalog
         self._most = most
         self._holds_all = False
 
     def hold_all(self) -> None:
-        """From now on: a pool shard cannot look groups up."""
+        """Keep all groups from now on, because a pool shard cannot look groups up."""
         self._holds_all = True
 
     def forget(self) -> None:
-        """Let go of what is beyond the bound."""
+        """Remove groups beyond the bound from memory."""
         if not self._holds_all:
-            for group in self._books.forget(most=self._most):
+            for group in self._ledger.forget(most=self._most):
                 self._catalog.forget(group.spec.task_id)
 
     def missing(
         self, task_ids: Iterable[str], looked_up: LookedUp, *, batch_id: str = ""
     ) -> LookUp | None:
-        """What the pool has to be asked before it is known which of the tasks have settled groups,
-        and which step committed the batch; None for nothing more."""
-        shards = self._books.forgotten_shards
-        unheld = (task_id for task_id in task_ids if task_id not in self._books)
+        """The look-up that is needed to know which tasks have settled groups and which step
+        committed the batch; None if all is known."""
+        shards = self._ledger.forgotten_shards
+        unheld = (task_id for task_id in task_ids if task_id not in self._ledger)
         unknown = tuple(task_id for task_id in unheld if task_id not in looked_up.task_ids)
         if not shards or not (unknown or (batch_id and batch_id not in looked_up.batch_ids)):
             return None
         return LookUp(task_ids=unknown, batch_ids=(batch_id,) if batch_id else (), shards=shards)
 
     def is_known(self, task_id: str, digest: bytes, looked_up: LookedUp) -> bool | None:
-        """Whether the content of a task that was accepted before is the same; None for a new
-        one."""
+        """Whether an accepted task has the same content; None for a new task."""
         known = self._catalog.digest(task_id)
         if known is None and task_id in looked_up.groups:
             record = looked_up.groups[task_id]
@@ -60,17 +57,17 @@ class SettledGroups:
         return None if known is None else known == digest
 
     def held(self, task_ids: Iterable[str]) -> Iterator[str]:
-        return (task_id for task_id in task_ids if task_id in self._books)
+        """Tasks whose groups are in memory."""
+        return (task_id for task_id in task_ids if task_id in self._ledger)
 
     def tagged(self, tag: str) -> Tagged:
-        """What is held of a tag, of every task for no tag, and the shards with groups beyond."""
-        return Tagged(task_ids=self._catalog.tagged(tag), shards=self._books.forgotten_shards)
+        """Tasks of a tag, or all tasks without a tag, and the shards that may have more."""
+        return Tagged(task_ids=self._catalog.tagged(tag), shards=self._ledger.forgotten_shards)
 
     def recall(self, groups: Iterable[StoredGroup], *, after: int) -> None:
-        """Hold again what was trained after a step: all of it, of the shards that
-        `Books.shards_to_recall` names."""
+        """Restore groups trained after a step, see `GroupLedger.recall`."""
         by_task = {stored.group.spec.task_id: stored for stored in groups}
-        recalled = self._books.recall((each.group for each in by_task.values()), after=after)
+        recalled = self._ledger.recall((each.group for each in by_task.values()), after=after)
         for group in recalled:
             stored = by_task[group.spec.task_id]
             self._catalog.enter((group.spec.task_id,), (stored.entry,), (stored.tag,))

@@ -1,8 +1,8 @@
-"""Why nothing has been trained on for long, and what to do.
+"""Stalls: the cause of a long time without training, and a remedy.
 
-Owns the facts that only time tells (`Watch`), and the one place where they become a cause and a
-text (`why`). GetSchedulerStatus, `forge run` and the log show the same. No clock: times are passed
-in, by the queue's clock.
+Owns the events since the last progress (`Watch`), and the one conversion of facts into a cause and
+a text (`why`), which GetSchedulerStatus, `forge run` and the log show. Times come from the queue's
+clock.
 """
 
 from __future__ import annotations
@@ -15,54 +15,56 @@ from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import Phase, RolloutPhase
 
 HEARD_S = 60.0
-"""A runner or trainer that has not called for so long is not there: each calls at least every 30 s
-(`max_wait_s`), or renews."""
+"""A runner or trainer without a call for this long counts as absent: each calls or renews at least
+every 30 s (`max_wait_s`)."""
 REASON_CHARS = 200
 KEPT_REASONS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
+    """A cause, and a text with a remedy."""
+
     cause: str
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The oldest group that is not consumed, while it runs."""
+    """The group at the head of the window, while it runs."""
 
     task_id: str
     index: int
     open_rollouts: int
     failures: int
-    """Of those rollouts, by their own doing."""
+    """Failures of these rollouts that count against the task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """The queue at one moment; counts of groups unless said otherwise."""
+    """The queue at one moment; numbers count groups unless noted otherwise."""
 
     idle_s: float
-    """Since a batch was committed or an evaluation group ended."""
+    """Since a batch was committed or an evaluation group finished."""
     activity: Activity = Activity.RUNNING
     waiting: int = 0
-    """Pending, of both purposes."""
+    """Pending groups of both purposes."""
     queued: int = 0
     running: int = 0
     complete_in_window: int = 0
     assigned: int = 0
-    """Of these: groups assigned to the next batch, which waits for others."""
+    """Groups of these that are assigned to the open batch."""
     complete_outside_window: int = 0
     rollouts: int = 0
-    """Attempts that are with runners."""
+    """Leased attempts."""
     runner_silent_s: float = 0.0
     trainer_silent_s: float = 0.0
     batch: tuple[str, str, float] | None = None
-    """Trainer, batch id and age in seconds of a batch that is out."""
+    """Trainer, batch id and age in seconds of a leased batch."""
     away: frozenset[str] = frozenset()
-    """Pool shards that do not answer."""
+    """Unreachable pool shards."""
     tombstoned: int = 0
-    """Since the last progress, as the two below."""
+    """Since the last progress, like the fields below."""
     tombstone_reason: str = ""
     faults: int = 0
     """Attempts that the infrastructure ended."""
@@ -71,8 +73,8 @@ class Facts:
 
 
 def head_of(queue: GenerationQueue) -> Head | None:
-    """The group that holds the head, if it runs."""
-    group = queue.books.window.head_group
+    """The group at the head, if it runs."""
+    group = queue.window.head_group
     if group is None or group.phase is not Phase.RUNNING:
         return None
     unsealed = [each for each in group.rollouts if each.phase is not RolloutPhase.SEALED]
@@ -85,7 +87,7 @@ def head_of(queue: GenerationQueue) -> Head | None:
 
 
 class Watch:
-    """What has happened since the last progress."""
+    """Events since the last progress."""
 
     def __init__(self) -> None:
         self._progress_s: float | None = None
@@ -96,31 +98,34 @@ class Watch:
         self._faults = 0
         self._fault_reason = ""
         self.all_faults = 0
-        """Of this leader's term."""
+        """Faults of the term."""
 
     def began(self, now_s: float) -> None:
-        """The term: who is there is not known yet. Repeated, it changes nothing."""
+        """The term began; runners and trainers have not called yet. Idempotent."""
         if self._progress_s is None:
             self._progress_s = self._runner_s = self._trainer_s = now_s
 
     def progressed(self, now_s: float) -> None:
-        """A batch was committed, or an evaluation group ended."""
+        """A batch was committed, or an evaluation group finished."""
         self._progress_s = now_s
         self._tombstones.clear()
         self._faults, self._fault_reason = 0, ""
 
     def runner_called(self, now_s: float) -> None:
+        """A runner asked for rollouts or renewed."""
         self._runner_s = now_s
 
     def trainer_called(self, now_s: float) -> None:
+        """A trainer asked for a batch or renewed."""
         self._trainer_s = now_s
 
     def batch_taken(self, trainer_id: str, batch_id: str, now_s: float) -> None:
-        """Handed out, or again to the trainer that has it."""
+        """A batch was leased, or returned again to its trainer."""
         if self._batch is None or self._batch[1] != batch_id:
             self._batch = (trainer_id, batch_id, now_s)
 
     def tombstoned(self, reason: str) -> None:
+        """A group was tombstoned."""
         if len(self._tombstones) < KEPT_REASONS or reason in self._tombstones:
             self._tombstones[reason] += 1
         else:
@@ -133,14 +138,15 @@ class Watch:
         self._fault_reason = reason
 
     def idle_s(self, now_s: float) -> float:
+        """Time since the last progress."""
         return now_s - self._progress_s if self._progress_s is not None else 0.0
 
     def batch_out(self) -> str:
-        """The id of the batch handed out last; it may have come back since."""
+        """The id of the last leased batch, which may have ended since."""
         return self._batch[1] if self._batch else ""
 
     def facts(self, now_s: float, *, batch_is_out: bool, **counts: object) -> Facts:
-        """With what the queue itself knows, as the fields of `Facts`."""
+        """`counts`: the fields of `Facts` that the queue knows."""
         reasons = self._tombstones.most_common(1)
         batch = self._batch if batch_is_out else None
         known: dict[str, object] = {
@@ -157,7 +163,7 @@ class Watch:
 
 
 def why(facts: Facts, *, after_s: float) -> Stall | None:
-    """None while there was progress within `after_s`, or nothing waits to be trained on."""
+    """The cause; None if there was progress within `after_s`, or no group waits."""
     if facts.idle_s < after_s:
         return None
     if not facts.waiting:

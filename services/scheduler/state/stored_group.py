@@ -1,7 +1,7 @@
-"""A group as the pool has it, taken apart into what a leader's term is rebuilt from.
+"""A stored group of the pool, decoded for the rebuild of a term.
 
-Owns the way from the pool's messages to the core's groups. What is taken out is small, and no
-message is kept.
+Owns the conversion of the pool's messages into groups of the core. It keeps no message, to save
+memory.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _ATTEMPTS = {
 
 
 class StoredGroup(NamedTuple):
-    """What an earlier term left of a group."""
+    """A group of an earlier term."""
 
     group: Group
     place: int
-    """In the order of the queue, over both purposes."""
+    """Order of restoring, over both purposes."""
     entry: Entry
-    """Of the catalog."""
+    """Its entry in the catalog."""
     tag: str
     outcomes: Sequence[float]
-    """Of the rollouts that count in progress, the latest first: when it was sealed (Unix time,
-    seconds), then its outcome."""
+    """Two numbers for each rollout that counts as progress, the newest first: Unix time of its seal
+    in seconds, and its outcome."""
     at_rest: bool
-    """Over, or not begun: nothing is to be found out about it."""
+    """Settled, or without any attempt."""
     settled_unix_s: float
-    """When it was settled; 0 for one that is not, and for one that the pool cannot read."""
+    """When it was settled; 0 if it is not, or if the pool cannot read it."""
 
 
 def new_group(record: common_pb2.GroupRecord) -> Group:
-    """A group nobody has sampled yet."""
+    """A group without attempts."""
     return Group(_spec(record))
 
 
 def stored_group(response: pool_pb2.ScanGroupsResponse, *, counted: bool = False) -> StoredGroup:
-    """A group as an earlier term left it; `counted`: the outcomes of settled groups are counted
-    elsewhere."""
+    """A group of an earlier term; `counted`: the shard's counters have the outcomes of settled
+    groups."""
     record = response.group
     group = Group(_spec(record))
     if response.trajectories:

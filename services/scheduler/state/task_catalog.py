@@ -1,8 +1,7 @@
-"""The tasks behind the groups: what was submitted, found again by id and by tag.
+"""The submitted tasks of the groups in memory, by id and by tag.
 
-Owns the messages; the queue knows groups by id alone. The payload of a group is kept for as long
-as a runner may ask for it, and the task for as long as the group is held, so that memory follows
-what is open and not what was ever done.
+Owns the task messages; the queue has ids only. A payload stays while runners may ask for it, and a
+task while its group is in memory, so memory follows the open groups.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class Entry:
 
     @classmethod
     def of(cls, task: common_pb2.Task, *, digest: bytes, payload: bool = True) -> Entry:
-        """`digest` is of the task as it was submitted, b"" when `task` is that; without `payload`,
-        `task` loses it."""
+        """`digest` of the submitted task; b"" if `task` is that task. Without `payload`, removes it
+        from `task`."""
         digest = digest or digest_of(task)
         if not payload:
             task.payload_json = ""
@@ -42,18 +41,18 @@ class Entry:
 
 
 class Catalog:
-    """Every task of the queue."""
+    """The tasks of one term."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._tags: defaultdict[str, dict[str, None]] = defaultdict(dict)
 
     def add(self, task: common_pb2.Task, *, digest: bytes = b"") -> None:
-        """`digest` is of the task as it was submitted: the pool may have freed its payload."""
+        """`digest` of the submitted task, because the pool may have freed its payload."""
         self.enter((task.task_id,), (Entry.of(task, digest=digest),), (task.tag,))
 
     def enter(self, task_ids: Sequence[str], entries: Sequence[Entry], tags: Sequence[str]) -> None:
-        """Tasks by id, with the tag of each."""
+        """Add tasks, with the entry and the tag of each."""
         self._entries.update(zip(task_ids, entries, strict=True))
         for task_id, tag in zip(task_ids, tags, strict=True):
             if tag:
@@ -65,17 +64,18 @@ class Catalog:
         return entry.digest if entry else None
 
     def task(self, task_id: str) -> common_pb2.Task:
+        """A copy, with its payload unless it was dropped."""
         return common_pb2.Task.FromString(self._entries[task_id].task)
 
     def drop_payload(self, task_id: str) -> None:
-        """Nobody will sample it any more."""
+        """The group will not be sampled again."""
         entry = self._entries[task_id]
         task = common_pb2.Task.FromString(entry.task)
         task.payload_json = ""
         self._entries[task_id] = Entry(entry.digest, task.SerializeToString())
 
     def forget(self, task_id: str) -> None:
-        """Let go of a task."""
+        """Remove a task."""
         tag = common_pb2.Task.FromString(self._entries.pop(task_id).task).tag
         if tag:
             del self._tags[tag][task_id]
@@ -83,16 +83,16 @@ class Catalog:
                 del self._tags[tag]
 
     def tagged(self, tag: str) -> Sequence[str]:
-        """Task ids in the order they were added; every task for no tag."""
+        """Task ids in the order of `enter`; every task without a tag."""
         return tuple(self._tags.get(tag, ()) if tag else self._entries)
 
     def record(self, group: Group) -> common_pb2.GroupRecord:
-        """The group as others see it, without the payload."""
+        """The record of a group for clients, without its payload."""
         return record_of(group, self.task(group.spec.task_id))
 
 
 def record_of(group: Group, task: common_pb2.Task) -> common_pb2.GroupRecord:
-    """A group and its task as others see them; `task` loses its payload."""
+    """The record of a group for clients; removes the payload from `task`."""
     task.payload_json = ""
     return common_pb2.GroupRecord(
         task=task,

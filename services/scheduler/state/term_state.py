@@ -1,8 +1,7 @@
-"""All that one leader's term keeps in memory, as one thing.
+"""The state of one leader's term in memory.
 
-Owns how the generation queue, the tasks behind it and the progress fit together, and the
-translation between messages and the pure core. No waiting, no clock, no I/O: the queue actor
-brings those.
+Owns how the generation queue, its tasks and the progress work together, and the translation between
+messages and the pure core. No waiting, no clock, no I/O: those are the queue actor's.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from services.scheduler.state.dynamic_sampling import EqualRewards
 from services.scheduler.state.earlier_groups import EarlierGroups
 from services.scheduler.state.messages import (
     BatchView,
-    Fate,
+    FinalState,
     FindNew,
     Grant,
     GroupView,
@@ -41,17 +40,17 @@ from services.scheduler.state.task_catalog import Catalog
 from services.scheduler.validation import digest_of
 
 MAX_GRANT_BYTES = 3 << 20
-"""Of the tasks in one answer, which must fit one gRPC message."""
+"""Most bytes of tasks in one answer, below the limit of a gRPC message."""
 RETRY_FULL_S = 5.0
 
-_FATES = {
+_FINAL_STATES = {
     Phase.TOMBSTONED: common_pb2.GROUP_STATE_TOMBSTONED,
     Phase.EVALUATED: common_pb2.GROUP_STATE_EVALUATED,
 }
 
 
 class TermState:
-    """The queue of one term, with the tasks behind it."""
+    """The queue of one term and its tasks."""
 
     def __init__(
         self,
@@ -62,30 +61,30 @@ class TermState:
         stall_after_s: float = math.inf,
         most_settled: float = math.inf,
     ) -> None:
-        """`most_settled`: groups trained on that are held, and as many others that are over."""
+        """`most_settled`: trained groups in memory, and as many other settled groups."""
         self.queue = queue
         self.watch = Watch()
         self.stall_after_s = stall_after_s
         self._unread: frozenset[str] = frozenset()
         """Pool shards that have not been read in this term."""
         self.catalog = Catalog()
-        self.settled = SettledGroups(queue.books, self.catalog, most=most_settled)
+        self.settled = SettledGroups(queue.ledger, self.catalog, most=most_settled)
         self.progress = Progress()
         self._max_pending = max_pending
-        self.equal = EqualRewards(queue.books, enabled=skip_equal_rewards)
+        self.equal = EqualRewards(queue.ledger, enabled=skip_equal_rewards)
         self.earlier = EarlierGroups(queue, self.catalog, self.settled, self.progress, self.equal)
 
     # Groups
 
     def add(self, record: common_pb2.GroupRecord, group: Group, *, now_s: float) -> None:
-        """A new group that is stored in the pool; one that is known is passed over."""
-        if group.spec.task_id in self.queue.books:
+        """Add a new group that is stored in the pool, unless it is in memory."""
+        if group.spec.task_id in self.queue.ledger:
             return
         self.catalog.add(record.task, digest=record.task_digest)
         self.queue.add(group, now_s=now_s)
 
     def find_new(self, ask: FindNew) -> list[common_pb2.Task] | LookUp:
-        """Those not known. Raises InvalidArgument for a known id with other content."""
+        """The new tasks. Raises InvalidArgument for a known id with different content."""
         asked = (task_id for task_id in ask.tasks if task_id not in ask.uncertain)
         if missing := self.settled.missing(asked, ask.looked_up):
             return missing
@@ -99,10 +98,10 @@ class TermState:
                     f"task_id {task_id!r} was submitted before with different content"
                 )
         if fresh:
-            # The shard may hold them: they would be sampled and trained on twice.
+            # An unread shard may hold them: they would be sampled and trained on twice.
             self.check_all_read()
-        books = self.queue.books.status()
-        pending = books.pending + books.eval_pending
+        totals = self.queue.ledger.totals()
+        pending = totals.pending + totals.eval_pending
         if fresh and pending + len(fresh) > self._max_pending:
             raise ResourceExhausted(
                 f"{pending} groups are pending and max_queued_groups is {self._max_pending}: "
@@ -112,8 +111,8 @@ class TermState:
         return fresh
 
     def view(self, task_ids: Iterable[str]) -> tuple[GroupView, ...]:
-        """Those that are not held are left out."""
-        groups = map(self.queue.books.group, self.settled.held(task_ids))
+        """The groups that are in memory."""
+        groups = map(self.queue.ledger.group, self.settled.held(task_ids))
         return tuple(
             GroupView(record=self.catalog.record(group), trajectory_ids=group.sealed_ids())
             for group in groups
@@ -123,13 +122,13 @@ class TermState:
         """Raises NotFound for an unknown task."""
         found: defaultdict[str, list[str]] = defaultdict(list)
         for task_id in task_ids:
-            found[self.queue.books.group(task_id).spec.shard].append(task_id)
+            found[self.queue.ledger.group(task_id).spec.shard].append(task_id)
         return dict(found)
 
-    def take_fates(self, *, now_s: float) -> list[tuple[str, Fate]]:
-        """What became of groups since the last call, with the shard each is on."""
-        fates = []
-        for group in self.queue.books.settled():
+    def take_final_states(self, *, now_s: float) -> list[tuple[str, FinalState]]:
+        """Groups tombstoned or evaluated since the last call, each with its pool shard."""
+        final_states = []
+        for group in self.queue.ledger.settled():
             task_id = group.spec.task_id
             self.catalog.drop_payload(task_id)
             self.equal.settled(group)
@@ -139,24 +138,25 @@ class TermState:
                 log.warning("group_tombstoned", task_id=task_id, reason=group.reason)
             else:
                 self.watch.progressed(now_s)
-            fate = Fate(task_id=task_id, state=_FATES[group.phase], reason=group.reason)
-            fates.append((group.spec.shard, fate))
+            final_state = FinalState(
+                task_id=task_id, state=_FINAL_STATES[group.phase], reason=group.reason
+            )
+            final_states.append((group.spec.shard, final_state))
         self.settled.forget()
-        return fates
+        return final_states
 
     # Shards
 
     def set_away(self, shards: frozenset[str], *, unread: frozenset[str], now_s: float) -> None:
-        """`unread`: those of them that have not been read in this term."""
-        self.queue.books.away = shards
+        """`unread`: those that have not been read in this term."""
+        self.queue.set_away(shards)
         was_unread, self._unread = self._unread, unread
         if was_unread and not unread:
-            self.queue.books.window.all_known()
-            self.queue.rollouts.all_read(now_s=now_s)
+            self.queue.all_read(now_s=now_s)
 
     def unread_error(self, what: str) -> Unavailable | None:
-        """What to answer instead of `what`, a task that is not known; None when all shards have
-        been read."""
+        """Error for an unknown task, `what`, which an unread shard may have; None if every shard
+        was read."""
         if not self._unread:
             return None
         names = ", ".join(sorted(self._unread))
@@ -165,7 +165,7 @@ class TermState:
     def check_read(self, task_ids: Iterable[str]) -> None:
         """Raises Unavailable for a task that may be on a shard that has not been read."""
         for task_id in task_ids:
-            if task_id not in self.queue.books and (
+            if task_id not in self.queue.ledger and (
                 error := self.unread_error(f"task_id {task_id!r} is not known")
             ):
                 raise error
@@ -178,7 +178,7 @@ class TermState:
     # Rollouts
 
     def grant(self, *, runner_id: str, max_rollouts: int, now_s: float) -> tuple[Grant, ...]:
-        """The next rollouts, as many as fit one answer."""
+        """The next rollouts, up to the size of one answer."""
         grants: list[Grant] = []
         size_bytes = 0
         while len(grants) < max_rollouts and size_bytes < MAX_GRANT_BYTES - MAX_PAYLOAD_BYTES:
@@ -192,14 +192,14 @@ class TermState:
                     trajectory_id=claims[0].trajectory_id,
                     rollout_index=claims[0].rollout_index,
                     failures=claims[0].failures,
-                    pool_shard=self.queue.books.group(task.task_id).spec.shard,
+                    pool_shard=self.queue.ledger.group(task.task_id).spec.shard,
                     task=task,
                 )
             )
         return tuple(grants)
 
     def renew(self, lease_ids: Iterable[str], *, now_s: float) -> tuple[str, ...]:
-        """The ids that are lost."""
+        """The ids of lost leases."""
         rollouts = self.queue.rollouts
         renew = rollouts.renew_unread if self._unread else rollouts.renew
         return tuple(lease for lease in lease_ids if not renew(lease, now_s=now_s))
@@ -207,7 +207,7 @@ class TermState:
     def locate(
         self, trajectory_ids: Iterable[str], looked_up: LookedUp
     ) -> dict[str, list[str]] | LookUp:
-        """The ids by pool shard, without those of settled groups that are not held. Raises
+        """The ids by pool shard, without those of settled groups that only the pool has. Raises
         NotFound."""
         ids = tuple(trajectory_ids)
         tasks = (parse_trajectory_id(trajectory_id).task_id for trajectory_id in ids)
@@ -221,9 +221,8 @@ class TermState:
         return dict(found)
 
     def settle(self, report: Report, *, now_s: float) -> None:
-        """An attempt ended, and this is what the pool holds of it; for a group that is not held any
-        more, that changes nothing."""
-        if parse_trajectory_id(report.trajectory_id).task_id not in self.queue.books:
+        """Apply the end of an attempt; changes nothing if its group is no longer in memory."""
+        if parse_trajectory_id(report.trajectory_id).task_id not in self.queue.ledger:
             return
         summary = report.summary
         if summary is not None and summary.state == common_pb2.TRAJECTORY_STATE_SEALED:
@@ -236,7 +235,9 @@ class TermState:
         if report.silent:
             kind = self.queue.rollouts.lapse(report.trajectory_id, now_s=now_s)
             if kind is not None:
-                self._failed(report.trajectory_id, kind, "its claim ended, its runner is silent")
+                self._failed(
+                    report.trajectory_id, kind, "its lease expired, and its runner is silent"
+                )
             return
         reason = report.error or "it ended without a sealed trajectory"
         failed = self.queue.rollouts.fail(
@@ -256,14 +257,11 @@ class TermState:
         log.info("rollout_failed", trajectory_id=trajectory_id, kind=kind.value, reason=reason)
 
     def expire(self, now_s: float) -> dict[str, list[str]]:
-        """Take back late batches; the attempts to look up, by pool shard.
-
-        Those on a shard that is away keep their place until it answers.
-        """
+        """Take back late batches. Returns the attempts to look up, by reachable pool shard."""
         expired: defaultdict[str, list[str]] = defaultdict(list)
         for trajectory_id in self.queue.expire(now_s):
             shard = self.queue.rollouts.group_of(trajectory_id).spec.shard
-            if shard not in self.queue.books.away:
+            if shard not in self.queue.ledger.away:
                 expired[shard].append(trajectory_id)
         return dict(expired)
 
@@ -279,6 +277,7 @@ class TermState:
     # Batches
 
     def take(self, *, trainer_id: str, max_groups: int, now_s: float) -> BatchView | None:
+        """The batch that the trainer holds, or a new one, or None for now."""
         batch = self.queue.take(trainer_id=trainer_id, max_groups=max_groups, now_s=now_s)
         if batch is None:
             return None
@@ -286,11 +285,12 @@ class TermState:
         return BatchView(batch_id=batch.batch_id, groups=self.view(batch.task_ids))
 
     def prepare_commit(self, ask: PrepareCommit, *, now_s: float) -> dict[str, list[str]] | LookUp:
+        """Task ids by pool shard to store as TRAINED; see `Batches.prepare_commit`."""
         batches, looked_up = self.queue.batches, ask.looked_up
         if batches.get(ask.batch_id) is None:
             known = batches.committed_by(ask.batch_id) is not None
-            unheld = any(task_id not in self.queue.books for task_id in ask.task_ids)
-            # Where all groups are held, the batch was taken back, or is another leader's.
+            unheld = any(task_id not in self.queue.ledger for task_id in ask.task_ids)
+            # With all groups in memory, the batch was taken back, or another leader granted it.
             batch_id = "" if known or not (unheld or not ask.task_ids) else ask.batch_id
             if missing := self.settled.missing(ask.task_ids, looked_up, batch_id=batch_id):
                 return missing
@@ -305,26 +305,28 @@ class TermState:
         return self.by_shard(prepared)
 
     def commit(self, batch_id: str, *, step: int, now_s: float) -> None:
+        """The groups of a batch are stored as TRAINED."""
         self.queue.batches.commit(batch_id, step=step)
         self.watch.progressed(now_s)
 
     def shards_to_recall(self, step: int) -> frozenset[str]:
-        """Pool shards to read for `recall` before a rewind to `step` is prepared; none when all
-        that it takes back is held. Raises Unavailable, as `prepare_rewind` does."""
+        """Pool shards to read before a rewind to `step` is prepared, for `SettledGroups.recall`.
+        Raises Unavailable, as `prepare_rewind` does."""
         self.check_all_read()
-        return self.queue.books.shards_to_recall(step)
+        return self.queue.ledger.shards_to_recall(step)
 
     def prepare_rewind(self, step: int) -> RewindPlan:
-        """Raises Unavailable while a shard has not been read: it may have groups to take back."""
+        """Raises Unavailable while a pool shard is unread, which may have groups of later steps."""
         self.check_all_read()
         undone = self.queue.batches.prepare_rewind(step)
-        books = self.queue.books
-        indices = [books.group(task_id).spec.index for task_id in undone]
+        ledger = self.queue.ledger
+        indices = [ledger.group(task_id).spec.index for task_id in undone]
         return RewindPlan(
             void_before=self.queue.batches.void_before,
             groups=self.by_shard(undone),
-            head=min([books.window.lowest_pending, *indices]),
+            head=min([self.queue.lowest_pending, *indices]),
         )
 
     def prepare_release(self, batch_id: str, *, now_s: float) -> dict[str, list[str]]:
+        """Task ids of a batch, by pool shard."""
         return self.by_shard(self.queue.batches.prepare_release(batch_id, now_s=now_s))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
+from forge.core.queue.adaptive import Adaptive
 from forge.core.queue.admission import Admission, Mode, QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import Group, Phase, RolloutPhase
@@ -41,7 +42,7 @@ class QueueInvariants(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        status = self.queue.books.status()
+        status = self.queue.ledger.totals()
         training = [one for one in self.pool.values() if not one.spec.evaluation]
         assert status.accepted == len(training)
         assert status.accepted == status.trained + status.tombstoned + status.pending
@@ -50,21 +51,21 @@ class QueueInvariants(RuleBasedStateMachine):
     @invariant()
     def only_what_is_settled_is_forgotten(self) -> None:
         """What is held and what is not are all groups there are."""
-        books = self.queue.books
-        forgotten = [task_id for task_id in self.pool if task_id not in books]
+        ledger = self.queue.ledger
+        forgotten = [task_id for task_id in self.pool if task_id not in ledger]
         assert all(self.gone[task_id].phase.consumed for task_id in forgotten)
-        assert books.held() + len(forgotten) == len(self.pool)
-        assert {self.pool[task_id].spec.shard for task_id in forgotten} <= books.forgotten_shards
+        assert ledger.held() + len(forgotten) == len(self.pool)
+        assert {self.pool[task_id].spec.shard for task_id in forgotten} <= ledger.forgotten_shards
 
     @invariant()
     def head_is_the_oldest_group_nobody_took(self) -> None:
         """Below it, all is consumed, in a batch, or assigned to the next one; and no more than
         `most_taken` is not consumed."""
-        window = self.queue.books.window
+        window = self.queue.window
         below = [g for g in self._training() if g.spec.index < window.head]
         untrained = [group for group in below if not group.phase.consumed]
         assert all(map(self._is_taken, untrained))
-        adaptive = self.queue.books.adaptive is not None
+        adaptive = isinstance(self.queue.selection, Adaptive)
         assert adaptive or len(untrained) <= window.most_taken
         # What the adaptive mode passed while W was larger counts on.
         if len(untrained) < window.most_taken:
@@ -72,7 +73,7 @@ class QueueInvariants(RuleBasedStateMachine):
 
     @invariant()
     def assigned_groups_are_complete_and_inside(self) -> None:
-        window = self.queue.books.window
+        window = self.queue.window
         assigned = [group for group in self._training() if window.is_assigned(group)]
         assert len(assigned) == window.assigned
         for group in assigned:
@@ -81,13 +82,13 @@ class QueueInvariants(RuleBasedStateMachine):
 
     @invariant()
     def window_counts_what_is_in_it(self) -> None:
-        status = self.queue.books.status()
+        status = self.queue.ledger.totals()
         complete = [
             group.spec.index
             for group in self._groups()
             if group.phase is Phase.COMPLETE and not group.spec.evaluation
         ]
-        edge = self.queue.books.window.edge
+        edge = self.queue.window.edge
         inside = [index for index in complete if index < edge]
         assert status.complete_in_window == len(inside)
         assert status.complete_outside_window == len(complete) - len(inside)
@@ -95,7 +96,7 @@ class QueueInvariants(RuleBasedStateMachine):
     @invariant()
     def announced_window_is_never_taken_back(self) -> None:
         """Only a rewind or another leader may; and it is no wider than W, or what was announced."""
-        window, (earlier, edge) = self.queue.books.window, self.announced
+        window, (earlier, edge) = self.queue.window, self.announced
         known = edge if window is earlier else 0
         assert window.edge >= known
         assert window.edge <= max(known, window.head + window.size)
@@ -104,7 +105,7 @@ class QueueInvariants(RuleBasedStateMachine):
     @invariant()
     def at_most_n_groups_run(self) -> None:
         running = [group for group in self._groups() if group.phase is Phase.RUNNING]
-        assert len(running) == self.queue.books.status().running <= self.settings.concurrency
+        assert len(running) == self.queue.ledger.totals().running <= self.settings.concurrency
         # A runner may go on with what an earlier leader gave it, whatever the limit.
         if not self.queue.rollouts.adopted:
             for domain, limit in self.settings.domain_limits.items():
@@ -117,7 +118,7 @@ class QueueInvariants(RuleBasedStateMachine):
     def look(self) -> Look:
         training = self._training()
         return Look(
-            edge=self.queue.books.window.edge,
+            edge=self.queue.window.edge,
             taken={group.spec.index for group in training if self._is_taken(group)},
             consumed={group.spec.index for group in training if group.phase.consumed},
             complete={g.spec.index for g in training if g.phase is Phase.COMPLETE},
@@ -137,7 +138,7 @@ class QueueInvariants(RuleBasedStateMachine):
 
     def _reach(self, taken: set[int], consumed: set[int]) -> int:
         """H+W, by the rule alone."""
-        window = self.queue.books.window
+        window = self.queue.window
         held = {group.spec.index for group in self._training()}
         head = passed = 0
         while head < self.next_index[False]:
@@ -150,8 +151,8 @@ class QueueInvariants(RuleBasedStateMachine):
 
     def check_reach(self, queued: set[Group]) -> None:
         """No group is passed by one that is W or N behind it, whatever the priorities."""
-        reach = min(self.queue.books.window.size, self.settings.concurrency)
-        if self.settings.domain_limits or self.queue.books.away:
+        reach = min(self.queue.window.size, self.settings.concurrency)
+        if self.settings.domain_limits or self.queue.ledger.away:
             return
         training = [group for group in queued if not group.spec.evaluation]
         left = [group.spec.index for group in training if group.phase is Phase.QUEUED]
@@ -162,32 +163,32 @@ class QueueInvariants(RuleBasedStateMachine):
     def check_ahead(self, queued: set[Group]) -> None:
         """The adaptive mode starts no more than can be trained on in time, but for those near the
         head, which others may have overtaken."""
-        books, adaptive = self.queue.books, self.queue.books.adaptive
+        ledger, adaptive = self.queue.ledger, self.queue.selection
         started = [g for g in queued if g.phase is not Phase.QUEUED and not g.spec.evaluation]
-        if adaptive is None or not started:
+        if not isinstance(adaptive, Adaptive) or not started:
             return
-        assert books.running_training() <= adaptive.running_limit
-        edge = books.window.head + adaptive.running_limit
+        assert ledger.counts.of(Phase.RUNNING) <= adaptive.running_limit
+        edge = ledger.window.head + adaptive.running_limit
         near = sum(group.spec.index < edge for group in started)
         if near < len(started):
-            assert books.untrained() - near <= adaptive.most_open, "it ran ahead"
+            assert ledger.counts.untrained - near <= adaptive.most_open, "it ran ahead"
 
     def check_admission(self, queued: set[Group]) -> None:
         """`ahead` starts nothing M places beyond the head; `window` nothing beyond N groups
         running or complete, but for those near the head. Of what was queued before a lease."""
-        books, settings = self.queue.books, self.settings
+        ledger, settings = self.queue.ledger, self.settings
         started = [g for g in queued if g.phase is not Phase.QUEUED and not g.spec.evaluation]
-        if books.adaptive is not None or not started:
+        if isinstance(self.queue.selection, Adaptive) or not started:
             return
-        head, n = books.window.head, settings.concurrency
+        head, n = ledger.window.head, settings.concurrency
         if settings.admission is Admission.AHEAD:
             assert max(group.place for group in started) < head + (settings.ahead or n)
         if settings.admission is Admission.WINDOW:
-            edge = head + min(books.window.size, n)
+            edge = head + min(ledger.window.size, n)
             near = sum(group.spec.index < edge for group in started)
             if near < len(started):
-                unfetched = books.complete() - books.window.assigned
-                assert books.running_training() + unfetched - near <= n
+                unfetched = ledger.counts.of(Phase.COMPLETE) - ledger.window.assigned
+                assert ledger.counts.of(Phase.RUNNING) + unfetched - near <= n
 
     def check_order(self, claims: tuple[RolloutClaim, ...]) -> None:
         """Evaluation first, then by index; nothing that could go out was passed over."""
@@ -197,14 +198,14 @@ class QueueInvariants(RuleBasedStateMachine):
             left = [
                 self._place(group, index)
                 for group in self._groups()
-                if group.phase is Phase.RUNNING and group.spec.shard not in self.queue.books.away
+                if group.phase is Phase.RUNNING and group.spec.shard not in self.queue.ledger.away
                 for index in range(group.spec.size)
                 if group.rollout(index).phase is RolloutPhase.READY
             ]
             assert not left or keys[-1] < min(left)
 
     def _key(self, claim: RolloutClaim) -> tuple[bool, float, int, int]:
-        return self._place(self.queue.books.group(claim.task_id), claim.rollout_index)
+        return self._place(self.queue.ledger.group(claim.task_id), claim.rollout_index)
 
     def _place(self, group: Group, rollout_index: int) -> tuple[bool, float, int, int]:
         return (not group.spec.evaluation, group.place, group.spec.index, rollout_index)
@@ -214,14 +215,14 @@ class QueueInvariants(RuleBasedStateMachine):
 
     def _group(self, task_id: str) -> Group:
         """As the queue has it, or had it when it let go of it."""
-        books = self.queue.books
-        return books.group(task_id) if task_id in books else self.gone[TaskId(task_id)]
+        ledger = self.queue.ledger
+        return ledger.group(task_id) if task_id in ledger else self.gone[TaskId(task_id)]
 
     def _training(self) -> list[Group]:
         return [group for group in self._groups() if not group.spec.evaluation]
 
     def _is_taken(self, group: Group) -> bool:
-        return group.phase is Phase.BATCHED or self.queue.books.window.is_assigned(group)
+        return group.phase is Phase.BATCHED or self.queue.window.is_assigned(group)
 
     def _head(self) -> int:
         waiting = [

@@ -23,7 +23,7 @@ class QueueTrainers(QueueInvariants):
 
     now_s: float
     term: int
-    """Of the leader in office; the fence that the pool asks for."""
+    """Fence of the current leader, which the pool checks."""
     held: dict[str, RolloutClaim]
     """What runners hold, or believe to hold."""
     batches: dict[str, tuple[str, tuple[TaskId, ...]]]
@@ -68,12 +68,12 @@ class QueueTrainers(QueueInvariants):
             return
         held = self.batches.get(trainer)
         if held is None or held[0] != batch.batch_id:
-            assert self.queue.books.activity is not Activity.PAUSED
+            assert self.queue.ledger.activity is not Activity.PAUSED
             self._check_batch(batch, size)
         self.batches[trainer] = (batch.batch_id, batch.task_ids)
 
     def _check_batch(self, batch: Batch, size: int) -> None:
-        away = self.queue.books.away
+        away = self.queue.ledger.away
         assert 0 < len(batch.task_ids) <= size
         assert len(set(batch.task_ids)) == len(batch.task_ids)
         for task_id in batch.task_ids:
@@ -83,7 +83,7 @@ class QueueTrainers(QueueInvariants):
             assert task_id not in self.trained
             sealed = {key[0] for key, state in durable.attempts.items() if state.name == "SEALED"}
             assert sealed == set(range(durable.spec.size)), "a partial group was handed out"
-            counted = self.queue.books.group(task_id).sealed_ids()
+            counted = self.queue.ledger.group(task_id).sealed_ids()
             assert len(counted) == durable.spec.size
 
     @rule(size=st.integers(1, 4))
@@ -149,8 +149,8 @@ class QueueTrainers(QueueInvariants):
         self, batch_id: str, step: int, task_ids: tuple[TaskId, ...]
     ) -> tuple[TaskId, ...]:
         """With what the pool says of groups that are not held."""
-        books, batches = self.queue.books, self.queue.batches
-        unheld = {task_id for task_id in task_ids if task_id not in books}
+        ledger, batches = self.queue.ledger, self.queue.batches
+        unheld = {task_id for task_id in task_ids if task_id not in ledger}
         trained = [
             one.step
             for one in self.pool.values()
@@ -215,13 +215,13 @@ class QueueTrainers(QueueInvariants):
     def _check_held(self, batch_id: str, task_ids: tuple[TaskId, ...]) -> None:
         assert batch_id not in self.revoked, "what a rewind took back is held again"
         for task_id in task_ids:
-            group = self.queue.books.group(task_id)
+            group = self.queue.ledger.group(task_id)
             assert (group.phase, group.batch_id) == (Phase.BATCHED, batch_id)
 
     @precondition(lambda self: self.batches)
     @rule(data=st.data(), wakes=st.booleans())
     def depose(self, data: st.DataObject, wakes: bool) -> None:
-        """The leader freezes before it has stored a commit, and another takes office."""
+        """The leader freezes before it has stored a commit, and another takes over."""
         batch_id, task_ids = self.batches[data.draw(st.sampled_from(sorted(self.batches)))]
         try:
             stored = self._prepare(batch_id, self.step + 1, task_ids)
@@ -251,7 +251,7 @@ class QueueTrainers(QueueInvariants):
             self.pool[task_id].phase = Phase.TOMBSTONED
         self.queue.batches.release(batch_id, dict.fromkeys(sorted(lost), "cannot be read"))
         for task_id in held:
-            phase = self.queue.books.group(task_id).phase
+            phase = self.queue.ledger.group(task_id).phase
             assert phase is (Phase.TOMBSTONED if task_id in lost else Phase.COMPLETE)
 
     @precondition(lambda self: self.batches)
@@ -268,12 +268,12 @@ class QueueTrainers(QueueInvariants):
 
     def _recall(self, step: int) -> None:
         """What is to be taken back and was let go of, as the pool has it."""
-        books = self.queue.books
+        ledger = self.queue.ledger
         later = [task for task, trained in self.trained.items() if trained > step]
-        shards = books.shards_to_recall(step)
+        shards = ledger.shards_to_recall(step)
         found = [self.pool[task_id] for task_id in later]
-        books.recall([one.restored() for one in found if one.spec.shard in shards], after=step)
-        assert all(task_id in books for task_id in later)
+        ledger.recall([one.restored() for one in found if one.spec.shard in shards], after=step)
+        assert all(task_id in ledger for task_id in later)
 
     @precondition(lambda self: self.step > 0)
     @rule(back=st.integers(1, 3))
@@ -293,7 +293,7 @@ class QueueTrainers(QueueInvariants):
         assert self.queue.batches.rewind(step) == len(trained)
         stored = {task for task, durable in self.pool.items() if durable.phase is Phase.TRAINED}
         assert stored == self.trained.keys(), "a step that never was is on record"
-        self.announced = self.queue.books.window, self.queue.books.window.edge
+        self.announced = self.queue.window, self.queue.window.edge
         self.step = step
         for batch_id, task_ids in self.batches.values():
             self.queue.batches.adopt(batch_id, task_ids, now_s=self.now_s)

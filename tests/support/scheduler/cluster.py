@@ -325,5 +325,5 @@ def ids_of(batch: scheduler_pb2.LeaseBatchResponse) -> list[str]:
     return [group.group.task.task_id for group in batch.groups]
 
 
-def assert_books_balance(status: scheduler_pb2.GetSchedulerStatusResponse) -> None:
+def assert_counts_balance(status: scheduler_pb2.GetSchedulerStatusResponse) -> None:
     assert status.accepted == status.trained + status.tombstoned + status.pending, status

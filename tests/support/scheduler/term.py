@@ -15,12 +15,12 @@ from forge.core.queue.generation_queue import GenerationQueue
 from forge.runtime.actor_system import ActorRef, ActorSystem
 from forge.runtime.supervision import Restart
 from forge.v1 import common_pb2, pool_pb2
-from services.scheduler.actors.commits import Ledger
-from services.scheduler.actors.expired_leases import Inspector
-from services.scheduler.actors.outcome_writer import Archivist
+from services.scheduler.actors.commits import CommitActor
+from services.scheduler.actors.expired_leases import ExpiredLeaseActor
+from services.scheduler.actors.outcome_writer import OutcomeWriter
 from services.scheduler.actors.queue import QueueActor
-from services.scheduler.actors.submissions import Registrar
-from services.scheduler.leadership.term import Office
+from services.scheduler.actors.submissions import SubmissionActor
+from services.scheduler.leadership.term import LeaderContext
 from services.scheduler.listening_clock import ListeningClock
 from services.scheduler.pool_shards import Change
 from services.scheduler.state.messages import Connect
@@ -174,9 +174,9 @@ class TermActors:
     """The actors of one term, wired as `Term` wires them."""
 
     queue: ActorRef
-    registrar: ActorRef
-    ledger: ActorRef
-    inspector: ActorRef
+    submissions: ActorRef
+    commits: ActorRef
+    expired_leases: ActorRef
 
     def __init__(
         self,
@@ -205,21 +205,25 @@ class TermActors:
     async def start(self) -> None:
         spawn = partial(self.system.spawn, restart=Restart(max_restarts=0))
         self.queue = await spawn(self.actor, name="queue")
-        self.registrar = await spawn(
-            lambda: Registrar(
+        self.submissions = await spawn(
+            lambda: SubmissionActor(
                 self.queue,
                 self.shards,
                 next_index={common_pb2.PURPOSE_TRAIN: 0, common_pb2.PURPOSE_EVAL: 0},
                 placeable=self.shards.live,
             ),
-            name="registrar",
+            name="submissions",
         )
-        self.ledger = await spawn(
-            lambda: Ledger(self.queue, self.shards, self.record), name="ledger"
+        self.commits = await spawn(
+            lambda: CommitActor(self.queue, self.shards, self.record), name="commits"
         )
-        self.inspector = await spawn(lambda: Inspector(self.queue, self.shards), name="inspector")
-        archivist = await spawn(lambda: Archivist(self.shards), name="archivist")
-        connect = Connect(own=self.queue, archivist=archivist, inspector=self.inspector)
+        self.expired_leases = await spawn(
+            lambda: ExpiredLeaseActor(self.queue, self.shards), name="expired_leases"
+        )
+        outcome_writer = await spawn(lambda: OutcomeWriter(self.shards), name="outcome_writer")
+        connect = Connect(
+            own=self.queue, outcome_writer=outcome_writer, expired_leases=self.expired_leases
+        )
         await self.queue.ask(connect, timeout_s=ASK_S)
 
     def actor(self) -> QueueActor:
@@ -228,12 +232,12 @@ class TermActors:
             self.state, clock=ListeningClock(self.clock), loop_time=lambda: self.loop_time_s
         )
 
-    def office(self) -> Office:
+    def leader(self) -> LeaderContext:
         """What calls need of this term, whose leadership holds."""
-        return Office(
+        return LeaderContext(
             leadership=FirmLeadership(),
             queue=self.queue,
-            registrar=self.registrar,
-            ledger=self.ledger,
+            submissions=self.submissions,
+            commits=self.commits,
             shards=self.shards,
         )

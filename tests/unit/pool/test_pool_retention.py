@@ -312,8 +312,8 @@ def test_a_new_scheduler_keeps_the_same_books_from_a_freed_pool(store):
     assert free_now(store, "a", "b", "c", "d", step=1).groups == 2
     after = scheduler_of(store)
     assert status_of(after, now_s=0.0) == status_of(before, now_s=0.0)
-    books = after.queue.books.status()
-    assert (books.accepted, books.trained, books.tombstoned, books.pending) == (4, 2, 1, 1)
+    totals = after.queue.ledger.totals()
+    assert (totals.accepted, totals.trained, totals.tombstoned, totals.pending) == (4, 2, 1, 1)
     assert after.find_new(FindNew(tasks=tasks)) == []
     tasks["a"].payload_json = "{}"
     with pytest.raises(InvalidArgument, match="'a' was submitted before with different"):

@@ -23,7 +23,7 @@ from tests.support.runtime.waiting import until
 from tests.support.scheduler.term import FakeShards
 
 
-class Office:
+class Election:
     """Leadership that a test ends."""
 
     fence = 1
@@ -43,16 +43,16 @@ class Coordinator:
     """Elects whoever stands when a test says so, and keeps one key."""
 
     def __init__(self) -> None:
-        self.offices: asyncio.Queue[Office] = asyncio.Queue()
+        self.elections: asyncio.Queue[Election] = asyncio.Queue()
         self.stored: Versioned | None = None
         self.stood = 0
 
     def discover(self, kind: str) -> None:
         return None
 
-    async def campaign(self, *_: Any, **__: Any) -> Office:
+    async def campaign(self, *_: Any, **__: Any) -> Election:
         self.stood += 1
-        return await self.offices.get()
+        return await self.elections.get()
 
     async def get(self, key: str) -> Versioned | None:
         return self.stored
@@ -115,11 +115,11 @@ async def test_deposed_leader_has_let_its_queue_go_when_it_stands_again(
             states.append(weakref.ref(self))
 
     monkeypatch.setattr(term, "TermState", Watched)
-    office = Office()
-    coordinator.offices.put_nowait(office)
+    election = Election()
+    coordinator.elections.put_nowait(election)
     await until(lambda: context.metadata["leader"] == "true")
     assert states[0]() is not None
-    office.over.set()
+    election.over.set()
     await until(lambda: coordinator.stood == 2)
     assert states[0]() is None
 
@@ -146,7 +146,7 @@ async def test_a_term_that_could_not_begin_leaves_the_copies_as_they_were(
     monkeypatch.setattr(Shards, "scan", scan)
     monkeypatch.setattr(Shards, "raise_fence", raise_fence)
     for _ in range(2):
-        coordinator.offices.put_nowait(Office())
+        coordinator.elections.put_nowait(Election())
     await until(lambda: context.metadata["leader"] == "true")
     assert failed == ["s1"]
     assert [since for shard, since in scanned if shard == "s0"][-1] == "known"

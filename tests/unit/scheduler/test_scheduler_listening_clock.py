@@ -32,8 +32,8 @@ async def test_set_clock_ends_no_claim_but_dates_the_sessions_that_follow(
     gateway whose clock is beyond its end refuses it."""
     keyring = Keyring.generate(tmp_path / "key")
     servicer = SchedulerServicer(SchedulerConfig(etcd="etcd:2379"), keyring, None)
-    servicer.office = term.office()
-    await term.registrar.ask(m.Submit(tasks={n: make_task(n) for n in "ab"}), timeout_s=ASK_S)
+    servicer.leader = term.leader()
+    await term.submissions.ask(m.Submit(tasks={n: make_task(n) for n in "ab"}), timeout_s=ASK_S)
     request = scheduler_pb2.LeaseRolloutsRequest(runner_id="r", max_rollouts=1)
     monkeypatch.setattr(time, "time", lambda: NOON_S)
     (before,) = (await servicer.LeaseRollouts(request, None)).leases
@@ -52,7 +52,7 @@ async def test_set_clock_ends_no_claim_but_dates_the_sessions_that_follow(
 
 async def test_pause_of_the_scheduler_ends_no_claim(term: TermActors, clock: Clock) -> None:
     """While it was stopped nobody could renew: claims last for as much longer, and no more."""
-    await term.registrar.ask(m.Submit(tasks={"a": make_task("a")}), timeout_s=ASK_S)
+    await term.submissions.ask(m.Submit(tasks={"a": make_task("a")}), timeout_s=ASK_S)
     ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
     (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
     clock.now_s = term.loop_time_s = 60.0

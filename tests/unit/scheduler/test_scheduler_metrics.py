@@ -24,7 +24,7 @@ def shown(name: str, **labels: str) -> float | None:
 
 
 async def test_instance_that_leads_no_more_shows_no_queue() -> None:
-    """Else its books, as they once were, would be added to those of the next leader."""
+    """Else a sum over instances would add its last counts to those of the next leader."""
     metrics.show(
         scheduler_pb2.GetSchedulerStatusResponse(
             accepted=5,

@@ -54,9 +54,9 @@ async def test_write_of_a_leader_that_was_deposed_is_for_another_to_make() -> No
     """FAILED_PRECONDITION would tell a trainer that its step is wrong, and an operator to give
     up; UNAVAILABLE sends both to the leader."""
     shards = PoolShards(None, FencedPool(), Asleep(), timeout_s=1.0)
-    with pytest.raises(Unavailable, match="does not lead any more"):
+    with pytest.raises(Unavailable, match="is no longer the leader"):
         await shards.set_states({"s0": [Change(task_id="a")]})
-    with pytest.raises(Unavailable, match="does not lead any more"):
+    with pytest.raises(Unavailable, match="is no longer the leader"):
         await shards.put("s0", [common_pb2.GroupRecord()])
 
 

@@ -169,7 +169,7 @@ def test_no_order_of_completion_breaks_the_bound(
     queue = GenerationQueue(rules)
     for index in range(len(order) + concurrency):
         queue.add(make_group(index), now_s=0.0)
-    window, step, announced = queue.books.window, 0, 0
+    window, step, announced = queue.window, 0, 0
     started: dict[str, int] = {}
     running: list[str] = []
     for now_s, choice in enumerate(order):
@@ -191,6 +191,6 @@ def test_no_order_of_completion_breaks_the_bound(
                 assert step - started[task_id] <= bound
                 assert int(task_id[1:]) < edge
             queue.batches.commit(taken.batch_id, step=step)
-        groups = (queue.books.group(f"t{index}") for index in range(window.head, window.edge))
+        groups = (queue.ledger.group(f"t{index}") for index in range(window.head, window.edge))
         oldest = [group.phase for group in groups if not group.phase.consumed][:batch]
         assert oldest.count(Phase.COMPLETE) < batch

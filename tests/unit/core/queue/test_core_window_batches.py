@@ -73,7 +73,7 @@ def test_group_at_the_far_edge_is_forbidden_even_when_complete() -> None:
     complete(queue, "a1", "a4", "a5")
     assert take(queue, 1) == ("a1",)
     assert take(queue, 2, trainer="other") == ()
-    status = queue.books.status()
+    status = queue.ledger.totals()
     assert (status.complete_in_window, status.complete_outside_window) == (0, 2)
 
 
@@ -82,11 +82,11 @@ def test_head_moves_only_when_its_own_group_is_consumed() -> None:
     queue = make_queue("aaaaaa", window=2)
     complete(queue, "a1", "a2")
     train(queue, 1, step=1)
-    assert queue.books.window.head == 0
+    assert queue.window.head == 0
     assert take(queue, 1) == ()
     queue.rollouts.complete("a0:0:0")
     train(queue, 1, step=2)
-    assert queue.books.window.head == 2
+    assert queue.window.head == 2
     assert take(queue, 1) == ("a2",)
 
 
@@ -167,9 +167,9 @@ def test_groups_of_a_shard_that_is_away_are_neither_taken_nor_waited_for() -> No
     for index, shard in enumerate(("s0", "s1", "s0", "s1")):
         queue.add(make_group("a", index, shard=shard), now_s=0.0)
     complete(queue, "a0", "a1", "a2")
-    queue.books.away = frozenset({"s1"})
+    queue.set_away(frozenset({"s1"}))
     assert take(queue, 3, now_s=9.0) == ("a0", "a2")
-    queue.books.away = frozenset()
+    queue.set_away(frozenset())
     assert take(queue, 1, trainer="other") == ("a1",)
 
 
@@ -181,7 +181,7 @@ def test_late_batch_goes_back_and_keeps_its_place() -> None:
     assert batch is not None
     queue.batches.renew(batch.batch_id, now_s=10.0)
     queue.expire(39.9)
-    assert queue.books.group("a0").phase is Phase.BATCHED
+    assert queue.ledger.group("a0").phase is Phase.BATCHED
     queue.expire(40.0)
     with pytest.raises(NotFound, match=batch.batch_id):
         queue.batches.renew(batch.batch_id, now_s=40.0)
@@ -207,7 +207,7 @@ def test_batch_of_an_earlier_leader_is_committed_by_its_groups() -> None:
     prepared = queue.batches.prepare_commit("batch-0-0", step=3, task_ids=("a0", "a1"), now_s=0.0)
     assert prepared == ("a0", "a1")
     queue.batches.commit("batch-0-0", step=3)
-    assert queue.books.status().trained == 2
+    assert queue.ledger.totals().trained == 2
 
 
 def test_batch_of_an_earlier_term_is_kept_from_others_while_its_trainer_works() -> None:
@@ -276,12 +276,12 @@ def test_release_with_a_reason_gives_the_groups_up() -> None:
     assert queue.batches.prepare_release(batch.batch_id, now_s=0.0) == ("a0",)
     queue.batches.release(batch.batch_id, {"a0": "checksum failed"})
     queue.batches.release(batch.batch_id, {"a0": "checksum failed"})
-    assert queue.books.group("a0").reason == "checksum failed"
-    assert queue.books.window.head == 1
+    assert queue.ledger.group("a0").reason == "checksum failed"
+    assert queue.window.head == 1
 
 
 def test_group_that_is_named_twice_is_held_once() -> None:
-    """A careless client cannot bring the books out of balance."""
+    """A careless client cannot break the balance of the counts."""
     queue = make_queue("ab", term=1)
     complete_again(queue, "a0", "b1")
     queue.batches.adopt("batch-0-0", ("a0", "a0"), now_s=5.0)
@@ -291,7 +291,7 @@ def test_group_that_is_named_twice_is_held_once() -> None:
         "a0",
     )
     queue.batches.commit("batch-0-1", step=1)
-    assert (queue.books.status().trained, queue.books.status().pending) == (1, 1)
+    assert (queue.ledger.totals().trained, queue.ledger.totals().pending) == (1, 1)
 
 
 @pytest.mark.parametrize("batch_id", ["batch-1-0", "batch-1-7", "batch-2-0"])
@@ -300,7 +300,7 @@ def test_batch_nobody_was_given_cannot_be_held(batch_id: str) -> None:
     queue = make_queue("a", term=1)
     complete_again(queue, "a0")
     queue.batches.adopt(batch_id, ("a0",), now_s=5.0)
-    with pytest.raises(NotFound, match="never given out"):
+    with pytest.raises(NotFound, match="never granted"):
         queue.batches.prepare_commit(batch_id, step=1, task_ids=("a0",), now_s=5.0)
     assert take(queue, 1, now_s=5.0) == ("a0",)
 
@@ -311,11 +311,11 @@ def test_rewind_makes_later_steps_visible_again() -> None:
     complete(queue, "a0", "a1", "a2")
     for step in (1, 2, 3):
         train(queue, 1, step=step)
-    assert queue.books.window.head == 3
+    assert queue.window.head == 3
     assert queue.batches.prepare_rewind(1) == ("a1", "a2")
     assert queue.batches.rewind(1) == 2
-    assert queue.books.window.head == 1
-    assert queue.books.status().trained == 1
+    assert queue.window.head == 1
+    assert queue.ledger.totals().trained == 1
     assert take(queue, 2) == ("a1", "a2")
 
 
@@ -327,7 +327,7 @@ def test_rewind_takes_open_batches_back_for_good() -> None:
     assert batch is not None
     queue.batches.prepare_rewind(0)
     queue.batches.rewind(0)
-    with pytest.raises(NotFound, match="went back"):
+    with pytest.raises(NotFound, match="were returned"):
         queue.batches.prepare_commit(batch.batch_id, step=1, task_ids=("a0",), now_s=5.0)
     assert take(queue, 1, now_s=5.0) == ("a0",)
 
@@ -351,16 +351,16 @@ def test_missing_index_does_not_hold_the_head() -> None:
     queue.add(make_group("a", 2), now_s=0.0)
     complete(queue, "a0")
     train(queue, 1, step=1, now_s=9.0)
-    assert queue.books.window.head == 2
+    assert queue.window.head == 2
     queue.add(make_group("a", 1), now_s=9.0)
-    assert queue.books.window.head == 1
+    assert queue.window.head == 1
 
 
 def test_long_queue_costs_nothing_to_take_from() -> None:
     """Leasing, completing and taking look at the front, however long the queue is."""
     queue = make_queue("a" * 20_000, window=32)
     touched = 0
-    group_of = queue.books.window._groups
+    group_of = queue.window._groups
 
     class Counting(dict):  # type: ignore[type-arg]
         def __getitem__(self, key: int) -> Group:
@@ -368,10 +368,10 @@ def test_long_queue_costs_nothing_to_take_from() -> None:
             touched += 1
             return super().__getitem__(key)
 
-    queue.books.window._groups = Counting(group_of)
+    queue.window._groups = Counting(group_of)
     for step in range(1, 11):
         for claim in queue.rollouts.lease(runner_id="r", max_rollouts=8, now_s=9.0):
             queue.rollouts.complete(claim.trajectory_id)
         train(queue, 8, step=step, now_s=9.0)
-    assert queue.books.status().trained == 80
+    assert queue.ledger.totals().trained == 80
     assert touched < 80 * 8

@@ -57,10 +57,10 @@ def test_head_passes_what_is_assigned_before_the_batch_is_full() -> None:
     queue = make_queue("aaaaaa", window=2)
     complete(queue, "a0", "a2")
     assert taken(queue, 3) == ()
-    assert (queue.books.window.head, queue.books.window.edge) == (1, 3)
+    assert (queue.window.head, queue.window.edge) == (1, 3)
     complete(queue, "a5", "a1")
     assert taken(queue, 3) == ("a0", "a1", "a2"), "a5 was beyond the edge when the batch was full"
-    assert queue.books.window.head == 3
+    assert queue.window.head == 3
 
 
 def test_batch_larger_than_the_window_is_filled() -> None:
@@ -87,9 +87,9 @@ def test_batch_that_is_given_back_is_first_in_the_next_one() -> None:
     assert batch is not None
     complete(queue, "a2")
     assert taken(queue, 2, trainer="ahead") == ()
-    before = (queue.books.window.head, queue.books.window.edge)
+    before = (queue.window.head, queue.window.edge)
     queue.batches.release(batch.batch_id)
-    assert (queue.books.window.head, queue.books.window.edge) == before == (3, 6)
+    assert (queue.window.head, queue.window.edge) == before == (3, 6)
     assert taken(queue, 2, trainer="ahead") == ("a0", "a1")
     complete(queue, "a3")
     assert taken(queue, 2) == ("a2", "a3")
@@ -102,7 +102,7 @@ def test_fifo_takes_what_came_back_before_what_follows() -> None:
     assert taken(queue, 2) == ("a0", "a1")
     queue.expire(LATE_S + 10.0)
     assert taken(queue, 2, trainer="other") == ("a0", "a1")
-    assert queue.books.window.head == 2
+    assert queue.window.head == 2
 
 
 def test_trainers_that_never_commit_do_not_drive_the_head_through_the_queue() -> None:
@@ -111,10 +111,10 @@ def test_trainers_that_never_commit_do_not_drive_the_head_through_the_queue() ->
     complete(queue, *(f"a{index}" for index in range(40)))
     batches = [take(queue, 2, trainer=f"t{number}") for number in range(12)]
     held = [batch for batch in batches if batch is not None]
-    assert queue.books.window.head == 8
-    assert max(queue.books.group(t).spec.index for b in held for t in b.task_ids) < 10
+    assert queue.window.head == 8
+    assert max(queue.ledger.group(t).spec.index for b in held for t in b.task_ids) < 10
     queue.batches.commit(held[0].batch_id, step=1)
-    assert queue.books.window.head == 10
+    assert queue.window.head == 10
 
 
 def test_rewind_moves_the_head_back_to_what_is_not_trained() -> None:
@@ -127,10 +127,10 @@ def test_rewind_moves_the_head_back_to_what_is_not_trained() -> None:
         queue.batches.commit(batch.batch_id, step=step)
     assert taken(queue, 2) == ("a2", "a3")
     assert taken(queue, 2, trainer="ahead") == ()
-    assert queue.books.window.head == 5
+    assert queue.window.head == 5
     queue.batches.prepare_rewind(1)
     queue.batches.rewind(1)
-    assert (queue.books.window.head, queue.books.window.edge) == (1, 3)
+    assert (queue.window.head, queue.window.edge) == (1, 3)
     assert taken(queue, 3) == ("a1", "a2", "a3")
 
 
@@ -141,7 +141,7 @@ def test_rewind_that_undoes_no_step_takes_back_what_was_taken() -> None:
     assert taken(queue, 2) == ("a0", "a1")
     queue.batches.prepare_rewind(0)
     assert queue.batches.rewind(0) == 0
-    assert queue.books.window.head == 0
+    assert queue.window.head == 0
     assert taken(queue, 2) == ("a0", "a1")
 
 
@@ -150,10 +150,10 @@ def test_new_leader_knows_only_what_is_durable() -> None:
     queue = make_queue("aaaa", term=1, window=2)
     for index in range(4):
         queue.rollouts.complete(f"a{index}:0:0")
-    assert queue.books.window.head == 0
+    assert queue.window.head == 0
     queue.batches.adopt("batch-0-3", ("a2", "a3"), now_s=0.0)
     assert taken(queue, 2) == ("a0", "a1")
-    assert queue.books.window.head == 4
+    assert queue.window.head == 4
 
 
 def test_batch_of_an_earlier_leader_may_name_what_is_assigned_here() -> None:
@@ -173,7 +173,7 @@ def test_group_that_is_given_up_leaves_the_batch_being_filled() -> None:
     queue = make_queue("aaaa", window=2)
     complete(queue, "a0")
     assert taken(queue, 2) == ()
-    queue.books.tombstone(queue.books.group("a0"), "teaches nothing")
+    queue.ledger.tombstone(queue.ledger.group("a0"), "teaches nothing")
     complete(queue, "a1", "a2")
     assert taken(queue, 2) == ("a1", "a2")
 
@@ -186,10 +186,10 @@ def test_assigned_group_of_a_shard_that_is_away_is_not_waited_for() -> None:
     queue.rollouts.lease(runner_id="r", max_rollouts=9, now_s=0.0)
     complete(queue, "a0")
     assert taken(queue, 2) == ()
-    queue.books.away = frozenset({"s0"})
+    queue.set_away(frozenset({"s0"}))
     complete(queue, "a1", "a2", "a3", "a4")
     assert taken(queue, 2) == ("a1", "a2")
-    queue.books.away = frozenset()
+    queue.set_away(frozenset())
     assert taken(queue, 2, trainer="other") == ("a0", "a3")
 
 
@@ -198,10 +198,10 @@ def test_domain_whose_quota_is_full_leaves_the_rest_for_the_next_batch() -> None
     queue = make_queue("aaabab", window=4, domain_shares={"a": 1.0, "b": 1.0})
     complete(queue, "a0", "a1", "a2")
     assert taken(queue, 2) == ()
-    assert queue.books.window.head == 1
+    assert queue.window.head == 1
     complete(queue, "b3")
     assert taken(queue, 2) == ("a0", "b3")
-    assert queue.books.window.head == 1
+    assert queue.window.head == 1
 
 
 def test_others_fill_in_one_by_one_until_the_short_domain_is_inside() -> None:
@@ -210,10 +210,10 @@ def test_others_fill_in_one_by_one_until_the_short_domain_is_inside() -> None:
     queue = make_queue("aaaabbbb", window=3, domain_shares={"a": 1.0, "b": 1.0})
     complete(queue, "a0", "a1", "a2", "a3")
     assert taken(queue, 4) == ()
-    assert queue.books.window.head == 2, "its quota of two; b4 is inside now"
+    assert queue.window.head == 2, "its quota of two; b4 is inside now"
     complete(queue, "b4")
     assert taken(queue, 4) == ()
-    assert queue.books.window.head == 3, "a2 filled in; b5 is inside now"
+    assert queue.window.head == 3, "a2 filled in; b5 is inside now"
     complete(queue, "b5")
     batch = take(queue, 4)
     assert batch is not None
@@ -359,8 +359,8 @@ def test_window_keeps_nothing_of_what_is_consumed(mode: Mode) -> None:
     while batch := take(queue, 4):
         step += 1
         queue.batches.commit(batch.batch_id, step=step)
-    window = queue.books.window
-    assert queue.books.status().trained == 40
+    window = queue.window
+    assert queue.ledger.totals().trained == 40
     assert not window._groups
     assert not any(window._complete.oldest(lane, 1) for lane in window._complete)
     queue.batches.prepare_rewind(step - 1)
@@ -380,10 +380,10 @@ def test_batch_does_not_wait_until_the_whole_window_has_moved() -> None:
     assert taken(queue, 500) == ()
     complete(queue, "a0")
     assert taken(queue, 500) == ("a0", *(f"a{index}" for index in range(1501, 2000)))
-    window = queue.books.window
+    window = queue.window
     assert window._edge - 2000 <= 256
     assert (window.head, window.edge) == (2000, 4000)
-    assert queue.books.status().complete_in_window == 2000
+    assert queue.ledger.totals().complete_in_window == 2000
 
 
 def test_late_group_below_the_head_leaves_the_counts_of_the_window_right() -> None:
@@ -399,16 +399,16 @@ def test_late_group_below_the_head_leaves_the_counts_of_the_window_right() -> No
     queue.rollouts.lease(runner_id="r", max_rollouts=9, now_s=0.0)
     complete(queue, "a0")
     assert taken(queue, 1, trainer="other") == ("a0",)
-    assert (queue.books.window.head, queue.books.window.edge) == (4, 5)
-    assert queue.books.window.inside(Phase.BATCHED) == 4
+    assert (queue.window.head, queue.window.edge) == (4, 5)
+    assert queue.window.inside(Phase.BATCHED) == 4
     queue.batches.commit(batch.batch_id, step=1)
-    assert queue.books.window.inside(Phase.BATCHED) == 1
+    assert queue.window.inside(Phase.BATCHED) == 1
 
 
 def test_status_counts_what_is_assigned_as_complete() -> None:
-    """The books are of phases: an assigned group is in no batch that anybody holds."""
+    """An assigned group counts as complete: it is in no batch yet."""
     queue = make_queue("aaa", window=2)
     complete(queue, "a0")
     assert taken(queue, 3) == ()
-    assert queue.books.group("a0").phase is Phase.COMPLETE
-    assert queue.books.status().complete_in_window == 1
+    assert queue.ledger.group("a0").phase is Phase.COMPLETE
+    assert queue.ledger.totals().complete_in_window == 1

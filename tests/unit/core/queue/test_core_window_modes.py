@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forge.core.queue.activity import Activity
+from forge.core.queue.adaptive import Adaptive
 from forge.core.queue.admission import Admission, Mode, QueueSettings
 from forge.core.queue.domain_shares import DomainShares
 from forge.core.queue.generation_queue import GenerationQueue
@@ -69,7 +70,7 @@ def test_greedy_sees_every_group() -> None:
     lease(queue)
     complete(queue, "a58", "a59")
     assert take(queue, 2) == ("a58", "a59")
-    assert queue.books.window.width == 0
+    assert queue.window.width == 0
 
 
 def test_narrower_window_keeps_what_was_announced() -> None:
@@ -94,13 +95,13 @@ def test_pause_hands_out_nothing_and_takes_nothing_back() -> None:
     lease(queue, 3)
     complete(queue, "a0", "a1")
     assert take(queue, 1) == ("a0",)
-    queue.books.activity = Activity.PAUSED
+    queue.set_activity(Activity.PAUSED)
     assert lease(queue) == []
     assert take(queue, 1) == ("a0",), "what the trainer holds already"
     assert queue.take(trainer_id="other", max_groups=1, now_s=0.0) is None
     assert queue.rollouts.renew("a2:0:0", now_s=0.0)
     complete(queue, "a2")
-    queue.books.activity = Activity.RUNNING
+    queue.set_activity(Activity.RUNNING)
     assert lease(queue) == ["a3"]
 
 
@@ -108,7 +109,7 @@ def test_drain_ends_what_runs_and_starts_nothing() -> None:
     """A retry still goes out, and the last batch goes out short at once."""
     queue = make_queue("aaaa", mode=Mode.GREEDY, retry_backoff_s=0.0)
     lease(queue, 2)
-    queue.books.activity = Activity.DRAINING
+    queue.set_activity(Activity.DRAINING)
     assert lease(queue) == []
     complete(queue, "a0")
     assert take(queue, 4) == ()
@@ -139,15 +140,15 @@ def test_adaptive_starts_what_can_be_trained_on_in_time() -> None:
     assert lease(queue) == []
     queue.batches.commit(batch.batch_id, step=1)
     assert len(lease(queue)) == 4
-    assert queue.books.window.width == 40
+    assert queue.window.width == 40
 
 
 def test_adaptive_keeps_half_a_batch_back_when_it_is_little_of_what_was_trained() -> None:
     """After 50 steps since the queue was last empty. As many as fit into S batches with all that
     is queued start all the same."""
     queue = make_queue("a" * 240, mode=Mode.ADAPTIVE, batch_groups=4, max_staleness_p99=5.0)
-    adaptive = queue.books.adaptive
-    assert adaptive
+    adaptive = queue.selection
+    assert isinstance(adaptive, Adaptive)
     for step in range(1, 60):
         names = lease(queue)
         assert len(names) == {1: 20, 51: 2, 56: 6}.get(step, 4 if step < 56 else 0)
@@ -174,13 +175,13 @@ def test_adaptive_batch_that_is_all_due_takes_no_younger_group() -> None:
         shard = "s0" if index else "gone"
         spec = GroupSpec(task_id=TaskId(f"a{index}"), index=index, domain="a", shard=shard, size=1)
         queue.add(Group(spec), now_s=0.0)
-    queue.books.away = frozenset({"gone"})
+    queue.set_away(frozenset({"gone"}))
     complete(queue, *lease(queue))
     assert take(queue, 4) == ("a1", "a2", "a3", "a4")
     queue.batches.commit(queue.take(trainer_id="t", max_groups=4, now_s=0.0).batch_id, step=1)
-    queue.books.away = frozenset()
+    queue.set_away(frozenset())
     complete(queue, *lease(queue))
-    assert queue.books.group("a0").phase is Phase.COMPLETE
+    assert queue.ledger.group("a0").phase is Phase.COMPLETE
     assert take(queue, 2) == ("a5", "a6")
 
 
@@ -223,12 +224,12 @@ def test_adaptive_batch_waits_no_longer_than_a_fifo() -> None:
 def test_adaptive_window_follows_the_batch_before_the_head_moves() -> None:
     """A trainer that takes fewer groups than configured is shown fewer beyond the head."""
     queue = make_queue("a" * 32, mode=Mode.ADAPTIVE, batch_groups=4, max_staleness_p99=2.0)
-    assert queue.books.window.edge == 16
+    assert queue.window.edge == 16
     complete(queue, *lease(queue))
     batch = queue.take(trainer_id="t", max_groups=1, now_s=99.0)
     assert batch
     queue.batches.commit(batch.batch_id, step=1)
-    assert (queue.books.window.head, queue.books.window.edge) == (1, 16)
+    assert (queue.window.head, queue.window.edge) == (1, 16)
 
 
 def test_evaluation_that_runs_is_no_reason_to_wait() -> None:
@@ -269,7 +270,7 @@ def make_outage(**settings: object) -> GenerationQueue:
         shard = "gone" if index < 8 else "s0"
         spec = GroupSpec(task_id=TaskId(f"a{index}"), index=index, domain="a", shard=shard, size=1)
         queue.add(Group(spec), now_s=0.0)
-    queue.books.away = frozenset({"gone"})
+    queue.set_away(frozenset({"gone"}))
     return queue
 
 
@@ -288,7 +289,7 @@ def test_head_starts_whatever_overtook_it_in_an_outage(settings: dict[str, objec
     assert "a8" in ahead
     complete(queue, *ahead)
     assert lease(queue) == []
-    queue.books.away = frozenset()
+    queue.set_away(frozenset())
     assert lease(queue)[:2] == ["a0", "a1"]
     complete(queue, "a0", "a1")
     assert take(queue, 2) == ("a0", "a1")
@@ -298,7 +299,7 @@ def test_adaptive_keeps_its_bound_after_an_outage() -> None:
     """Those that overtook the head are in the window, and can be trained on: the head waits."""
     queue = make_outage(concurrency=64, mode=Mode.ADAPTIVE, batch_groups=2, max_staleness_p99=4.0)
     complete(queue, *lease(queue))
-    queue.books.away = frozenset()
+    queue.set_away(frozenset())
     assert lease(queue) == ["a0", "a1", "a2", "a3"], "eight of four steps, with four ahead"
 
 

@@ -14,7 +14,7 @@ from forge.core.trajectory import TaskId
 def make_queue(*, term: int = 0, hold_s: float = 0.0, **settings: object) -> GenerationQueue:
     defaults: dict[str, object] = {"concurrency": 4, "window": 8, "rollout_lease_s": 10.0}
     queue = GenerationQueue(QueueSettings(**(defaults | settings)), term=term)
-    queue.rollouts.hold_until_s = hold_s
+    queue.rollouts.hold(until_s=hold_s)
     return queue
 
 
@@ -94,9 +94,9 @@ def test_evaluation_goes_first_and_is_never_in_a_batch() -> None:
     add(queue, make_group("a", 0), make_group("e", 0, evaluation=True))
     assert lease(queue) == ["e:0:0", "a:0:0"]
     queue.rollouts.complete("e:0:0")
-    assert queue.books.group("e").phase is Phase.EVALUATED
+    assert queue.ledger.group("e").phase is Phase.EVALUATED
     assert queue.take(trainer_id="t", max_groups=2, now_s=99.0) is None
-    assert queue.books.status().accepted == 1
+    assert queue.ledger.totals().accepted == 1
 
 
 def test_failed_rollout_is_retried_after_a_back_off_under_a_new_attempt() -> None:
@@ -125,10 +125,10 @@ def test_group_is_tombstoned_when_a_rollout_has_no_attempts_left() -> None:
     fail(queue, "a:1:0")
     lease(queue)
     fail(queue, "a:1:1")
-    group = queue.books.group("a")
+    group = queue.ledger.group("a")
     assert (group.phase, group.reason) == (Phase.TOMBSTONED, "rollout 1: died")
-    assert queue.books.window.head == 1
-    assert queue.books.settled() == (group,)
+    assert queue.window.head == 1
+    assert queue.ledger.settled() == (group,)
     assert group.sealed_ids() == ("a:0:0",)
 
 
@@ -138,7 +138,7 @@ def test_permanent_failure_spares_the_other_attempts() -> None:
     add(queue, make_group("a", 0, size=2))
     lease(queue)
     fail(queue, "a:0:0", permanent=True)
-    assert queue.books.group("a").phase is Phase.TOMBSTONED
+    assert queue.ledger.group("a").phase is Phase.TOMBSTONED
     assert not queue.rollouts.renew("a:1:0", now_s=0.0)
     assert len(queue.rollouts) == 0
 
@@ -149,7 +149,7 @@ def test_dropped_at_the_first_failure() -> None:
     add(queue, make_group("a", 0, size=2))
     lease(queue)
     fail(queue, "a:1:0")
-    assert queue.books.group("a").reason == "rollout 1: died"
+    assert queue.ledger.group("a").reason == "rollout 1: died"
 
 
 def test_waits_for_a_rollout_as_long_as_its_attempts_have_names() -> None:
@@ -158,7 +158,7 @@ def test_waits_for_a_rollout_as_long_as_its_attempts_have_names() -> None:
         term=2, partial_groups=PartialGroups.WAIT, max_attempts=1, retry_backoff_s=0.0
     )
     add(queue, make_group("a", 0))
-    group = queue.books.group("a")
+    group = queue.ledger.group("a")
     for attempt in range(2000, 3000):
         assert group.phase.open
         assert lease(queue) == [f"a:0:{attempt}"]
@@ -208,7 +208,7 @@ def test_late_attempt_that_was_sealed_counts_and_ends_the_newer_one() -> None:
     assert lease(queue) == ["a:0:1"]
     assert queue.rollouts.complete("a:0:0")
     assert not queue.rollouts.renew("a:0:1", now_s=0.0)
-    assert queue.books.group("a").sealed_ids() == ("a:0:0",)
+    assert queue.ledger.group("a").sealed_ids() == ("a:0:0",)
 
 
 def test_second_sealed_attempt_is_surplus() -> None:
@@ -232,7 +232,7 @@ def test_seal_during_the_back_off_ends_the_retry() -> None:
     fail(queue, "a:0:0")
     queue.rollouts.complete("a:0:0")
     assert lease(queue, now_s=50.0) == []
-    assert queue.books.group("a").sealed == 1
+    assert queue.ledger.group("a").sealed == 1
 
 
 def test_repeated_failure_report_counts_once() -> None:
@@ -249,9 +249,9 @@ def test_shard_that_is_away_is_passed_over_and_keeps_its_groups() -> None:
     """An outage of one shard holds up its own groups alone; none is given up."""
     queue = make_queue(concurrency=8)
     add(queue, make_group("a", 0), make_group("b", 1, shard="s1"), make_group("c", 2))
-    queue.books.away = frozenset({"s0"})
+    queue.set_away(frozenset({"s0"}))
     assert lease(queue) == ["b:0:0"]
-    queue.books.away = frozenset()
+    queue.set_away(frozenset())
     assert lease(queue) == ["a:0:0", "c:0:0"]
 
 
@@ -290,7 +290,7 @@ def test_abandoned_attempts_of_an_earlier_term_count_as_failures() -> None:
     add(queue, group)
     (trajectory_id,) = lease(queue)
     fail(queue, trajectory_id)
-    assert queue.books.group("a").phase is Phase.TOMBSTONED
+    assert queue.ledger.group("a").phase is Phase.TOMBSTONED
 
 
 def test_unknown_names_are_not_found() -> None:

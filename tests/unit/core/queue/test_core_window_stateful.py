@@ -95,7 +95,7 @@ class GenerationQueueMachine(QueueTrainers):
         self.done = {}
         self.gone = {}
         self.queue = GenerationQueue(self.settings)
-        self.announced = self.queue.books.window, 0
+        self.announced = self.queue.window, 0
         for index in range(groups):
             self._submit(domain=DOMAINS[index % 3], shard=SHARDS[index % 2], size=1 + index % 2)
 
@@ -126,7 +126,7 @@ class GenerationQueueMachine(QueueTrainers):
     def submit_again(self, data: st.DataObject) -> None:
         """An id is accepted once; whether one that is not held was, the pool tells."""
         known = self.pool[data.draw(st.sampled_from(sorted(self.pool)))].spec
-        if known.task_id not in self.queue.books:
+        if known.task_id not in self.queue.ledger:
             return
         with pytest.raises(InvalidArgument, match="was submitted before"):
             self.queue.add(Group(replace(known, index=len(self.pool))), now_s=self.now_s)
@@ -134,24 +134,24 @@ class GenerationQueueMachine(QueueTrainers):
     @rule(activity=st.sampled_from([Activity.RUNNING] * 5 + [*Activity]))
     def set_activity(self, activity: Activity) -> None:
         """Pause, drain or resume; it is on record before it holds."""
-        self.queue.books.activity = activity
+        self.queue.set_activity(activity)
 
     @rule(data=st.data())
     def skip(self, data: st.DataObject) -> None:
         """A complete group turns out to teach nothing, and is given up before a trainer has it."""
         complete = [g for g in self._groups() if g.phase is Phase.COMPLETE]
         if complete:
-            self.queue.books.tombstone(data.draw(st.sampled_from(complete)), "teaches nothing")
+            self.queue.ledger.tombstone(data.draw(st.sampled_from(complete)), "teaches nothing")
 
     # Runners
 
     @rule(count=st.integers(1, 4))
     def lease(self, count: int) -> None:
-        books, running = self.queue.books, self.queue.books.running_training()
+        ledger, running = self.queue.ledger, self.queue.ledger.counts.of(Phase.RUNNING)
         queued = {group for group in self._groups() if group.phase is Phase.QUEUED}
         claims = self.queue.rollouts.lease(runner_id="r", max_rollouts=count, now_s=self.now_s)
-        assert not claims or books.activity is not Activity.PAUSED
-        assert books.running_training() <= running or books.activity is Activity.RUNNING
+        assert not claims or ledger.activity is not Activity.PAUSED
+        assert ledger.counts.of(Phase.RUNNING) <= running or ledger.activity is Activity.RUNNING
         for claim in claims:
             assert claim.trajectory_id not in self.held, "an attempt was handed out twice"
             self.held[claim.trajectory_id] = claim
@@ -211,7 +211,7 @@ class GenerationQueueMachine(QueueTrainers):
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
         for trajectory_id in self.queue.expire(self.now_s):
-            if self._spec(trajectory_id).shard in self.queue.books.away:
+            if self._spec(trajectory_id).shard in self.queue.ledger.away:
                 continue
             if self._is_sealed(trajectory_id):
                 self._report(trajectory_id, permanent=False)
@@ -241,7 +241,7 @@ class GenerationQueueMachine(QueueTrainers):
         self, trajectory_id: str, *, permanent: bool, kind: FailureKind = FailureKind.TASK
     ) -> None:
         """What the service does with a report: the pool has the last word."""
-        if parse_trajectory_id(trajectory_id).task_id not in self.queue.books:
+        if parse_trajectory_id(trajectory_id).task_id not in self.queue.ledger:
             return
         if self._is_sealed(trajectory_id):
             self.queue.rollouts.complete(trajectory_id, now_s=self.now_s)
@@ -256,21 +256,21 @@ class GenerationQueueMachine(QueueTrainers):
 
     @rule(shards=st.sampled_from([(), (), (), (), (), ("s0",), ("s1",), SHARDS]))
     def lose_shards(self, shards: tuple[str, ...]) -> None:
-        self.queue.books.away = frozenset(shards)
+        self.queue.set_away(frozenset(shards))
 
     @rule(keep=st.integers(0, 3))
     def store_fates(self, keep: int) -> None:
         """The ledger catches up; what it has not stored a crash forgets."""
-        for group in self.queue.books.settled()[keep:]:
+        for group in self.queue.ledger.settled()[keep:]:
             self.pool[group.spec.task_id].phase = group.phase
 
     @invariant()
     def forgetting_leaves_the_books_alone(self) -> None:
         """Memory is bounded: the oldest groups that are settled leave it, and their counts stay."""
-        before = self.queue.books.status()
-        for group in self.queue.books.forget(most=self.most_settled):
+        before = self.queue.ledger.totals()
+        for group in self.queue.ledger.forget(most=self.most_settled):
             self.gone[group.spec.task_id] = group
-        assert self.queue.books.status() == before
+        assert self.queue.ledger.totals() == before
 
     # Leaders
 
@@ -281,15 +281,15 @@ class GenerationQueueMachine(QueueTrainers):
         self.term += 1
         self.failed.clear()
         self.gone.clear()
-        activity = self.queue.books.activity
+        activity = self.queue.ledger.activity
         self.queue = GenerationQueue(self.settings, term=self.term, void_before=self.void_before)
-        self.queue.books.activity = activity
+        self.queue.set_activity(activity)
         in_order = sorted(self.pool.values(), key=lambda one: one.spec.index)
         left_out = [one for one in in_order if self._is_left_out(one)]
         pending = (
             one.spec.index for one in in_order if not one.phase.consumed and not one.spec.evaluation
         )
-        self.queue.books.begin_at(min(pending, default=self.next_index[False]))
+        self.queue.begin_at(min(pending, default=self.next_index[False]))
         for durable in in_order:
             if durable in left_out:
                 self.gone[durable.spec.task_id] = durable.restored()
@@ -297,7 +297,7 @@ class GenerationQueueMachine(QueueTrainers):
                 self.queue.add(durable.restored(), now_s=self.now_s)
         for shard in SHARDS:
             there = [one for one in left_out if one.spec.shard == shard]
-            self.queue.books.leave_out(
+            self.queue.ledger.leave_out(
                 shard,
                 Counter((one.spec.evaluation, one.phase) for one in there),
                 next_index=self.next_index[False],
@@ -316,8 +316,8 @@ class GenerationQueueMachine(QueueTrainers):
         """From wherever this went, the queue can be worked off to its end."""
         if not hasattr(self, "queue"):
             return
-        self.queue.books.away = frozenset()
-        self.queue.books.activity = Activity.RUNNING
+        self.queue.set_away(frozenset())
+        self.queue.set_activity(Activity.RUNNING)
         for _ in range(20 * len(self.pool) + 20):
             if self._worked_off():
                 return
@@ -331,10 +331,10 @@ class GenerationQueueMachine(QueueTrainers):
             if batch is not None:
                 self.batches["last"] = (batch.batch_id, batch.task_ids)
                 self._commit_again("last", self.step + 1)
-        raise AssertionError(f"stuck: {self.queue.books.status()}")
+        raise AssertionError(f"stuck: {self.queue.ledger.totals()}")
 
     def _worked_off(self) -> bool:
-        status = self.queue.books.status()
+        status = self.queue.ledger.totals()
         return status.pending == 0 and status.eval_pending == 0
 
     def _spec(self, trajectory_id: str) -> GroupSpec:

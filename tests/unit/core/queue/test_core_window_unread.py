@@ -29,7 +29,7 @@ def make_queue(head: int | None, *, mode: Mode = Mode.WINDOWED) -> GenerationQue
         concurrency=8, window=SIZE if mode is Mode.WINDOWED else 0, mode=mode, batch_groups=2
     )
     queue = GenerationQueue(settings, term=1)
-    queue.books.window.unknown_from = head
+    queue.window.unknown_from = head
     return queue
 
 
@@ -51,9 +51,9 @@ def test_head_waits_at_an_index_that_an_unread_shard_may_hold() -> None:
     for index in (0, 1, 2, 4, 5, 9):
         phase = Phase.TRAINED if index < 3 else Phase.QUEUED
         queue.add(make_group(index, phase=phase), now_s=0.0)
-    assert (queue.books.window.head, queue.books.window.edge) == (3, 7)
-    queue.books.window.all_known()
-    assert queue.books.window.head == 4
+    assert (queue.window.head, queue.window.edge) == (3, 7)
+    queue.window.all_known()
+    assert queue.window.head == 4
 
 
 def test_what_is_inside_the_window_is_trained_on_meanwhile() -> None:
@@ -63,8 +63,8 @@ def test_what_is_inside_the_window_is_trained_on_meanwhile() -> None:
         queue.add(make_group(index, phase=Phase.COMPLETE), now_s=0.0)
     assert take(queue, 3) == ["t1", "t2", "t3"]
     queue.add(make_group(0, shard="s1", phase=Phase.TRAINED), now_s=0.0)
-    queue.books.window.all_known()
-    assert queue.books.window.head >= 1
+    queue.window.all_known()
+    assert queue.window.head >= 1
 
 
 def test_fifo_stops_at_an_index_that_an_unread_shard_may_hold() -> None:
@@ -74,7 +74,7 @@ def test_fifo_stops_at_an_index_that_an_unread_shard_may_hold() -> None:
         queue.add(make_group(index, phase=Phase.COMPLETE), now_s=0.0)
     assert take(queue, 2) == ["t0"]
     queue.batches.release(take_id(queue))
-    queue.books.window.all_known()
+    queue.window.all_known()
     assert take(queue, 2) == ["t0", "t2"]
 
 
@@ -109,14 +109,14 @@ def test_late_shard_makes_the_queue_that_both_would_have_made(
 
     late, both = make_queue(head), make_queue(None)
     restore(late, "s0")
-    assert all(index >= late.books.window.head for index in pending), "it passed a group"
+    assert all(index >= late.window.head for index in pending), "it passed a group"
     restore(late, "s1")
-    late.books.window.all_known()
+    late.window.all_known()
     restore(both, "s0 s1")
     for queue in (late, both):
-        assert queue.books.status() == both.books.status()
-        assert queue.books.window.head == both.books.window.head
-        assert queue.books.window.edge == both.books.window.edge
+        assert queue.ledger.totals() == both.ledger.totals()
+        assert queue.window.head == both.ledger.window.head
+        assert queue.window.edge == both.ledger.window.edge
     assert take(late, 3) == take(both, 3)
 
 

@@ -24,7 +24,7 @@ def name_on(shard: str, prefix: str = "task") -> str:
 
 async def submit(term: TermActors, *tasks: common_pb2.Task) -> int:
     submitted = m.Submit(tasks={task.task_id: task for task in tasks})
-    return int(await term.registrar.ask(submitted, timeout_s=ASK_S))
+    return int(await term.submissions.ask(submitted, timeout_s=ASK_S))
 
 
 async def lease(term: TermActors, count: int = 10) -> list[str]:
@@ -88,7 +88,7 @@ async def test_groups_that_may_be_stored_are_bounded(
     for _ in range(2):
         with pytest.raises(Unavailable):
             await submit(term, make_task("a"))
-    with pytest.raises(ResourceExhausted, match="1 groups may be stored or not"):
+    with pytest.raises(ResourceExhausted, match="did not confirm the writes of 1 groups"):
         await submit(term, make_task("b"))
     shards.down.clear()
     assert await submit(term, make_task("a")) == 1
@@ -157,7 +157,7 @@ async def test_those_who_wait_are_told_when_the_term_ends(term: TermActors) -> N
     """A deposed leader answers everybody, so that they ask the next one."""
     future = await term.queue.ask(m.TakeBatch(trainer_id="t", max_groups=1), timeout_s=ASK_S)
     await term.system.stop()
-    with pytest.raises(Unavailable, match="does not lead any more"):
+    with pytest.raises(Unavailable, match="is no longer the leader"):
         await future
 
 
@@ -169,11 +169,11 @@ async def test_commit_is_stored_before_it_counts(term: TermActors, shards: FakeS
     commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
     shards.down |= {"s0", "s1"}
     with pytest.raises(Unavailable):
-        await term.ledger.ask(commit, timeout_s=ASK_S)
+        await term.commits.ask(commit, timeout_s=ASK_S)
     assert (await status(term)).trained == 0
     shards.down.clear()
-    await term.ledger.ask(commit, timeout_s=ASK_S)
-    await term.ledger.ask(commit, timeout_s=ASK_S)
+    await term.commits.ask(commit, timeout_s=ASK_S)
+    await term.commits.ask(commit, timeout_s=ASK_S)
     assert (await status(term)).trained == 1
     assert shards.states() == {"a": common_pb2.GROUP_STATE_TRAINED}
 
@@ -186,7 +186,7 @@ async def test_release_with_a_reason_is_stored_as_a_tombstone(
     await complete(term, *await lease(term))
     batch = await take(term, 1)
     release = m.ReleaseBatch(batch_id=batch.batch_id, reason="checksum failed")
-    await term.ledger.ask(release, timeout_s=ASK_S)
+    await term.commits.ask(release, timeout_s=ASK_S)
     assert shards.states() == {"a": common_pb2.GROUP_STATE_TOMBSTONED}
     assert (await status(term)).tombstoned == 1
 
@@ -198,15 +198,15 @@ async def test_rewind_is_on_record_before_it_is_in_the_pool(
     await submit(term, make_task("a"))
     await complete(term, *await lease(term))
     batch = await take(term, 1)
-    await term.ledger.ask(
+    await term.commits.ask(
         m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"]), timeout_s=ASK_S
     )
     shards.down |= {"s0", "s1"}
     with pytest.raises(Unavailable):
-        await term.ledger.ask(m.Rewind(step=0), timeout_s=ASK_S)
+        await term.commits.ask(m.Rewind(step=0), timeout_s=ASK_S)
     assert term.record.fields == {"void_before": (0, 1), "head": 0}
     shards.down.clear()
-    assert await term.ledger.ask(m.Rewind(step=0), timeout_s=ASK_S) == 1
+    assert await term.commits.ask(m.Rewind(step=0), timeout_s=ASK_S) == 1
 
 
 async def test_fate_waits_for_its_shard_and_holds_up_nobody(
@@ -255,7 +255,7 @@ async def test_fate_that_is_being_stored_outlives_an_orderly_end(
 async def test_shard_that_hangs_with_a_fate_holds_up_no_commit(
     term: TermActors, shards: FakeShards
 ) -> None:
-    """It may take its time to fail: trainers and the fates of other shards do not wait for it."""
+    """Trainers and the final states of other shards do not wait for its failure."""
     here, there = name_on("s0"), name_on("s1")
     await submit(term, make_task(here), make_task(there), make_task(name_on("s0", "more")))
     shards.hung.add("s1")
@@ -268,7 +268,7 @@ async def test_shard_that_hangs_with_a_fate_holds_up_no_commit(
     for report in reversed(reports):
         await term.queue.ask(m.SettleRollouts(reports=[report]), timeout_s=ASK_S)
     commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=())
-    await asyncio.wait_for(term.ledger.ask(commit, timeout_s=ASK_S), ASK_S)
+    await asyncio.wait_for(term.commits.ask(commit, timeout_s=ASK_S), ASK_S)
     await until(lambda: here in shards.states())
     assert there not in shards.states()
 
@@ -322,7 +322,7 @@ async def test_pool_that_is_overloaded_ends_no_term(
     await term.queue.ask(m.Tick(), timeout_s=ASK_S)
     await until(lambda: running(term, most=0))
     assert (await status(term)).retries == 0
-    assert term.inspector.alive
+    assert term.expired_leases.alive
 
 
 async def test_claims_on_a_shard_that_is_away_are_left_alone(

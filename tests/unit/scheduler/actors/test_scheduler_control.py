@@ -26,7 +26,7 @@ async def skipping(shards: FakeShards, clock: Clock) -> AsyncIterator[TermActors
 
 async def submit(term: TermActors, *tasks: common_pb2.Task) -> None:
     submitted = m.Submit(tasks={task.task_id: task for task in tasks})
-    await term.registrar.ask(submitted, timeout_s=ASK_S)
+    await term.submissions.ask(submitted, timeout_s=ASK_S)
 
 
 async def sample(term: TermActors, *rewards: float) -> None:
@@ -46,14 +46,14 @@ async def status(term: TermActors) -> Any:
 
 async def test_pause_is_on_record_before_it_holds(term: TermActors) -> None:
     """The next leader keeps to it; runners that wait are served by the resume."""
-    await term.ledger.ask(m.SetActivity(activity=Activity.PAUSED), timeout_s=ASK_S)
+    await term.commits.ask(m.SetActivity(activity=Activity.PAUSED), timeout_s=ASK_S)
     assert term.record.fields == {"activity": Activity.PAUSED}
     assert (await status(term)).activity == scheduler_pb2.ACTIVITY_PAUSED
     ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
     waiting = await term.queue.ask(ask, timeout_s=ASK_S)
     await submit(term, make_task("a"))
     assert not waiting.done()
-    await term.ledger.ask(m.SetActivity(activity=Activity.RUNNING), timeout_s=ASK_S)
+    await term.commits.ask(m.SetActivity(activity=Activity.RUNNING), timeout_s=ASK_S)
     (grant,) = waiting.result()
     assert grant.trajectory_id == "a:0:0"
 

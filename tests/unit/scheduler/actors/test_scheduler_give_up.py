@@ -20,14 +20,14 @@ from tests.support.scheduler.term import ASK_S, FakeShards, TermActors
 def servicer(term: TermActors) -> SchedulerServicer:
     """The calls of a leader, around the actors of its term."""
     servicer = SchedulerServicer(SchedulerConfig(etcd="etcd:2379"), None, None)
-    servicer.office = term.office()
+    servicer.leader = term.leader()
     return servicer
 
 
 async def complete(term: TermActors, *task_ids: str) -> None:
     """Groups of one rollout each, sealed."""
     tasks = {task_id: make_task(task_id) for task_id in task_ids}
-    await term.registrar.ask(m.Submit(tasks=tasks), timeout_s=ASK_S)
+    await term.submissions.ask(m.Submit(tasks=tasks), timeout_s=ASK_S)
     ask = m.LeaseRollouts(runner_id="r", max_rollouts=len(task_ids))
     grants = await (await term.queue.ask(ask, timeout_s=ASK_S))
     for grant in grants:
@@ -71,12 +71,12 @@ async def test_loss_that_is_told_late_harms_no_other_batch(
     await complete(term, "a", "b")
     batch_id = (await lease_batch(servicer)).batch_id
     loss = m.ReleaseBatch(batch_id=batch_id, reasons={"a": "lost"})
-    await term.ledger.ask(loss, timeout_s=ASK_S)
+    await term.commits.ask(loss, timeout_s=ASK_S)
     batch = await lease_batch(servicer)
     assert [group.group.task.task_id for group in batch.groups] == ["b"]
     for task_id in ("a", "b"):
         late = m.ReleaseBatch(batch_id=batch_id, reasons={task_id: "lost"})
-        await term.ledger.ask(late, timeout_s=ASK_S)
+        await term.commits.ask(late, timeout_s=ASK_S)
     request = scheduler_pb2.CommitBatchRequest(batch_id=batch.batch_id, step=1, task_ids=["b"])
     await servicer.CommitBatch(request, None)
     status = await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)

@@ -82,7 +82,7 @@ async def test_leader_keeps_its_lease_while_it_rebuilds_a_long_queue() -> None:
     began_s = time.monotonic()
     state = await term._rebuild(frozenset({"s0"}), TermRecord(claims=True))
     counting.cancel()
-    assert state.queue.books.status().queued == 5000
+    assert state.queue.ledger.totals().queued == 5000
     assert turns >= 5000 / PART_GROUPS
     assert gc.isenabled()
     hold_until_s = state.queue.rollouts.hold_until_s
@@ -101,7 +101,7 @@ def test_group_that_two_shards_hold_is_counted_once() -> None:
     """The first one counts: a shard that was lost may come back after its tasks were submitted
     again."""
     twice = (scanned("a", 0), scanned("a", 1), scanned("b", 2))
-    assert rebuild(*twice).queue.books.status().queued == 2
+    assert rebuild(*twice).queue.ledger.totals().queued == 2
 
 
 def test_tasks_are_found_by_tag_in_the_order_of_the_queue() -> None:
@@ -118,7 +118,7 @@ def test_tasks_are_found_by_tag_in_the_order_of_the_queue() -> None:
 def test_sealed_trajectories_make_a_group_complete() -> None:
     """What was recorded before the change of leader need not be sampled again."""
     state = rebuild(scanned("a", 0, ("0:0", SEALED), ("1:0", ABANDONED), ("1:1", SEALED)))
-    group = state.queue.books.group("a")
+    group = state.queue.ledger.group("a")
     assert group.phase is Phase.COMPLETE
     assert group.sealed_ids() == ("a:0:0", "a:1:1")
     assert state.progress.completed("code") == 2
@@ -133,7 +133,7 @@ def test_partial_group_waits_for_its_missing_rollouts_alone() -> None:
 
 
 def test_trained_and_tombstoned_groups_stay_consumed() -> None:
-    """The head passes them, the books count them, and a commit of theirs is known."""
+    """The head passes them, the ledger counts them, and their commit is known."""
     state = rebuild(
         scanned(
             "a",
@@ -147,10 +147,10 @@ def test_trained_and_tombstoned_groups_stay_consumed() -> None:
         scanned("b", 1, state=common_pb2.GROUP_STATE_TOMBSTONED, reason="gone"),
         scanned("c", 2),
     )
-    books = state.queue.books.status()
-    assert (books.accepted, books.trained, books.tombstoned, books.pending) == (3, 1, 1, 1)
-    assert state.queue.books.window.head == 2
-    assert state.queue.books.group("b").reason == "gone"
+    totals = state.queue.ledger.totals()
+    assert (totals.accepted, totals.trained, totals.tombstoned, totals.pending) == (3, 1, 1, 1)
+    assert state.queue.window.head == 2
+    assert state.queue.ledger.group("b").reason == "gone"
     again = PrepareCommit(batch_id="batch-0-0", step=3, task_ids=["a"])
     done = state.prepare_commit(again, now_s=0.0)
     assert done == {}
@@ -162,22 +162,22 @@ def test_open_batch_of_the_earlier_leader_is_pending_again() -> None:
     state = rebuild(
         scanned("a", 0, ("0:0", SEALED), ("1:0", SEALED), state=common_pb2.GROUP_STATE_BATCHED)
     )
-    assert state.queue.books.group("a").phase is Phase.COMPLETE
+    assert state.queue.ledger.group("a").phase is Phase.COMPLETE
 
 
 def test_evaluation_that_was_complete_is_settled_anew() -> None:
     """EVALUATED may not have been stored: it follows from the seals."""
     state = rebuild(scanned("e", 0, ("0:0", SEALED), size=1, evaluation=True))
-    assert state.queue.books.group("e").phase is Phase.EVALUATED
-    ((shard, fate),) = state.take_fates(now_s=0.0)
-    assert (shard, fate.state) == ("s0", common_pb2.GROUP_STATE_EVALUATED)
+    assert state.queue.ledger.group("e").phase is Phase.EVALUATED
+    ((shard, final_state),) = state.take_final_states(now_s=0.0)
+    assert (shard, final_state.state) == ("s0", common_pb2.GROUP_STATE_EVALUATED)
     assert state.progress.completed("code") == 0
 
 
 def test_trajectory_beyond_the_group_is_ignored() -> None:
     """A record nobody can have been asked to write does no harm."""
     state = rebuild(scanned("a", 0, ("7:0", SEALED)))
-    assert state.queue.books.group("a").phase is Phase.QUEUED
+    assert state.queue.ledger.group("a").phase is Phase.QUEUED
 
 
 def test_a_group_whose_record_is_damaged_keeps_nobody_from_office() -> None:
@@ -188,7 +188,7 @@ def test_a_group_whose_record_is_damaged_keeps_nobody_from_office() -> None:
         reason="the checksum does not match",
     )
     state = rebuild(pool_pb2.ScanGroupsResponse(group=lost), scanned("next", 1))
-    books = state.queue.books
-    status = books.status()
+    ledger = state.queue.ledger
+    status = ledger.totals()
     assert (status.accepted, status.tombstoned, status.pending) == (2, 1, 1)
-    assert books.window.head == 1
+    assert ledger.window.head == 1

@@ -17,7 +17,7 @@ from forge.v1 import common_pb2, pool_pb2
 from services.pool import store as store_module
 from services.pool.store import PoolStore
 from services.scheduler.leadership import standby
-from services.scheduler.leadership.recovery import enlist
+from services.scheduler.leadership.recovery import register_shards
 from services.scheduler.leadership.standby import ShardCopies
 from services.scheduler.state.stored_group import StoredGroup
 from tests.support.pool.records import make_group, make_reward
@@ -140,7 +140,7 @@ async def test_what_is_held_of_a_group_that_is_over_is_small(scans: StoreScans) 
 
 
 class OlderScans:
-    """A shard that gives no marks."""
+    """A shard that returns no marks."""
 
     def live(self) -> frozenset[str]:
         return frozenset({"s0"})
@@ -153,7 +153,9 @@ class OlderScans:
 
 async def test_pool_of_an_earlier_version_is_named() -> None:
     """It ignores what it is asked: nobody could tell its answer from a whole scan."""
-    with pytest.raises(FailedPrecondition, match="pool shard s0 gives no marks: upgrade it first"):
+    with pytest.raises(
+        FailedPrecondition, match="pool shard s0 returns no marks: upgrade it first"
+    ):
         await ShardCopies(OlderScans(), most_settled=99).refresh("s0")
 
 
@@ -170,7 +172,7 @@ async def test_last_write_of_the_leader_before_is_seen(scans: StoreScans) -> Non
     fenced = FencedScans({"s0": scans.stores["s0"]})
     copies = ShardCopies(fenced, most_settled=99)
     await copies.refresh("s0")
-    found = (await enlist(fenced, ["s0"], copies)).groups
+    found = (await register_shards(fenced, ["s0"], copies)).groups
     assert names(found) == ["a", "b", "c"]
     assert found[2].group.batch_id == "x"
     assert fenced.told == [3, 1]

@@ -28,7 +28,7 @@ from services.pool.data.commands import FreeGroups, MarkOrphans
 from services.pool.maintenance.compaction import NOTED_BYTES, Compactor
 from services.pool.storage.change_trackers import RecentChanges
 from services.pool.store import PoolStore
-from services.scheduler.leadership.standby import Enlisted, ShardCopies
+from services.scheduler.leadership.standby import RegisteredGroups, ShardCopies
 from services.scheduler.state.queue_status import status_of
 from services.scheduler.state.term_state import TermState
 from services.scheduler.validation import digest_of
@@ -230,16 +230,16 @@ class StandbyMachine(RuleBasedStateMachine):
         A term of a standby's copies, and one that scans what is pending and the newest settled
         groups, count what a term counts that reads every group of shards that cannot count.
         """
-        every = self._enlisted(ShardCopies(WholeScans(self.scans.stores), most_settled=99))
+        every = self._registered(ShardCopies(WholeScans(self.scans.stores), most_settled=99))
         expected = self._term(every, joins=joins, one_by_one=True)
         for copies in (ShardCopies(self.scans, most_settled=self.most), self.copies):
-            state = self._term(self._enlisted(copies), joins=joins)
+            state = self._term(self._registered(copies), joins=joins)
             assert status_of(state, now_s=1.0) == status_of(expected, now_s=1.0)
             self._check_groups(state, expected)
             self._check_commits(state, expected)
         self.copies = ShardCopies(self.scans, most_settled=self.most)
 
-    def _enlisted(self, copies: ShardCopies) -> Enlisted:
+    def _registered(self, copies: ShardCopies) -> RegisteredGroups:
         for shard in SHARDS:
             self.loop.run_until_complete(copies.refresh(shard, count=True))
         return copies.take(SHARDS)
@@ -247,20 +247,20 @@ class StandbyMachine(RuleBasedStateMachine):
     def _check_groups(self, state: TermState, expected: TermState) -> None:
         """What is held is the same; what is not is settled, on a shard that is named, and read
         again by a rewind."""
-        books, whole = state.queue.books, expected.queue.books
+        ledger, whole = state.queue.ledger, expected.queue.ledger
         for number, shard in self.known.items():
             group = whole.group(f"t{number}")
-            if group.spec.task_id in books:
-                held = books.group(group.spec.task_id)
+            if group.spec.task_id in ledger:
+                held = ledger.group(group.spec.task_id)
                 assert everything_in(held) == everything_in(group)
                 continue
             assert group.phase.consumed
-            assert shard in books.forgotten_shards
+            assert shard in ledger.forgotten_shards
             if group.phase is Phase.TRAINED:
-                assert shard in books.shards_to_recall(group.step - 1)
-        assert books.window.next_index == whole.window.next_index
-        assert books.next_eval_index == whole.next_eval_index
-        assert books.window.head == whole.window.head
+                assert shard in ledger.shards_to_recall(group.step - 1)
+        assert ledger.window.next_index == whole.window.next_index
+        assert ledger.next_eval_index == whole.next_eval_index
+        assert ledger.window.head == whole.window.head
 
     def _check_commits(self, state: TermState, expected: TermState) -> None:
         """A batch is committed by the same step, be it known to the shards alone."""
@@ -272,14 +272,14 @@ class StandbyMachine(RuleBasedStateMachine):
             assert stored.get(batch_id) == step
             assert state.queue.batches.committed_by(batch_id) in (step, None)
 
-    def _term(self, found: Enlisted, *, joins: bool, one_by_one: bool = False) -> TermState:
+    def _term(self, found: RegisteredGroups, *, joins: bool, one_by_one: bool = False) -> TermState:
         queue = GenerationQueue(MODES[self.mode], term=1)
         state = TermState(
             queue, max_pending=100, skip_equal_rewards=self.skip, most_settled=self.most
         )
         if found.whole:
             state.settled.hold_all()
-        queue.books.begin_at(found.head())
+        queue.begin_at(found.head())
         if joins:
             found.groups.sort(key=attrgetter("group.spec.shard"))
         if one_by_one:

@@ -16,7 +16,7 @@ AWAY = frozenset({"s1"})
 
 async def submit(term: TermActors, *task_ids: str) -> None:
     tasks = {task_id: make_task(task_id) for task_id in task_ids}
-    await term.registrar.ask(m.Submit(tasks=tasks), timeout_s=ASK_S)
+    await term.submissions.ask(m.Submit(tasks=tasks), timeout_s=ASK_S)
 
 
 @pytest.fixture
@@ -44,10 +44,10 @@ QUESTIONS = [
         id="a held batch",
     ),
     pytest.param(
-        "ledger", m.CommitBatch(batch_id="batch-0-0", step=1, task_ids=["a", "x"]), id="a commit"
+        "commits", m.CommitBatch(batch_id="batch-0-0", step=1, task_ids=["a", "x"]), id="a commit"
     ),
-    pytest.param("ledger", m.Rewind(step=0), id="a rewind"),
-    pytest.param("registrar", m.Submit(tasks={"x": make_task("x")}), id="a new task"),
+    pytest.param("commits", m.Rewind(step=0), id="a rewind"),
+    pytest.param("submissions", m.Submit(tasks={"x": make_task("x")}), id="a new task"),
 ]
 
 
@@ -75,7 +75,7 @@ async def test_what_is_known_goes_on(unread: TermActors, shards: FakeShards) -> 
     take = m.TakeBatch(trainer_id="t", max_groups=1)
     batch = await (await unread.queue.ask(take, timeout_s=ASK_S))
     commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
-    await unread.ledger.ask(commit, timeout_s=ASK_S)
+    await unread.commits.ask(commit, timeout_s=ASK_S)
     await submit(unread, "a")
     lost = await unread.queue.ask(m.RenewRollouts(lease_ids=["x:0:0"]), timeout_s=ASK_S)
     assert lost == ()
@@ -96,11 +96,11 @@ async def test_record_has_a_bound_on_the_head(term: TermActors) -> None:
     ]
     await term.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
     batch = await (await term.queue.ask(m.TakeBatch(trainer_id="t", max_groups=1), timeout_s=ASK_S))
-    await term.ledger.ask(m.NoteHead(), timeout_s=ASK_S)
+    await term.commits.ask(m.NoteHead(), timeout_s=ASK_S)
     assert term.record.fields["head"] == 0, "what is only handed out is not consumed"
     commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
-    await term.ledger.ask(commit, timeout_s=ASK_S)
-    await term.ledger.ask(m.NoteHead(), timeout_s=ASK_S)
+    await term.commits.ask(commit, timeout_s=ASK_S)
+    await term.commits.ask(m.NoteHead(), timeout_s=ASK_S)
     assert term.record.fields["head"] == 1
-    await term.ledger.ask(m.Rewind(step=0), timeout_s=ASK_S)
+    await term.commits.ask(m.Rewind(step=0), timeout_s=ASK_S)
     assert term.record.fields["head"] == 0

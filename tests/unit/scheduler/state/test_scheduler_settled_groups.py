@@ -38,7 +38,7 @@ async def term(shards: FakeShards, clock: Clock) -> AsyncIterator[TermActors]:
 
 async def submit(term: TermActors, *tasks: common_pb2.Task) -> int:
     ask = m.Submit(tasks={task.task_id: task for task in tasks})
-    return int(await term.registrar.ask(ask, timeout_s=ASK_S))
+    return int(await term.submissions.ask(ask, timeout_s=ASK_S))
 
 
 async def seal_next(term: TermActors) -> list[str]:
@@ -68,7 +68,7 @@ async def train(term: TermActors, *, groups: int = GROUPS) -> list[m.CommitBatch
         batch = await (await term.queue.ask(take, timeout_s=ASK_S))
         ids = [view.record.task.task_id for view in batch.groups]
         commits.append(m.CommitBatch(batch_id=batch.batch_id, step=step, task_ids=ids))
-        await term.ledger.ask(commits[-1], timeout_s=ASK_S)
+        await term.commits.ask(commits[-1], timeout_s=ASK_S)
     return commits
 
 
@@ -86,9 +86,9 @@ async def counts(term: TermActors) -> tuple[int, ...]:
 
 
 async def test_memory_does_not_grow_with_what_was_trained_on(term: TermActors) -> None:
-    """Of all groups two are held; the books have every one."""
+    """Two groups stay in memory; the counts have every one."""
     await train(term)
-    assert len(term.state.catalog.tagged("")) == term.state.queue.books.held() == 2
+    assert len(term.state.catalog.tagged("")) == term.state.queue.ledger.held() == 2
     assert await counts(term) == (GROUPS, GROUPS, 0, 0)
 
 
@@ -100,8 +100,8 @@ async def test_memory_does_not_grow_with_what_was_given_up(term: TermActors) -> 
         take = m.TakeBatch(trainer_id="t", max_groups=1)
         batch = await (await term.queue.ask(take, timeout_s=ASK_S))
         release = m.ReleaseBatch(batch_id=batch.batch_id, reason="gone")
-        await term.ledger.ask(release, timeout_s=ASK_S)
-    assert len(term.state.catalog.tagged("")) == term.state.queue.books.held() == 2
+        await term.commits.ask(release, timeout_s=ASK_S)
+    assert len(term.state.catalog.tagged("")) == term.state.queue.ledger.held() == 2
     assert await counts(term) == (GROUPS, 0, GROUPS, 0)
 
 
@@ -179,29 +179,29 @@ async def test_late_word_of_a_forgotten_group_is_heard(term: TermActors) -> None
 async def test_repeated_commit_of_forgotten_groups_is_done(term: TermActors) -> None:
     """By the step that made it; another step is refused."""
     first, *_ = await train(term)
-    await term.ledger.ask(first, timeout_s=ASK_S)
+    await term.commits.ask(first, timeout_s=ASK_S)
     other = m.CommitBatch(batch_id=first.batch_id, step=5, task_ids=first.task_ids)
     with pytest.raises(FailedPrecondition, match="committed by step 1"):
-        await term.ledger.ask(other, timeout_s=ASK_S)
+        await term.commits.ask(other, timeout_s=ASK_S)
     unnamed = m.CommitBatch(batch_id=first.batch_id, step=1, task_ids=())
-    await term.ledger.ask(unnamed, timeout_s=ASK_S)
+    await term.commits.ask(unnamed, timeout_s=ASK_S)
     unknown = m.CommitBatch(batch_id="batch-0-99", step=1, task_ids=["other"])
     with pytest.raises(NotFound):
-        await term.ledger.ask(unknown, timeout_s=ASK_S)
+        await term.commits.ask(unknown, timeout_s=ASK_S)
     assert await counts(term) == (GROUPS, GROUPS, 0, 0)
 
 
 async def test_rewind_takes_back_forgotten_groups(term: TermActors) -> None:
     """They are read from the pool, and trained on again."""
     await train(term)
-    assert await term.ledger.ask(m.Rewind(step=3), timeout_s=ASK_S) == GROUPS - 3
+    assert await term.commits.ask(m.Rewind(step=3), timeout_s=ASK_S) == GROUPS - 3
     assert await counts(term) == (GROUPS, 3, 0, GROUPS - 3)
     taken = await (
         await term.queue.ask(m.TakeBatch(trainer_id="t", max_groups=GROUPS), timeout_s=ASK_S)
     )
     assert [view.record.task.task_id for view in taken.groups] == [f"t{n}" for n in range(3, 12)]
     commit = m.CommitBatch(batch_id=taken.batch_id, step=4, task_ids=())
-    await term.ledger.ask(commit, timeout_s=ASK_S)
+    await term.commits.ask(commit, timeout_s=ASK_S)
     assert await counts(term) == (GROUPS, GROUPS, 0, 0)
 
 
@@ -212,10 +212,10 @@ async def test_rewind_that_cannot_read_the_pool_takes_nothing_back(
     await train(term)
     shards.down |= {"s0", "s1"}
     with pytest.raises(Unavailable):
-        await term.ledger.ask(m.Rewind(step=3), timeout_s=ASK_S)
+        await term.commits.ask(m.Rewind(step=3), timeout_s=ASK_S)
     assert await counts(term) == (GROUPS, GROUPS, 0, 0)
     shards.down.clear()
-    assert await term.ledger.ask(m.Rewind(step=3), timeout_s=ASK_S) == GROUPS - 3
+    assert await term.commits.ask(m.Rewind(step=3), timeout_s=ASK_S) == GROUPS - 3
 
 
 async def test_forgotten_groups_are_listed(term: TermActors) -> None:
@@ -260,7 +260,7 @@ def left_out(count: int) -> LeftOut:
 
 
 async def test_what_a_scan_left_out_is_counted(term: TermActors) -> None:
-    """In the books, in progress, in the queue indices, and once, be the message repeated."""
+    """In the ledger, in progress, in the queue indices, and once, be the message repeated."""
     for _ in range(2):
         part = m.RestoreGroups(number=0, left_out=[left_out(100)])
         await term.queue.ask(part, timeout_s=ASK_S)
@@ -278,7 +278,7 @@ async def test_shard_that_cannot_look_up_is_held_whole(term: TermActors) -> None
     """One of an earlier version has joined: from then on no group is forgotten."""
     await term.queue.ask(m.RestoreGroups(number=0, holds_all=True), timeout_s=ASK_S)
     await train(term)
-    assert term.state.queue.books.held() == GROUPS
+    assert term.state.queue.ledger.held() == GROUPS
     assert await submit(term, make_task("t0")) == 0
     assert term.shards.looked_up == []
 
@@ -288,6 +288,6 @@ async def test_indices_of_a_shard_that_joined_are_not_given_again(
 ) -> None:
     """It was away when the term began: two groups with one index would be one to the window."""
     reserve = m.ReserveIndices(next_index={common_pb2.PURPOSE_TRAIN: 7})
-    await term.registrar.ask(reserve, timeout_s=ASK_S)
+    await term.submissions.ask(reserve, timeout_s=ASK_S)
     await submit(term, make_task("new"))
     assert [one.queue_index for all_ in shards.groups.values() for one in all_] == [7]

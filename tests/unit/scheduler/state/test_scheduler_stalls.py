@@ -89,7 +89,7 @@ def test_long_reasons_are_cut() -> None:
 
 async def submit_and_lease(term: TermActors, task_id: str) -> str:
     tasks = {task_id: make_task(task_id)}
-    await term.registrar.ask(m.Submit(tasks=tasks), timeout_s=ASK_S)
+    await term.submissions.ask(m.Submit(tasks=tasks), timeout_s=ASK_S)
     ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
     (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
     return str(grant.trajectory_id)
@@ -125,7 +125,7 @@ async def test_status_tells_a_stall_until_a_batch_is_committed(
     batch = await (await term.queue.ask(take, timeout_s=ASK_S))
     assert (await status(term)).stall.cause == "trainer_busy"
     commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
-    await term.ledger.ask(commit, timeout_s=ASK_S)
+    await term.commits.ask(commit, timeout_s=ASK_S)
     found = await status(term)
     assert not found.HasField("stall")
     assert found.untrained_s == 0.0
