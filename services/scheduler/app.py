@@ -119,38 +119,34 @@ class SchedulerApp:
             await first_done(begin, asyncio.shield(ended))
             if begin.done():
                 self._servicer.leader = begin.result()
-                await self._announce(leading=True)
+                await self._announce_leading(True)
                 await ended
         finally:
             self._servicer.leader = None
             for task in (begin, ended):
                 task.cancel()
             await asyncio.wait({begin, ended})
-            await self._announce(leading=False)
+            await self._announce_leading(False)
 
     async def _announce_failure(self, reason: str) -> None:
         """Publish why the last term ended, in answers and in discovery."""
         self._servicer.last_failure = reason
-        if self._context.metadata.get(TERM_ERROR_KEY) != reason:
-            self._context.metadata[TERM_ERROR_KEY] = reason
-            with contextlib.suppress(Unavailable):
-                await self._context.announce()
+        await self._publish(TERM_ERROR_KEY, reason)
 
     async def _await_shards(self, missing: frozenset[str]) -> None:
         """Publish in discovery which pool shards the term waits for."""
-        awaited = ",".join(sorted(missing))
-        if self._context.metadata.get(AWAITS, "") == awaited:
-            return
-        self._context.metadata[AWAITS] = awaited
-        with contextlib.suppress(Unavailable):
-            await self._context.announce()
+        await self._publish(AWAITS, ",".join(sorted(missing)))
 
-    async def _announce(self, *, leading: bool) -> None:
+    async def _announce_leading(self, leading: bool) -> None:
         metrics.show_leading(leading)
-        self._context.metadata["leader"] = "true" if leading else "false"
         if leading:
             self._servicer.last_failure = ""
             self._context.metadata.pop(TERM_ERROR_KEY, None)
-        # Without etcd nothing can be published; the whole entry is written when etcd is back.
-        with contextlib.suppress(Unavailable):
-            await self._context.announce()
+        await self._publish("leader", "true" if leading else "false")
+
+    async def _publish(self, key: str, value: str) -> None:
+        if self._context.metadata.get(key, "") != value:
+            self._context.metadata[key] = value
+            # Without etcd nothing is published; the whole entry is written when etcd is back.
+            with contextlib.suppress(Unavailable):
+                await self._context.announce()

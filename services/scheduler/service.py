@@ -68,13 +68,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.LeaseRolloutsResponse:
         """Lease rollouts to a runner, after a long poll."""
         leader = await self._lead(context)
-        runner_id = validation.check_holder("runner_id", request.runner_id)
+        runner_id = validation.check_id("runner_id", request.runner_id)
         if request.leaving:
             await leader.queue.ask(m.DismissRunner(runner_id=runner_id), timeout_s=ASK_S)
             return scheduler_pb2.LeaseRolloutsResponse()
         ask = m.LeaseRollouts(
             runner_id=runner_id,
-            max_rollouts=validation.check_max_rollouts(request.max_rollouts),
+            max_rollouts=validation.check_count(
+                "max_rollouts", request.max_rollouts, most=validation.MAX_ROLLOUTS
+            ),
         )
         wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)
         grants = await _waited(await leader.queue.ask(ask, timeout_s=ASK_S), wait_s) or ()
@@ -119,12 +121,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         leader = await self._lead(context)
         wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)
         ask = m.TakeBatch(
-            trainer_id=validation.check_holder("trainer_id", request.trainer_id),
-            max_groups=validation.check_max_groups(
-                request.max_groups or self._config.queue.batch_groups
+            trainer_id=validation.check_id("trainer_id", request.trainer_id),
+            max_groups=validation.check_count(
+                "max_groups",
+                request.max_groups or self._config.queue.batch_groups,
+                most=validation.MAX_GROUPS,
             ),
             held={
-                validation.check_batch_id(batch.batch_id): tuple(batch.task_ids)
+                validation.check_id("batch_id", batch.batch_id): tuple(batch.task_ids)
                 for batch in request.held
             },
         )
@@ -162,7 +166,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Commit a batch; durable on return."""
         leader = await self._lead(context)
         ask = m.CommitBatch(
-            batch_id=validation.check_batch_id(request.batch_id),
+            batch_id=validation.check_id("batch_id", request.batch_id),
             step=validation.check_step(request.step),
             task_ids=request.task_ids,
         )
@@ -175,7 +179,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Return a batch, and tombstone groups with a reason."""
         leader = await self._lead(context)
         ask = m.ReleaseBatch(
-            batch_id=validation.check_batch_id(request.batch_id),
+            batch_id=validation.check_id("batch_id", request.batch_id),
             reasons=dict.fromkeys(request.task_ids, request.reason) if request.reason else {},
             reason=request.reason,
         )

@@ -97,22 +97,15 @@ def check_wait_s(wait_s: float, *, max_wait_s: float) -> float:
     return min(wait_s, max_wait_s)
 
 
-def check_max_rollouts(max_rollouts: int) -> int:
-    """1 to `MAX_ROLLOUTS`."""
-    if not 1 <= max_rollouts <= MAX_ROLLOUTS:
-        raise InvalidArgument(f"max_rollouts {max_rollouts} must be 1 to {MAX_ROLLOUTS}")
-    return max_rollouts
+def check_count(field: str, value: int, *, most: int) -> int:
+    """1 to `most`."""
+    if not 1 <= value <= most:
+        raise InvalidArgument(f"{field} {value} must be 1 to {most}")
+    return value
 
 
-def check_max_groups(max_groups: int) -> int:
-    """1 to `MAX_GROUPS`."""
-    if not 1 <= max_groups <= MAX_GROUPS:
-        raise InvalidArgument(f"max_groups {max_groups} must be 0 to {MAX_GROUPS}")
-    return max_groups
-
-
-def check_holder(field: str, value: str) -> str:
-    """A `runner_id` or `trainer_id`."""
+def check_id(field: str, value: str) -> str:
+    """A `runner_id`, `trainer_id` or `batch_id`."""
     if not 1 <= len(value) <= 200:
         raise InvalidArgument(f"{field} {value[:40]!r} must have 1 to 200 characters")
     return value
@@ -153,10 +146,3 @@ def check_activity(activity: scheduler_pb2.Activity.ValueType) -> Activity:
         raise InvalidArgument(
             f"activity {activity} must be one of {', '.join(each.name for each in Activity)}"
         ) from None
-
-
-def check_batch_id(batch_id: str) -> str:
-    """1 to 200 characters."""
-    if not 1 <= len(batch_id) <= 200:
-        raise InvalidArgument(f"batch_id {batch_id[:40]!r} must have 1 to 200 characters")
-    return batch_id

@@ -164,10 +164,6 @@ class Claims:
                 slot.rollout.phase = RolloutPhase.READY
                 yield slot
 
-    def next_expiry_s(self) -> float | None:
-        """The earliest end of a lease."""
-        return self._expiries[0][0] if self._expiries else None
-
-    def next_retry_s(self) -> float | None:
-        """The earliest end of a back-off."""
-        return self._retries[0][0] if self._retries else None
+    def next_event_s(self) -> list[float]:
+        """The earliest end of a lease, and of a back-off."""
+        return [heap[0][0] for heap in (self._expiries, self._retries) if heap]

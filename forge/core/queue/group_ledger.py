@@ -33,7 +33,7 @@ class GroupTotals:
     tombstoned: int
     pending: int
     queued: int
-    running: int
+    running_groups: int
     """Groups of both purposes, which count against N."""
     complete_in_window: int
     complete_outside_window: int
@@ -332,7 +332,7 @@ class GroupLedger:
             # Summed separately, so that the equation is a check and not a definition.
             pending=counts.pending,
             queued=counts.of(Phase.QUEUED),
-            running=counts.running,
+            running_groups=counts.running,
             complete_in_window=in_window,
             complete_outside_window=counts.of(Phase.COMPLETE) - in_window,
             eval_pending=counts.of(Phase.QUEUED, evaluation=True)

@@ -219,7 +219,7 @@ class Rollouts:
 
     def next_event_s(self) -> tuple[float | None, ...]:
         """The ends of the hold, of a lease and of a back-off."""
-        return (self.hold_until_s, self._claims.next_expiry_s(), self._claims.next_retry_s())
+        return (self.hold_until_s, *self._claims.next_event_s())
 
     def _next_slot(self, now_s: float) -> Slot | None:
         for evaluation in (True, False):

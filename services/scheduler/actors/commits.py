@@ -5,7 +5,9 @@ Owns their order: one change at a time, written to the pool first and applied to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 from forge.runtime.actor import Actor
@@ -63,9 +65,8 @@ class CommitActor(Actor):
         groups = await ask_with_look_up(self._queue, self._shards, prepare, timeout_s=ASK_S)
         if not groups:
             return
-        await self._shards.set_states(
-            _changes(groups, trained, batch_id=request.batch_id, step=request.step)
-        )
+        of_batch = partial(Change, state=trained, batch_id=request.batch_id, step=request.step)
+        await self._shards.set_states(_changes(groups, of_batch))
         apply = m.ApplyCommit(batch_id=request.batch_id, step=request.step)
         await self._queue.ask(apply, timeout_s=ASK_S)
         log.info("batch_committed", batch_id=request.batch_id, step=request.step)
@@ -78,7 +79,12 @@ class CommitActor(Actor):
             held = [task_id for ids in groups.values() for task_id in ids]
             given = request.reasons or dict.fromkeys(held, request.reason)
             reasons = {task_id: given[task_id] for task_id in held if task_id in given}
-            await self._shards.set_states(_tombstones(groups, reasons))
+            tombstoned = {s: [each for each in ids if each in reasons] for s, ids in groups.items()}
+            state = common_pb2.GROUP_STATE_TOMBSTONED
+            changes = _changes(tombstoned, partial(Change, state=state))
+            for change in chain.from_iterable(changes.values()):
+                change.reason = reasons[change.task_id]
+            await self._shards.set_states(changes)
         apply = m.ApplyRelease(batch_id=request.batch_id, reasons=reasons)
         await self._queue.ask(apply, timeout_s=ASK_S)
 
@@ -102,38 +108,14 @@ class CommitActor(Actor):
         # the replaced trainer.
         self._noted_head = plan.head
         await self._record.amend(void_before=plan.void_before, head=plan.head)
-        await self._shards.set_states(_changes(plan.groups, common_pb2.GROUP_STATE_PENDING))
+        pending = partial(Change, state=common_pb2.GROUP_STATE_PENDING)
+        await self._shards.set_states(_changes(plan.groups, pending))
         undone: int = await self._queue.ask(m.ApplyRewind(step=step), timeout_s=ASK_S)
         log.info("rewound", step=step, groups=undone)
         return undone
 
 
 def _changes(
-    groups: Mapping[str, Sequence[str]],
-    state: common_pb2.GroupState.ValueType,
-    *,
-    batch_id: str = "",
-    step: int = 0,
+    groups: Mapping[str, Sequence[str]], make: Callable[..., Change]
 ) -> dict[str, list[Change]]:
-    return {
-        shard: [
-            Change(task_id=task_id, state=state, batch_id=batch_id, step=step)
-            for task_id in task_ids
-        ]
-        for shard, task_ids in groups.items()
-    }
-
-
-def _tombstones(
-    groups: Mapping[str, Sequence[str]], reasons: Mapping[str, str]
-) -> dict[str, list[Change]]:
-    """Changes for the groups that have a reason."""
-    state = common_pb2.GROUP_STATE_TOMBSTONED
-    return {
-        shard: [
-            Change(task_id=task_id, state=state, reason=reasons[task_id])
-            for task_id in task_ids
-            if task_id in reasons
-        ]
-        for shard, task_ids in groups.items()
-    }
+    return {shard: [make(task_id=each) for each in ids] for shard, ids in groups.items()}

@@ -13,7 +13,7 @@ from forge.core.errors import ForgeError
 from forge.runtime.actor import Actor
 from forge.runtime.telemetry import log
 from services.scheduler.pool_shards import Change, PoolShards
-from services.scheduler.state.messages import FinalState, StoreFinalStates
+from services.scheduler.state.messages import StoreFinalStates
 
 RETRY_S = 2.0
 LAST_WRITES_S = 1.0
@@ -27,16 +27,16 @@ class OutcomeWriter(Actor):
 
     def __init__(self, shards: PoolShards) -> None:
         self._shards = shards
-        self._waiting: dict[str, list[FinalState]] = {}
+        self._waiting: dict[str, list[Change]] = {}
         """By shard: states that its writer has not read yet."""
         self._writers: dict[str, asyncio.Task[None]] = {}
 
     async def receive(self, message: Any) -> Any:
         """Handles StoreFinalStates."""
         match message:
-            case StoreFinalStates(final_states=by_shard):
-                for shard, final_states in by_shard.items():
-                    self._waiting.setdefault(shard, []).extend(final_states)
+            case StoreFinalStates(changes=by_shard):
+                for shard, changes in by_shard.items():
+                    self._waiting.setdefault(shard, []).extend(changes)
                     if shard not in self._writers:
                         self._writers[shard] = asyncio.create_task(self._write(shard))
                 return None
@@ -54,32 +54,22 @@ class OutcomeWriter(Actor):
 
     async def _write(self, shard: str) -> None:
         try:
-            while final_states := self._waiting.pop(shard, None):
-                if not await self._store(shard, final_states):
-                    self._waiting[shard] = final_states + self._waiting.get(shard, [])
+            while changes := self._waiting.pop(shard, None):
+                if not await self._store(shard, changes):
+                    self._waiting[shard] = changes + self._waiting.get(shard, [])
                     await asyncio.sleep(RETRY_S)
         finally:
             del self._writers[shard]
 
-    async def _store(self, shard: str, final_states: list[FinalState]) -> bool:
+    async def _store(self, shard: str, changes: list[Change]) -> bool:
         """False if the write must be retried."""
-        changes = [
-            Change(task_id=final_state.task_id, state=final_state.state, reason=final_state.reason)
-            for final_state in final_states
-        ]
         try:
             await self._shards.set_states({shard: changes})
         except ForgeError as error:
+            facts = {"pool_shard": shard, "groups": len(changes), "error": str(error)}
             if error.retryable:
-                log.warning(
-                    "final_states_delayed",
-                    pool_shard=shard,
-                    groups=len(final_states),
-                    error=str(error),
-                )
+                log.warning("final_states_delayed", **facts)
                 return False
             # Not durable: the next leader settles these groups again.
-            log.error(
-                "final_states_refused", pool_shard=shard, groups=len(final_states), error=str(error)
-            )
+            log.error("final_states_refused", **facts)
         return True

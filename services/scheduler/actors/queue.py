@@ -21,6 +21,7 @@ from forge.v1.scheduler_pb2 import GetSchedulerStatusResponse
 from services.scheduler import metrics
 from services.scheduler.listening_clock import ListeningClock
 from services.scheduler.long_polls import LongPolls
+from services.scheduler.pool_shards import Change
 from services.scheduler.state import messages as m
 from services.scheduler.state.queue_status import status_of
 from services.scheduler.state.stored_group import new_group
@@ -51,7 +52,7 @@ class QueueActor(Actor):
         self._runners = LongPolls[m.LeaseRollouts, tuple[m.Grant, ...]](self._grant, alike=True)
         self._trainers = LongPolls[m.TakeBatch, m.BatchView](self._take, alike=False)
         self._others: m.Connect | None = None
-        self._final_states: list[tuple[str, m.FinalState]] = []
+        self._final_states: list[tuple[str, Change]] = []
         """With their shards; what `outcome_writer` has not accepted yet."""
         self._logged_cause = ""
         """Cause of the last stall in the log."""
@@ -205,10 +206,10 @@ class QueueActor(Actor):
         self._final_states += self._state.take_final_states(now_s=self._clock())
         if not self._final_states or self._others is None:
             return
-        by_shard: defaultdict[str, list[m.FinalState]] = defaultdict(list)
-        for shard, final_state in self._final_states:
-            by_shard[shard].append(final_state)
-        if self._tell(self._others.outcome_writer, m.StoreFinalStates(final_states=by_shard)):
+        by_shard: defaultdict[str, list[Change]] = defaultdict(list)
+        for shard, change in self._final_states:
+            by_shard[shard].append(change)
+        if self._tell(self._others.outcome_writer, m.StoreFinalStates(changes=by_shard)):
             self._final_states = []
 
     def _tell(self, other: Any, message: Any) -> bool:

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from forge.core.errors import ForgeError
@@ -192,39 +193,28 @@ class Term:
         return state
 
     async def _start_actors(self, state: TermState) -> LeaderContext:
-        no_restart = Restart(max_restarts=0)
-        next_index: dict[int, int] = {
-            common_pb2.PURPOSE_TRAIN: state.queue.window.next_index,
-            common_pb2.PURPOSE_EVAL: state.queue.ledger.next_eval_index,
-        }
-        spawn = self._actors.spawn
-        queue = await spawn(
-            lambda: QueueActor(state, clock=self._clock), name="queue", restart=no_restart
-        )
+        spawn = partial(self._actors.spawn, restart=Restart(max_restarts=0))
+        queue = await spawn(lambda: QueueActor(state, clock=self._clock), name="queue")
         submissions = await spawn(
             lambda: SubmissionActor(
                 queue,
                 self._shards,
-                next_index=next_index,
+                next_index={
+                    common_pb2.PURPOSE_TRAIN: state.queue.window.next_index,
+                    common_pb2.PURPOSE_EVAL: state.queue.ledger.next_eval_index,
+                },
                 placeable=lambda: self._registered & self._shards.live(),
             ),
             name="submissions",
-            restart=no_restart,
         )
         commits = await spawn(
-            lambda: CommitActor(queue, self._shards, self._record()),
-            name="commits",
-            restart=no_restart,
+            lambda: CommitActor(queue, self._shards, self._record()), name="commits"
         )
-        outcome_writer = await spawn(
-            lambda: OutcomeWriter(self._shards), name="outcome_writer", restart=no_restart
-        )
+        writer = await spawn(lambda: OutcomeWriter(self._shards), name="outcome_writer")
         expired_leases = await spawn(
-            lambda: ExpiredLeaseActor(queue, self._shards),
-            name="expired_leases",
-            restart=no_restart,
+            lambda: ExpiredLeaseActor(queue, self._shards), name="expired_leases"
         )
-        queue.tell(Connect(own=queue, outcome_writer=outcome_writer, expired_leases=expired_leases))
+        queue.tell(Connect(own=queue, outcome_writer=writer, expired_leases=expired_leases))
         return LeaderContext(
             leadership=self._leadership,
             queue=queue,

@@ -9,6 +9,7 @@ from forge.core.queue.activity import Activity
 from forge.core.queue.failures import FailureKind
 from forge.runtime.actor_system import ActorRef
 from forge.v1 import common_pb2
+from services.scheduler.pool_shards import Change
 from services.scheduler.state.left_out_groups import LeftOut
 from services.scheduler.state.stored_group import StoredGroup
 
@@ -358,19 +359,10 @@ class SetActivity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinalState:
-    """State of a group that ended in the queue."""
-
-    task_id: str
-    state: common_pb2.GroupState.ValueType
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFinalStates:
     """Groups tombstoned or evaluated, by pool shard."""
 
-    final_states: Mapping[str, Sequence[FinalState]]
+    changes: Mapping[str, Sequence[Change]]
 
 
 # To expired_leases

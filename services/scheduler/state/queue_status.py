@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from forge.core.queue.group_ledger import GroupTotals
 from forge.v1 import scheduler_pb2
 from services.scheduler.state.stalls import head_of, why
@@ -19,15 +21,8 @@ def status_of(state: TermState, *, now_s: float) -> scheduler_pb2.GetSchedulerSt
         head=queue.window.head,
         window=queue.window.width,
         concurrency=queue.settings.concurrency,
-        queued=totals.queued,
-        running_groups=totals.running,
+        **asdict(totals),
         running_rollouts=len(queue.rollouts),
-        complete_in_window=totals.complete_in_window,
-        complete_outside_window=totals.complete_outside_window,
-        accepted=totals.accepted,
-        trained=totals.trained,
-        tombstoned=totals.tombstoned,
-        pending=totals.pending,
         domains=[
             scheduler_pb2.DomainStatus(
                 domain=domain,
@@ -37,7 +32,6 @@ def status_of(state: TermState, *, now_s: float) -> scheduler_pb2.GetSchedulerSt
             )
             for domain in state.progress.domains(shares)
         ],
-        eval_pending=totals.eval_pending,
         retries=queue.rollouts.retries,
         activity=_ACTIVITIES[queue.ledger.activity],
         mode=queue.settings.mode.value,
@@ -65,7 +59,7 @@ def _stall(state: TermState, totals: GroupTotals, now_s: float) -> scheduler_pb2
         activity=queue.ledger.activity,
         waiting=totals.pending + totals.eval_pending,
         queued=totals.queued,
-        running=totals.running,
+        running=totals.running_groups,
         complete_in_window=totals.complete_in_window,
         assigned=queue.window.assigned,
         complete_outside_window=totals.complete_outside_window,

@@ -19,12 +19,12 @@ from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler import metrics
+from services.scheduler.pool_shards import Change
 from services.scheduler.state.domain_progress import Progress, outcome_of
 from services.scheduler.state.dynamic_sampling import EqualRewards
 from services.scheduler.state.earlier_groups import EarlierGroups
 from services.scheduler.state.messages import (
     BatchView,
-    FinalState,
     FindNew,
     Grant,
     GroupView,
@@ -125,9 +125,9 @@ class TermState:
             found[self.queue.ledger.group(task_id).spec.shard].append(task_id)
         return dict(found)
 
-    def take_final_states(self, *, now_s: float) -> list[tuple[str, FinalState]]:
+    def take_final_states(self, *, now_s: float) -> list[tuple[str, Change]]:
         """Groups tombstoned or evaluated since the last call, each with its pool shard."""
-        final_states = []
+        changes = []
         for group in self.queue.ledger.settled():
             task_id = group.spec.task_id
             self.catalog.drop_payload(task_id)
@@ -138,12 +138,11 @@ class TermState:
                 log.warning("group_tombstoned", task_id=task_id, reason=group.reason)
             else:
                 self.watch.progressed(now_s)
-            final_state = FinalState(
-                task_id=task_id, state=_FINAL_STATES[group.phase], reason=group.reason
-            )
-            final_states.append((group.spec.shard, final_state))
+            state = _FINAL_STATES[group.phase]
+            change = Change(task_id=task_id, state=state, reason=group.reason)
+            changes.append((group.spec.shard, change))
         self.settled.forget()
-        return final_states
+        return changes
 
     # Shards
 
