@@ -15,12 +15,8 @@ from services.pool.actors.writer import Writer, WriterRef
 from services.pool.config import PoolConfig
 from services.pool.maintenance.compaction import Compactor
 from services.pool.readers import ReaderRef, Readers
-from services.pool.replication.replica import (
-    LeadersReaders,
-    LeadersWriter,
-    Replica,
-    serve_alone,
-)
+from services.pool.replication.election import serve_alone
+from services.pool.replication.replica import LeadersReaders, LeadersWriter, Replica
 from services.pool.replication.shard_identity import hold_shard
 from services.pool.retention import Retention, RetentionPolicy, TrainersCoverage
 from services.pool.service import (

@@ -37,7 +37,7 @@ from services.pool.storage.journal import (
     ReplicaState,
     begin_replication,
     log_commit,
-    state_of,
+    replica_state,
 )
 from services.pool.storage.keys import LINEAGE_KEY, SHARD_KEY
 from services.pool.storage.lmdb_env import DISK_RETRY_S, Environment, OnPanic
@@ -290,7 +290,7 @@ def _settle_names(records: Records, wanted: str) -> str:
     """The shard's name; it has one, and a lineage, from now on."""
     if not _lineage(records):
         # Replicas of before had one in their own account alone.
-        drawn = state_of(records).lineage or uuid.uuid4().hex
+        drawn = replica_state(records).lineage or uuid.uuid4().hex
         records.put(Table.META, LINEAGE_KEY, drawn.encode())
     stored = records.get(Table.META, SHARD_KEY)
     if stored is None:

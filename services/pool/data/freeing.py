@@ -53,7 +53,7 @@ class Freed:
     """There was more to free than the transaction may hold."""
 
 
-def state_of(records: Records, task_id: str) -> common_pb2.GroupRecord | None:
+def group_state(records: Records, task_id: str) -> common_pb2.GroupRecord | None:
     """State, batch, step, reason and times of a group; None for one that is not stored."""
     stored = records.get(Table.STATES, group_key(task_id))
     return None if stored is None else common_pb2.GroupRecord.FromString(bytes(stored))
@@ -95,7 +95,7 @@ def forget_orphan(records: Records, task_id: str) -> None:
 def intact_state(records: Records, task_id: str) -> common_pb2.GroupRecord | None:
     """None for a state that is damaged or lost."""
     try:
-        return state_of(records, task_id)
+        return group_state(records, task_id)
     except DamagedRecord:
         return None
 
@@ -170,7 +170,7 @@ def _begin(records: Records, task_id: str, command: FreeGroups) -> bool:
 
     Raises `DataLoss` before anything is marked.
     """
-    state = state_of(records, task_id)
+    state = group_state(records, task_id)
     if state is None or not _may_be_freed(state, command.covered_step):
         return False
     if records.get(Table.SETTLED, settled_key(state.settled_unix_s, task_id)) is None:
@@ -237,7 +237,7 @@ def _outcome(records: Records, trajectory: bytes, header: TrajectoryHeader) -> f
 
 def _finish(records: Records, task_id: str) -> int:
     """Drops the payload of a group and its place in the index; the bytes freed."""
-    state = state_of(records, task_id)
+    state = group_state(records, task_id)
     assert state is not None
     freed_bytes = _drop_payload(records, task_id)
     records.delete(Table.SETTLED, settled_key(state.settled_unix_s, task_id))

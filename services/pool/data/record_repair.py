@@ -25,7 +25,7 @@ from services.pool.data.closed_digests import (
 )
 from services.pool.data.commands import RepairUnit
 from services.pool.data.summaries import header_of
-from services.pool.storage.journal import state_of
+from services.pool.storage.journal import replica_state
 from services.pool.storage.keys import queue_key
 from services.pool.storage.record_copies import (
     CopiedRecords,
@@ -51,7 +51,7 @@ _Values = Mapping[bytes, bytes]
 def repair_from_replica(records: Records, command: RepairUnit) -> bool:
     """Repairs a unit of a shard that is served; whether it is whole then."""
     copy, since = command.copy, command.since
-    if copy.position >= since and not state_of(records).copying:
+    if copy.position >= since and not replica_state(records).copying:
         repair_unit(records, unit=command.unit, copy=copy, since=since, noted=command.leads)
     return is_whole(records, command.unit)
 

@@ -32,7 +32,7 @@ class Tally:
         self._oldest_closed_unix_s = 0.0
         self._table = Table.TRAJECTORIES
         self._after = b""
-        self._state_of: tuple[str, int] = ("", 0)
+        self._last_state: tuple[str, int] = ("", 0)
         """Task looked up last, and the state of its group."""
 
     def advance(self, records: Records) -> bool:
@@ -82,11 +82,11 @@ class Tally:
 
     def _waits(self, records: Records, task_id: str) -> bool:
         """Whether the group of a task is pending; a task's trajectories lie together."""
-        if self._state_of[0] != task_id:
+        if self._last_state[0] != task_id:
             stored = records.get(Table.STATES, group_key(task_id))
             state = 0 if stored is None else common_pb2.GroupRecord.FromString(bytes(stored)).state
-            self._state_of = (task_id, state)
-        return self._state_of[1] == _PENDING
+            self._last_state = (task_id, state)
+        return self._last_state[1] == _PENDING
 
     def _count_group(self, records: Records, key: bytes, payload: Payload) -> None:
         group = queued_group(records, key)

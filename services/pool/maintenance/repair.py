@@ -16,7 +16,7 @@ from services.pool.maintenance.backup import Progress, check, snapshot
 from services.pool.maintenance.integrity import Damage
 from services.pool.storage.file_locks import DATA, file_bytes
 from services.pool.storage.group_index import rebuild
-from services.pool.storage.journal import state_of
+from services.pool.storage.journal import replica_state
 from services.pool.storage.keys import LINEAGE_KEY, SHARD_KEY
 from services.pool.storage.lmdb_env import Environment
 from services.pool.storage.record_copies import CopiedRecords, copied_records, units_of
@@ -64,7 +64,7 @@ def _identity(records: Records) -> tuple[str, str, int]:
     shard, lineage = (
         bytes(records.get(Table.META, key) or b"").decode() for key in (SHARD_KEY, LINEAGE_KEY)
     )
-    state = state_of(records)
+    state = replica_state(records)
     return shard, lineage, state.position if state.lineage else 0
 
 

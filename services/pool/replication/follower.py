@@ -21,7 +21,7 @@ from forge.v1 import replica_pb2 as pb
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import FollowLeader
 from services.pool.readers import Readers
-from services.pool.storage.journal import follower_state, state_of
+from services.pool.storage.journal import follower_state, replica_state
 from services.pool.storage.records import Records
 from services.pool.store import PoolStore
 
@@ -94,7 +94,7 @@ class Following:
 
     def _state(self, records: Records) -> pb.FollowerState:
         found = follower_state(records, shard=self._store.shard)
-        found.newest_term = max((term for term, _ in state_of(records).terms), default=0)
+        found.newest_term = max((term for term, _ in replica_state(records).terms), default=0)
         found.no_room = self._no_room
         return found
 

@@ -26,7 +26,7 @@ from services.pool.storage.journal import (
     Changes,
     caught_up_message,
     commit_message,
-    state_of,
+    replica_state,
 )
 from services.pool.storage.records import Records
 from services.pool.store import PoolStore
@@ -122,7 +122,7 @@ class Link:
             await asyncio.wait(tasks)
 
     async def _steps(self) -> AsyncIterator[bytes]:
-        state = await self._read(state_of)
+        state = await self._read(replica_state)
         catch_up = CatchUp(state, self._follower, term=self._term)
         CATCH_UPS.labels(catch_up.way).inc()
         log.info("follower_catches_up", replica=self.replica_id, way=catch_up.way)

@@ -7,7 +7,7 @@
 
 Owns this life, and what stands before writer and readers during it. What a leader does is in
 `leader`, what the two say to each other in `follower_link` and `follower`, what they keep in
-`journal`, who may lead in `replica_set`.
+`journal`, who may lead in `election`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from forge.core.errors import ConfigError, ForgeError, Unavailable
-from forge.runtime.coordination import Coordinator, Leadership
+from forge.core.errors import ForgeError, Unavailable
+from forge.runtime.coordination import Leadership
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import replica_pb2, replica_pb2_grpc
@@ -31,17 +30,13 @@ from services.pool.data.commands import FollowLeader
 from services.pool.metrics import LEADS
 from services.pool.readers import ReaderRef, Readers
 from services.pool.replication.ack_gate import RETRY_S
+from services.pool.replication.election import Election
 from services.pool.replication.follower import Following
 from services.pool.replication.leader import Leader
-from services.pool.replication.replica_set import ReplicaSet, leadership_name, may_lead
+from services.pool.replication.replica_set import ReplicaSet
 from services.pool.replication.self_repair import SelfRepair
-from services.pool.replication.shard_identity import (
-    bind_leader,
-    check_follower,
-    may_serve,
-    read_binding,
-)
-from services.pool.storage.journal import Changes, adopt, is_empty, leave_replication, state_of
+from services.pool.replication.shard_identity import bind_leader, check_follower
+from services.pool.storage.journal import Changes, adopt, replica_state
 from services.pool.storage.record_copies import CopiedRecords, answer, fetch_unit
 from services.pool.storage.records import DamagedRecord
 from services.pool.storage.tables import Key
@@ -164,12 +159,13 @@ class Replica:
             self._leader.committed(position, changes)
 
     async def _live(self) -> None:
+        election = Election(self._context.coordinator, self._store, self._readers, self._config)
         try:
             async with asyncio.TaskGroup() as tasks:
                 follower = self._following()
                 following = tasks.create_task(follower.run(), name="following")
                 verifying = tasks.create_task(self._verify_as_follower(follower), name="verify")
-                self._elected, members = await self._until_elected()
+                self._elected, members = await election.win()
                 verifying.cancel()
                 following.cancel()
             await self._lead(self._elected, members)
@@ -207,76 +203,10 @@ class Replica:
         lineage = await self._readers.run(self._store.lineage)
         return await fetch_unit(stub, shard=self._store.shard, lineage=lineage, unit=unit)
 
-    async def _until_elected(self) -> tuple[Leadership, ReplicaSet]:
-        """Campaigns whenever this replica has all that was acknowledged."""
-        if await self._is_first_and_empty():
-            # One that has data may be about to come: it goes first.
-            await asyncio.sleep(self._config.lease_ttl_s)
-        told = False
-        while True:
-            # An outage of etcd only prolongs it.
-            with suppress(Unavailable):
-                eligible, members = await self._standing()
-                if members is None and not eligible and not told:
-                    told = True
-                    log.error(
-                        "replicas_unknown",
-                        pool_shard=self._store.shard,
-                        error="etcd has no record of who has all that was acknowledged: start the "
-                        'replica to go on with once with durability = "local"',
-                    )
-                if eligible:
-                    found = await self._campaign()
-                    if found is not None:
-                        return found
-            await asyncio.sleep(RETRY_S)
-
-    async def _campaign(self) -> tuple[Leadership, ReplicaSet] | None:
-        """None when it lost its standing before it was elected. Raises Unavailable."""
-        leadership = await self._context.coordinator.campaign(
-            leadership_name(self._store.shard),
-            self._config.instance_id,
-            ttl_s=self._config.lease_ttl_s,
-        )
-        try:
-            eligible, members = await self._standing()
-            if eligible:
-                members = members or await self._alone()
-                return leadership, replace(members, fence=leadership.fence)
-        except BaseException:
-            await leadership.resign()
-            raise
-        await leadership.resign()
-        return None
-
-    async def _alone(self) -> ReplicaSet:
-        """The first record of a shard."""
-        own = await self._read(state_of)
-        return ReplicaSet(
-            shard=self._store.shard,
-            lineage=self._store.lineage(),
-            in_sync=frozenset({own.replica_id}),
-            fence=0,
-        )
-
-    async def _standing(self) -> tuple[bool, ReplicaSet | None]:
-        """Whether this replica may lead, and by which record. Raises Unavailable."""
-        coordinator, shard = self._context.coordinator, self._store.shard
-        binding, _ = await read_binding(coordinator, shard)
-        named = await asyncio.to_thread(may_serve, binding, self._store, replicated=True)
-        members = await ReplicaSet.read(coordinator, shard)
-        return named and may_lead(members, await self._read(state_of)), members
-
-    async def _is_first_and_empty(self) -> bool:
-        with suppress(Unavailable):
-            _, members = await self._standing()
-            return members is None and await self._read(is_empty)
-        return True
-
     async def _lead(self, leadership: Leadership, members: ReplicaSet) -> None:
         # What was taken in as a follower is on disk before anything else is.
         await self._writer.ask(FollowLeader(steps=()), timeout_s=_COMMIT_S)
-        if (await self._read(state_of)).copying:
+        if (await self._read(replica_state)).copying:
             raise Unavailable("its leader began to copy to it while it was elected")
         await bind_leader(self._context.coordinator, self._store, self._config)
         change = partial(adopt, lineage=members.lineage, term=leadership.fence)
@@ -373,33 +303,3 @@ def _damage_in(outcome: Any) -> DamagedRecord | None:
     """The first damaged record that an outcome tells of; turns are answered one by one."""
     outcomes = outcome if isinstance(outcome, tuple) else (outcome,)
     return next((one for one in outcomes if isinstance(one, DamagedRecord)), None)
-
-
-async def serve_alone(coordinator: Coordinator, store: PoolStore) -> None:
-    """Takes a shard that was replicated out of its replica set, to be served by itself.
-
-    Raises `Unavailable` while another instance leads it, `ConfigError` when another replica has
-    what this one lacks.
-    """
-    if not (await asyncio.to_thread(store.read, state_of)).lineage:
-        return
-    state = await asyncio.to_thread(store.identify)
-    leader = await coordinator.get(f"leader/{leadership_name(store.shard)}")
-    if leader is not None:
-        raise Unavailable(
-            f'durability = "local": pool shard {store.shard} is led by {leader.value.decode()}; '
-            "stop that first"
-        )
-    members = await ReplicaSet.read(coordinator, store.shard)
-    if state.copying or not (members is None or may_lead(members, state)):
-        raise ConfigError(
-            f'durability = "local": this replica of pool shard {store.shard} may lack what '
-            "another has acknowledged; serve that one, or, if it is lost, delete the key "
-            f"pool/{store.shard}/replicas of the cluster in etcd to go on with this one"
-        )
-    known = members or ReplicaSet(
-        shard=store.shard, lineage=state.lineage, in_sync=frozenset(), fence=0
-    )
-    await known.of({state.replica_id}).write(coordinator)
-    await asyncio.to_thread(store.change, leave_replication)
-    log.warning("left_replica_set", pool_shard=store.shard)

@@ -21,7 +21,7 @@ from services.pool.data.commands import RepairUnit
 from services.pool.data.record_repair import is_whole
 from services.pool.metrics import REPAIRS
 from services.pool.readers import Readers
-from services.pool.storage.journal import SENT, state_of
+from services.pool.storage.journal import SENT, replica_state
 from services.pool.storage.record_copies import CopiedRecords, units_of
 from services.pool.storage.record_names import describe
 from services.pool.storage.records import DamagedRecord, Records
@@ -103,7 +103,7 @@ class SelfRepair:
     async def _replace(self, unit: Key) -> bool:
         record = f"{unit[0].value} {describe(*unit)}"
         try:
-            since = (await self._read(state_of)).position
+            since = (await self._read(replica_state)).position
             copy = await self._fetch(unit, since)
             command = RepairUnit(unit=unit, copy=copy, since=since, leads=self._leads)
             whole: bool = await self._writer.ask(command, timeout_s=_COMMIT_S)
@@ -125,7 +125,7 @@ class SelfRepair:
 
 def damaged_units(records: Records, *, table: Table, after: bytes) -> tuple[list[Key], bytes]:
     """What is damaged among the next units behind that key, and the last key; b"" at the end."""
-    if state_of(records).copying:
+    if replica_state(records).copying:
         return [], b""  # Of no single moment: what looks damaged may be on its way.
     keys = [key for key, _ in islice(records.scan_sealed(table, after=after), PAGE)]
     damaged = {

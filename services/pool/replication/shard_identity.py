@@ -25,7 +25,7 @@ from forge.runtime.telemetry import log
 from services.pool.config import PoolConfig
 from services.pool.replication.replica_set import leadership_name
 from services.pool.storage.file_locks import has_hand_over_mark, remove_hand_over_mark
-from services.pool.storage.journal import is_empty, state_of
+from services.pool.storage.journal import is_empty, replica_state
 from services.pool.store import PoolStore
 
 
@@ -76,7 +76,7 @@ def may_serve(binding: Binding | None, store: PoolStore, *, replicated: bool) ->
         return False
     if binding.directory_id:
         return binding.directory_id == store.directory_id
-    return replicated or bool(store.read(state_of).lineage)
+    return replicated or bool(store.read(replica_state).lineage)
 
 
 async def check_follower(coordinator: Coordinator, store: PoolStore) -> None:

@@ -251,7 +251,7 @@ def stored_groups(
         except DataLoss:
             damaged.add(TaskId(key.decode()))
             continue
-        yield common_pb2.GroupRecord.FromString(payload), _state_of(records, key.decode())
+        yield common_pb2.GroupRecord.FromString(payload), _readable_state(records, key.decode())
     if not damaged:
         return
     for key, value in records.scan_sealed(Table.QUEUE):
@@ -260,10 +260,10 @@ def stored_groups(
         purpose, queue_index = place_of_queue_key(key)
         task = common_pb2.Task(task_id=task_of_queue_key(key), purpose=purpose, group_size=1)
         group = common_pb2.GroupRecord(task=task, queue_index=queue_index)
-        yield group, _state_of(records, task.task_id)
+        yield group, _readable_state(records, task.task_id)
 
 
-def _state_of(records: Records, task_id: str) -> common_pb2.GroupRecord:
+def _readable_state(records: Records, task_id: str) -> common_pb2.GroupRecord:
     try:
         stored = records.get(Table.STATES, group_key(task_id))
     except DataLoss:
@@ -344,7 +344,7 @@ def unindexed(records: Records) -> list[TaskId]:
     }
     tasks = (TaskId(key.decode()) for key, _ in records.scan_sealed(Table.GROUPS))
     missing = (task_id for task_id in tasks if task_id not in pending)
-    return [each for each in missing if _state_of(records, each).state not in SETTLED_STATES]
+    return [each for each in missing if _readable_state(records, each).state not in SETTLED_STATES]
 
 
 def next_queue_index(records: Records, purpose: int) -> int:

@@ -78,7 +78,7 @@ _state_decoder = msgspec.msgpack.Decoder(ReplicaState)
 _keys_decoder = msgspec.msgpack.Decoder(list[tuple[str, bytes]])
 
 
-def state_of(records: Records) -> ReplicaState:
+def replica_state(records: Records) -> ReplicaState:
     stored = records.get(Table.REPLICA, _STATE_KEY)
     return ReplicaState() if stored is None else _state_decoder.decode(stored)
 
@@ -90,7 +90,7 @@ def _keep(records: Records, state: ReplicaState) -> ReplicaState:
 
 def begin_replication(records: Records, *, replica_id: str) -> ReplicaState:
     """The state, as that of `replica_id`; called when a replicated shard is opened."""
-    state = state_of(records)
+    state = replica_state(records)
     if state.replica_id == replica_id and state.schema_version == SCHEMA_VERSION:
         return state
     # A migration is in no journal, and a copy of the files is another replica, and maybe an old
@@ -101,7 +101,7 @@ def begin_replication(records: Records, *, replica_id: str) -> ReplicaState:
 
 def leave_replication(records: Records) -> None:
     """From now on commits are not counted: nobody can catch up by the journal."""
-    _keep(records, _cut_off(records, state_of(records)))
+    _keep(records, _cut_off(records, replica_state(records)))
 
 
 def _cut_off(records: Records, state: ReplicaState) -> ReplicaState:
@@ -119,7 +119,7 @@ def _cut_off(records: Records, state: ReplicaState) -> ReplicaState:
 
 def adopt(records: Records, lineage: str, *, term: int) -> ReplicaState:
     """Lead a lineage from here on, or be its first leader."""
-    state = state_of(records)
+    state = replica_state(records)
     made = [each for each in state.terms if each[1] < state.position]
     begun = (*made, (term, state.position))
     # Nobody is asked for commits from before the journal.
@@ -138,7 +138,7 @@ def is_empty(records: Records) -> bool:
 
 def log_commit(records: Records, changes: Changes, *, confirmed_position: int) -> int:
     """Enters what this transaction changed as the next commit; its position."""
-    state = state_of(records)
+    state = replica_state(records)
     agreed = max(state.agreed_position, min(confirmed_position, state.position))
     state = msgspec.structs.replace(state, agreed_position=agreed)
     return _enter(records, state, changes.keys()).position
@@ -205,7 +205,7 @@ def keys_changed(records: Records, *, after: int, up_to: int) -> tuple[list[pb.R
 
 def present_values(records: Records, keys: Sequence[pb.RecordKey]) -> tuple[pb.RecordChanges, int]:
     """The records of `keys` as they are now, up to a page, and how many keys that took."""
-    page = pb.RecordChanges(position=state_of(records).position)
+    page = pb.RecordChanges(position=replica_state(records).position)
     size_bytes = 0
     for taken, key in enumerate(keys):
         if size_bytes >= PAGE_BYTES:
@@ -218,7 +218,7 @@ def present_values(records: Records, keys: Sequence[pb.RecordKey]) -> tuple[pb.R
 
 def all_records(records: Records, *, after: pb.RecordKey | None) -> tuple[pb.RecordChanges, bool]:
     """A page of everything there is behind that record, as it is now, and whether there is more."""
-    page = pb.RecordChanges(position=state_of(records).position)
+    page = pb.RecordChanges(position=replica_state(records).position)
     size_bytes = 0
     number, last = (0, b"") if after is None else (SENT.index(_table(after)), after.key)
     for table in SENT[number:]:
@@ -255,7 +255,7 @@ def record_key(table: Table, key: bytes) -> pb.RecordKey:
 
 def follower_state(records: Records, *, shard: str) -> pb.FollowerState:
     """What a leader must know to bring this replica up to date."""
-    state = state_of(records)
+    state = replica_state(records)
     lineage = state.lineage or ("" if is_empty(records) else "unreplicated")
     found = pb.FollowerState(
         pool_shard=shard,
@@ -285,7 +285,7 @@ def follow(records: Records, steps: Sequence[pb.FollowStep]) -> int:
 
     Raises `DataLoss` when a record or a commit was lost on the way; then nothing is taken.
     """
-    state = state_of(records)
+    state = replica_state(records)
     _check(state, steps)
     for step in steps:
         state = _follow_step(records, state, step)

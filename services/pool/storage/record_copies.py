@@ -16,7 +16,7 @@ from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.streams import flowing
 from forge.v1 import replica_pb2 as pb
-from services.pool.storage.journal import SENT, record_key, state_of
+from services.pool.storage.journal import SENT, record_key, replica_state
 from services.pool.storage.keys import (
     LINEAGE_KEY,
     SHARD_KEY,
@@ -91,7 +91,7 @@ def opens(record: Key, value: bytes) -> bool:
 
 def copied_records(records: Records, units: Iterable[Key]) -> CopiedRecords:
     """What this copy has. Raises `Unavailable` for a replica that catches up."""
-    state = state_of(records)
+    state = replica_state(records)
     if state.copying:
         raise Unavailable("this replica catches up: its records are of no single moment")
     values: dict[Key, bytes] = {}

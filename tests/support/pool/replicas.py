@@ -25,7 +25,7 @@ from services.pool.storage.journal import (
     ReplicaState,
     adopt,
     follower_state,
-    state_of,
+    replica_state,
 )
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
@@ -68,7 +68,7 @@ class Node:
         self.store = self._open()
 
     def state(self) -> ReplicaState:
-        return self.store.read(state_of)
+        return self.store.read(replica_state)
 
     def follower_state(self) -> pb.FollowerState:
         return self.store.read(partial(follower_state, shard=SHARD))

@@ -60,7 +60,7 @@ async def seal_over_grpc(store: PoolStore, trajectory_id: str, *, turns: int) ->
     await servicer.SealTrajectory(request, Call())
 
 
-def state_of(store: PoolStore, task_id: str) -> common_pb2.GroupRecord:
+def stored_state(store: PoolStore, task_id: str) -> common_pb2.GroupRecord:
     def look(records: Any) -> common_pb2.GroupRecord:
         return common_pb2.GroupRecord.FromString(
             bytes(records.get(Table.STATES, group_key(task_id)))
@@ -101,7 +101,7 @@ async def test_damaged_state_is_replaced_by_the_next(store, before):
         change("a", TRAINED, batch_id="y", step=2),
         change("b", TRAINED, batch_id="y", step=2),
     )
-    assert [state_of(store, name).step for name in "abc"] == [2, 2, 1]
+    assert [stored_state(store, name).step for name in "abc"] == [2, 2, 1]
     assert sorted(settled(store)) == ["a", "b", "c"]
     assert overwritten() == count + 1
     assert damage_of(store) == []
@@ -134,7 +134,7 @@ async def test_group_with_a_damaged_record_takes_a_state(store):
     await set_over_grpc(
         store, change("a", TOMBSTONED, reason="lost"), change("b", TRAINED, batch_id="x", step=1)
     )
-    assert state_of(store, "a").state == TOMBSTONED
+    assert stored_state(store, "a").state == TOMBSTONED
     assert damage_of(store) == ["groups a: the checksum does not match"]
 
 
@@ -149,7 +149,7 @@ async def test_freed_group_with_a_damaged_state_stays_freed(store):
     with pytest.raises(FailedPrecondition, match="group a was freed"):
         await set_over_grpc(store, change("a", PENDING))
     await set_over_grpc(store, change("a", TRAINED, batch_id="x", step=1))
-    assert state_of(store, "a").freed_unix_s
+    assert stored_state(store, "a").freed_unix_s
     with pytest.raises(FailedPrecondition, match="was freed"):
         append(store, make_turn("a:1:0"))
     assert damage_of(store) == []
@@ -182,7 +182,7 @@ def test_damaged_record_stops_no_new_group(store):
     flip(store, Table.STATES, "lost")
     flip(store, Table.GROUPS, "a")
     put_groups(store, make_group("a"), make_group("lost", 1), make_group("new", 2))
-    assert [state_of(store, name).state for name in ("lost", "new")] == [PENDING, PENDING]
+    assert [stored_state(store, name).state for name in ("lost", "new")] == [PENDING, PENDING]
     assert settled(store) == []
     assert damage_of(store) == ["groups a: the checksum does not match"]
 
@@ -224,4 +224,4 @@ async def test_repair_from_a_backup_keeps_a_state_that_was_replaced(
     flip(store, Table.GROUPS, "b")
     store.close()
     assert repair(tmp_path / "shard", copy_in(tmp_path / "copy"), lambda done, of: None) == []
-    assert state_of(open_store(), "a").step == 1
+    assert stored_state(open_store(), "a").step == 1

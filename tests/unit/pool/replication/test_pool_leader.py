@@ -21,8 +21,8 @@ from forge.core.errors import (
 from forge.runtime.coordination import Versioned
 from services.pool.config import PoolConfig
 from services.pool.readers import Readers
+from services.pool.replication.election import serve_alone
 from services.pool.replication.leader import Leader
-from services.pool.replication.replica import serve_alone
 from services.pool.replication.replica_set import ReplicaSet
 from tests.support.pool.records import make_group
 from tests.support.pool.replicas import LINEAGE, SHARD, Node, catching_up, delivering, settle
