@@ -29,10 +29,14 @@ from services.pool.data.group_scan import (
     find_newest_settled,
 )
 from services.pool.data.orphans import OrphanPage, orphans_after
-from services.pool.storage.change_trackers import RecentChanges, Since
+from services.pool.storage.change_trackers import (
+    ChangeListener,
+    CommitChanges,
+    RecentChanges,
+    Since,
+)
 from services.pool.storage.group_index import NewestSettled, is_whole, tag_prefix, trained_after
 from services.pool.storage.journal import (
-    LOCAL,
     Changes,
     ReplicaState,
     begin_replication,
@@ -110,29 +114,30 @@ class PoolStore:
         `ResourceExhausted` when the disk did not take it: then nothing of any of them is stored.
         """
         full = self._room_is_scarce()
+        changes = CommitChanges()
 
-        def change(records: Records) -> tuple[list[Any], int, Changes]:
-            records.changed = None if self._on_commit is None else {}
+        def apply_all(records: Records) -> tuple[list[Any], int]:
+            # The transaction may run again from the start.
+            changes.records.clear()
             answers = [
                 full if full and isinstance(command, AppendTurns) else apply.apply(command, records)
                 for command in commands
             ]
-            if records.changed is None:
-                return answers, 0, {}
-            changes = {key: value for key, value in records.changed.items() if key[0] not in LOCAL}
-            if not changes:
-                return answers, 0, {}
+            if not changes.records:
+                return answers, 0
             confirmed = self.confirmed_position
-            return answers, log_commit(records, changes, confirmed_position=confirmed), changes
+            return answers, log_commit(records, changes.records, confirmed_position=confirmed)
 
         try:
-            answers, position, changes = self.change(change)
+            answers, position = self.write(
+                apply_all, listeners=() if self._on_commit is None else (changes,)
+            )
         except ResourceExhausted:
             self._refused = True
             raise
         self._refused = False
         if self._on_commit is not None and position:
-            self._on_commit(position, changes)
+            self._on_commit(position, changes.records)
         return answers
 
     def count_commits(self, on_commit: OnCommit) -> ReplicaState:
@@ -144,16 +149,13 @@ class PoolStore:
 
     def identify(self) -> ReplicaState:
         """Where this replica stands, under the identity of its directory."""
-        return self.change(partial(begin_replication, replica_id=self.directory_id))
+        return self.write(partial(begin_replication, replica_id=self.directory_id))
 
-    def change(self, change: Callable[[Records], T]) -> T:
-        """Changes records in one transaction; on the thread that commits, or while nothing does."""
-
-        def noted(records: Records) -> T:
-            records.recent = self._recent
-            return change(records)
-
-        answer = self.environment.write(noted)
+    def write(
+        self, change: Callable[[Records], T], *, listeners: Sequence[ChangeListener] = ()
+    ) -> T:
+        """Changes records in one transaction; on the writer's thread, or while it is idle."""
+        answer = self.environment.write(change, listeners=(self._recent, *listeners))
         self._recent.committed()
         return answer
 

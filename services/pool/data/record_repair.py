@@ -52,21 +52,21 @@ def repair_from_replica(records: Records, command: RepairUnit) -> bool:
     """Repairs a unit of a shard that is served; whether it is whole then."""
     copy, since = command.copy, command.since
     if copy.position >= since and not replica_state(records).copying:
-        repair_unit(records, unit=command.unit, copy=copy, since=since, noted=command.leads)
+        repair_unit(records, unit=command.unit, copy=copy, since=since, replicated=command.leads)
     return is_whole(records, command.unit)
 
 
 def repair_unit(
-    ours: Records, *, unit: Key, copy: CopiedRecords, since: int, noted: bool = False
+    ours: Records, *, unit: Key, copy: CopiedRecords, since: int, replicated: bool = False
 ) -> None:
-    """Replaces what is damaged in `unit`, as far as `copy` has it.
+    """Replaces the damaged records of `unit` that `copy` has.
 
-    `since`: the commit that a copy must show to have every commit of this one. `noted`: the change
-    is part of a commit that others follow.
+    `since`: position that a copy must show to have every commit of this one. `replicated`:
+    followers get the repair with this commit.
     """
     table, key = unit
     current = 0 < since <= copy.position
-    put = partial(ours.put_sealed, noted=noted)
+    put = partial(ours.put_sealed, replicated=replicated)
     match table:
         case Table.TRAJECTORIES:
             _repair_trajectory(ours, key, copy, put)

@@ -21,7 +21,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2
 from services.pool.maintenance.backup import room
 from services.pool.metrics import COMPACTIONS
-from services.pool.storage.change_trackers import Notes
+from services.pool.storage.change_trackers import CompactionLog
 from services.pool.storage.file_locks import (
     DATA,
     compacted,
@@ -127,7 +127,7 @@ class Compactor:
 
     async def _compact(self) -> None:
         environment = self._environment
-        await asyncio.to_thread(environment.note_changes, NOTED_BYTES)
+        await asyncio.to_thread(environment.start_compaction_log, NOTED_BYTES)
         try:
             # Tells at once of somebody who is reading.
             with data_locked(self._directory):
@@ -178,7 +178,7 @@ class Compactor:
             try:
                 with data_locked(self._directory, wait_s=TOOLS_S, stopped=self._stopped):
                     for _ in range(ROUNDS):
-                        if self._bring_in(copy, environment.take_notes()) <= FEW_RECORDS:
+                        if self._bring_in(copy, environment.take_compaction_log()) <= FEW_RECORDS:
                             break
                     else:
                         raise ResourceExhausted(
@@ -189,13 +189,13 @@ class Compactor:
             finally:
                 copy.close()
 
-    def _bring_in(self, copy: Environment, notes: Notes) -> int:
-        """Makes the records of `notes` in the copy what they are now; how many there were."""
-        if notes.lost:
+    def _bring_in(self, copy: Environment, log: CompactionLog) -> int:
+        """Makes the records of `log` in the copy what they are now; how many there were."""
+        if log.lost:
             raise ResourceExhausted(
-                f"{notes.lost} while the copy was made: try again when less is written"
+                f"{log.lost} while the copy was made: try again when less is written"
             )
-        keys = list(notes.keys)
+        keys = list(log.keys)
         done = 0
         while done < len(keys):
             if self._stopped.is_set():
@@ -205,14 +205,14 @@ class Compactor:
             done += len(values)
         return len(keys)
 
-    def _bring_in_last(self, copy: Environment, notes: Notes) -> None:
-        self._bring_in(copy, notes)
+    def _bring_in_last(self, copy: Environment, log: CompactionLog) -> None:
+        self._bring_in(copy, log)
         counts = [one.read(_counts) for one in (self._environment, copy)]
         if counts[0] != counts[1]:
             raise DataLoss(f"the copy has {counts[1]} records, not {counts[0]}; it is thrown away")
 
     def _clean(self) -> None:
-        self._environment.forget_changes()
+        self._environment.stop_compaction_log()
         drop_compacted(self._directory)
 
 

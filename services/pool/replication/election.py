@@ -134,5 +134,5 @@ async def serve_alone(coordinator: Coordinator, store: PoolStore) -> None:
         shard=store.shard, lineage=state.lineage, in_sync=frozenset(), fence=0
     )
     await known.of({state.replica_id}).write(coordinator)
-    await asyncio.to_thread(store.change, leave_replication)
+    await asyncio.to_thread(store.write, leave_replication)
     log.warning("left_replica_set", pool_shard=store.shard)

@@ -210,7 +210,7 @@ class Replica:
             raise Unavailable("its leader began to copy to it while it was elected")
         await bind_leader(self._context.coordinator, self._store, self._config)
         change = partial(adopt, lineage=members.lineage, term=leadership.fence)
-        state = await asyncio.to_thread(self._store.change, change)
+        state = await asyncio.to_thread(self._store.write, change)
         leader = Leader(
             self._config,
             self._context.coordinator,

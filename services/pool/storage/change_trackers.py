@@ -1,10 +1,12 @@
-"""Trackers of what commits change, in memory: for incremental scans, and for a copy in the making.
+"""Listeners to the records that transactions change.
 
-Owns the marks of scans with a bounded record of the groups that changed since (`RecentChanges`),
-and the records that changed while a copy is made (`Notes`). Marks are this process's: after a
-restart, and on another replica, every mark is unknown, and so is one from before what the record
-holds. A mark that is known is never wrong, however the file changed under it: what is noted is each
-record that a transaction writes.
+    CommitChanges   one commit, for followers
+    CompactionLog   since a copy of the file began, for the copy
+    RecentChanges   the last commits, for incremental scans
+
+Owns what each keeps in memory. The marks of scans belong to this process: after a restart, on
+another replica, and once older than the kept changes, a mark is unknown: the scan returns every
+group.
 """
 
 from __future__ import annotations
@@ -15,29 +17,60 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Protocol
 
 from forge.core.trajectory import TaskId
-from services.pool.storage.tables import Key, Table
+from services.pool.storage.tables import LOCAL, Key, Table
 
 MOST_TASKS = 1 << 17
-"""In the record: some 20 MiB of memory."""
+"""Tasks in `RecentChanges`: about 20 MiB of memory."""
 
 _OF_GROUPS = frozenset({Table.GROUPS, Table.STATES, Table.TRAJECTORIES, Table.REWARDS})
 """Tables that a scan reads; their keys begin with a task id, and it holds no colon."""
 
 
+class ChangeListener(Protocol):
+    """Observes every write of a transaction, also of one that fails later."""
+
+    def record_changed(
+        self, table: Table, key: bytes, value: bytes | None, *, replicated: bool
+    ) -> None:
+        """`value` is the record on disk, None for a deleted one. `replicated`: followers get it
+        with this commit."""
+
+    def table_cleared(self, table: Table) -> None:
+        """All records of a table were deleted."""
+
+
+class CommitChanges:
+    """The records that one commit changes, without those of this replica alone."""
+
+    def __init__(self) -> None:
+        self.records: dict[Key, bytes | None] = {}
+
+    def record_changed(
+        self, table: Table, key: bytes, value: bytes | None, *, replicated: bool
+    ) -> None:
+        """Keeps the last value."""
+        if replicated and table not in LOCAL:
+            self.records[table, key] = value
+
+    def table_cleared(self, table: Table) -> None:
+        """Keeps nothing: followers do not get it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Since:
-    """What a scan is to tell."""
+    """The scope of an incremental scan."""
 
     mark: str
-    """Of the next scan."""
+    """Mark for the next scan."""
     task_ids: Sequence[TaskId] | None
-    """Tasks whose groups may have changed; None: all there are."""
+    """Tasks whose groups may have changed; None: every group."""
 
 
 class RecentChanges:
-    """Noted by the thread that commits, asked by any."""
+    """The tasks that the last commits changed; written by the writer's thread, read by any."""
 
     def __init__(self, *, most_tasks: int = MOST_TASKS) -> None:
         self._most_tasks = most_tasks
@@ -46,13 +79,15 @@ class RecentChanges:
         self._committed = 0
         """Number of the newest commit that is on disk."""
         self._forgotten = 0
-        """The record has every change by a commit after this one."""
+        """Every change by a later commit is kept."""
         self._changed: OrderedDict[bytes, int] = OrderedDict()
-        """By task, the number of the last commit that changed it, the newest last. One that failed
-        changed nothing; that it is noted does no harm."""
+        """By task, the number of the last commit that changed it, the newest last; harmless if that
+        commit failed."""
 
-    def note(self, table: Table, key: bytes) -> None:
-        """A record is written by the commit that is being made."""
+    def record_changed(
+        self, table: Table, key: bytes, value: bytes | None, *, replicated: bool
+    ) -> None:
+        """Assigns the task of a group's record to the commit in progress."""
         if table not in _OF_GROUPS:
             return
         task, _, _ = key.partition(b":")
@@ -62,20 +97,20 @@ class RecentChanges:
             if len(self._changed) > self._most_tasks:
                 _, self._forgotten = self._changed.popitem(last=False)
 
-    def lose(self, table: Table) -> None:
-        """The commit that is being made clears a table: no mark from before it is known."""
+    def table_cleared(self, table: Table) -> None:
+        """Forgets every earlier mark."""
         if table in _OF_GROUPS:
             with self._lock:
                 self._forgotten = self._committed + 1
                 self._changed.clear()
 
     def committed(self) -> None:
-        """What was noted is on disk."""
+        """The commit in progress is on disk."""
         with self._lock:
             self._committed += 1
 
     def since(self, mark: str) -> Since:
-        """To be asked before what is told is read."""
+        """The changes after `mark`. Call it before the groups are read."""
         with self._lock:
             newest = f"{self._process}:{self._committed}"
             process, _, digits = mark.partition(":")
@@ -86,25 +121,32 @@ class RecentChanges:
             return Since(mark=newest, task_ids=[TaskId(task.decode()) for task, _ in later])
 
 
-class Notes:
-    """Which records were changed, for who brings a copy of them up to date."""
+class CompactionLog:
+    """The keys of records that changed since a copy of the file began."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        """Of keys; beyond it the notes are lost."""
+        """Most bytes of keys; beyond it the log is lost."""
         self.keys: dict[Key, None] = {}
-        """In the order in which they were changed first, those of a failed transaction included."""
+        """In the order of their first change, those of a failed transaction included."""
         self.lost = ""
-        """Why `keys` does not tell all; "" when it does."""
+        """Why `keys` is incomplete; "" if it is complete."""
         self._size_bytes = 0
 
-    def add(self, table: Table, key: bytes) -> None:
+    def record_changed(
+        self, table: Table, key: bytes, value: bytes | None, *, replicated: bool
+    ) -> None:
+        """Logs the key."""
         if self.lost or (table, key) in self.keys:
             return
         self.keys[table, key] = None
         self._size_bytes += len(key)
         if self._size_bytes > self.limit_bytes:
-            self.lose(f"records with more than {self.limit_bytes} bytes of keys were changed")
+            self._lose(f"records with more than {self.limit_bytes} bytes of keys were changed")
 
-    def lose(self, why: str) -> None:
+    def table_cleared(self, table: Table) -> None:
+        """A cleared table has no keys to log."""
+        self._lose(f"the table {table.value} was cleared")
+
+    def _lose(self, why: str) -> None:
         self.lost, self.keys = why, {}

@@ -23,7 +23,7 @@ from forge.core.errors import DataLoss, FailedPrecondition
 from forge.v1 import replica_pb2 as pb
 from services.pool.storage.migrations import SCHEMA_VERSION
 from services.pool.storage.records import Records, open_value
-from services.pool.storage.tables import Key, Table
+from services.pool.storage.tables import LOCAL, Key, Table
 
 JOURNAL_BYTES = 256 << 20
 """Of keys; what lies further back is forgotten, and who was away longer gets a whole copy."""
@@ -31,8 +31,6 @@ TOUCHED_BYTES = 1 << 20
 """Of keys that one message names; with more, a whole copy is asked for."""
 PAGE_BYTES = 1 << 20
 
-LOCAL = frozenset({Table.REPLICA, Table.JOURNAL})
-"""Tables of one replica alone."""
 SENT = tuple(table for table in Table if table not in LOCAL)
 
 _STATE_KEY = b"state"

@@ -11,7 +11,7 @@ import errno
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ import lmdb
 
 from forge.core.errors import ConfigError, DataLoss, ResourceExhausted, Unavailable
 from forge.runtime.telemetry import log
-from services.pool.storage.change_trackers import Notes
+from services.pool.storage.change_trackers import ChangeListener, CompactionLog
 from services.pool.storage.file_locks import (
     DATA,
     drop_compacted,
@@ -77,7 +77,7 @@ class Environment:
         self._max_readers = max_readers
         self._gate = _Gate()
         self._writing = threading.Lock()
-        self._notes: Notes | None = None
+        self._compaction: CompactionLog | None = None
         self._lock: int | None = lock_directory(directory)
         try:
             # Of a process that was killed while it compacted.
@@ -145,8 +145,10 @@ class Environment:
         with self._gate.shared(), self._errors(), self._lmdb.begin(buffers=True) as transaction:
             return look(Records(transaction, self._databases))
 
-    def write(self, change: Callable[[Records], T]) -> T:
-        """Applies `change` in one transaction and returns once it is on disk.
+    def write(
+        self, change: Callable[[Records], T], *, listeners: Sequence[ChangeListener] = ()
+    ) -> T:
+        """Applies `change` in one transaction, observed by `listeners`; returns once it is on disk.
 
         When the map is full it grows and `change` runs again from the start, as it does when room
         was kept for a reader that has died. Raises `ResourceExhausted` when the disk or the map's
@@ -154,10 +156,12 @@ class Environment:
         intact.
         """
         with self._writing:
+            if self._compaction is not None:
+                listeners = (*listeners, self._compaction)
             while True:
                 try:
                     with self._errors(), self._lmdb.begin(write=True) as transaction:
-                        return change(Records(transaction, self._databases, self._notes))
+                        return change(Records(transaction, self._databases, listeners))
                 except lmdb.MapFullError:
                     if not self._dead_readers_gone():
                         self._grow()
@@ -165,34 +169,33 @@ class Environment:
                     if not self._dead_readers_gone():
                         raise
 
-    def note_changes(self, limit_bytes: int) -> None:
-        """From now on it is noted which records are changed, in up to so many bytes of keys."""
+    def start_compaction_log(self, limit_bytes: int) -> None:
+        """From now on the keys of changed records are logged, up to so many bytes."""
         with self._writing:
-            self._notes = Notes(limit_bytes)
+            self._compaction = CompactionLog(limit_bytes)
 
-    def take_notes(self) -> Notes:
-        """What was changed since `note_changes` or the last call; noting goes on."""
+    def take_compaction_log(self) -> CompactionLog:
+        """The changes since the start or the last call; logging continues."""
         with self._writing:
-            taken = self._notes
+            taken = self._compaction
             assert taken is not None
-            self._notes = Notes(taken.limit_bytes)
+            self._compaction = CompactionLog(taken.limit_bytes)
             return taken
 
-    def forget_changes(self) -> None:
-        """Nothing is noted any more."""
+    def stop_compaction_log(self) -> None:
+        """Changes are no longer logged."""
         with self._writing:
-            self._notes = None
+            self._compaction = None
 
-    def exchange(self, copy: Environment, bring_in: Callable[[Notes], None]) -> None:
-        """The data file of `copy` takes the place of this one's, under the eyes of no reader.
+    def exchange(self, copy: Environment, bring_in: Callable[[CompactionLog], None]) -> None:
+        """Replaces the data file by that of `copy` while there is no reader.
 
-        Nothing is written from before `bring_in` is called, with what was noted last, until the
-        exchange is made; when it raises, there is none. Closes `copy`. The caller is within
-        `data_locked`.
+        Writes wait from before the call of `bring_in` with the last changes until the exchange is
+        made; if it raises, there is no exchange. Closes `copy`. The caller is within `data_locked`.
         """
         with self._writing:
-            assert self._notes is not None
-            bring_in(self._notes)
+            assert self._compaction is not None
+            bring_in(self._compaction)
             copy.close()
             with self._gate.exclusive():
                 self._lmdb.close()

@@ -12,7 +12,7 @@ key is `DamagedRecord` and never a wrong token.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -20,8 +20,8 @@ from isal.isal_zlib import crc32
 
 from forge.core.errors import DataLoss
 from forge.v1 import common_pb2
-from services.pool.storage.change_trackers import Notes, RecentChanges
-from services.pool.storage.tables import Key, Table
+from services.pool.storage.change_trackers import ChangeListener
+from services.pool.storage.tables import Table
 
 Payload = bytes | memoryview
 """A memoryview points into the map: copy what must outlive the transaction."""
@@ -169,17 +169,15 @@ class Records:
     """One LMDB transaction seen as checked records."""
 
     def __init__(
-        self, transaction: Any, databases: dict[Table, Any], notes: Notes | None = None
+        self,
+        transaction: Any,
+        databases: dict[Table, Any],
+        listeners: Sequence[ChangeListener] = (),
     ) -> None:
-        """`notes` is told of every change."""
+        """`listeners` observe every change."""
         self._transaction = transaction
         self._databases = databases
-        self._notes = notes
-        self.changed: dict[Key, bytes | None] | None = None
-        """Filled by `put` and `delete`, with what lies on disk now, None for what was deleted; None
-        where nobody asks, so that a large commit is not held in memory twice."""
-        self.recent: RecentChanges | None = None
-        """Told of every change."""
+        self._listeners = listeners
 
     def get(self, table: Table, key: bytes) -> Payload | None:
         value = self._transaction.get(key, db=self._databases[table])
@@ -193,22 +191,14 @@ class Records:
         """Stores the pieces of `payload` as one record."""
         value = seal_value(key, *payload)
         self._transaction.put(key, value, db=self._databases[table])
-        self._note(table, key, value)
+        for listener in self._listeners:
+            listener.record_changed(table, key, value, replicated=True)
 
     def delete(self, table: Table, key: bytes) -> None:
+        """Deletes a record, if it is there."""
         if self._transaction.delete(key, db=self._databases[table]):
-            self._note(table, key, None)
-
-    def _note(self, table: Table, key: bytes, value: bytes | None) -> None:
-        if self.changed is not None:
-            self.changed[table, key] = value
-        self._tell(table, key)
-
-    def _tell(self, table: Table, key: bytes) -> None:
-        if self._notes is not None:
-            self._notes.add(table, key)
-        if self.recent is not None:
-            self.recent.note(table, key)
+            for listener in self._listeners:
+                listener.record_changed(table, key, None, replicated=True)
 
     def get_sealed(self, table: Table, key: bytes) -> bytes | None:
         """The record as it lies on disk, checksum and all."""
@@ -216,25 +206,22 @@ class Records:
         return None if value is None else bytes(value)
 
     def put_sealed(
-        self, table: Table, key: bytes, value: bytes | None, *, noted: bool = False
+        self, table: Table, key: bytes, value: bytes | None, *, replicated: bool = False
     ) -> None:
-        """Store what lay so on another disk, None to delete it; `noted` in `changed` or not."""
+        """Stores a record as it lies on another disk, None to delete it; `replicated`: followers
+        get it with this commit."""
         if value is None:
             self._transaction.delete(key, db=self._databases[table])
         else:
             self._transaction.put(key, value, db=self._databases[table])
-        if noted:
-            self._note(table, key, value)
-        else:
-            self._tell(table, key)
+        for listener in self._listeners:
+            listener.record_changed(table, key, value, replicated=replicated)
 
     def clear(self, table: Table) -> None:
-        """Deletes all records of a table; not noted in `changed`."""
+        """Deletes all records of a table; followers do not get that."""
         self._transaction.drop(self._databases[table], delete=False)
-        if self._notes is not None:
-            self._notes.lose(f"the table {table.value} was cleared")
-        if self.recent is not None:
-            self.recent.lose(table)
+        for listener in self._listeners:
+            listener.table_cleared(table)
 
     def delete_prefix(
         self, table: Table, prefix: bytes, *, limit: int, limit_bytes: int
@@ -251,7 +238,8 @@ class Records:
                 and bytes(cursor.key()).startswith(prefix)
             ):
                 size_bytes += len(cursor.value())
-                self._note(table, bytes(cursor.key()), None)
+                for listener in self._listeners:
+                    listener.record_changed(table, bytes(cursor.key()), None, replicated=True)
                 found = cursor.delete() and bool(cursor.key())
                 deleted += 1
         return deleted, size_bytes

@@ -37,5 +37,7 @@ class Table(Enum):
     """The keys that each of the last commits changed; see `journal`."""
 
 
+LOCAL = frozenset({Table.REPLICA, Table.JOURNAL})
+"""Tables of one replica alone; followers never get them."""
 Key = tuple[Table, bytes]
-"""Of a record."""
+"""Names a record."""

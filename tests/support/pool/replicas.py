@@ -60,7 +60,7 @@ class Node:
 
     def lead(self, *, term: int = TERM) -> None:
         self.term = term
-        self.store.change(partial(adopt, lineage=LINEAGE, term=term))
+        self.store.write(partial(adopt, lineage=LINEAGE, term=term))
 
     def crash(self) -> None:
         """Comes back with what is on its disk."""

@@ -250,7 +250,7 @@ def test_a_damaged_group_keeps_no_other_from_being_freed(store, table):
         Table.TRAJECTORIES: trajectory_key(parse_trajectory_id("damaged:1:0")),
         Table.GROUPS: group_key("damaged"),
     }[table]
-    store.change(lambda records: records.put_sealed(table, last_key, b"no checksum"))
+    store.write(lambda records: records.put_sealed(table, last_key, b"no checksum"))
     for freed_groups in (1, 0):
         assert free_now(store, "damaged", "whole").groups == freed_groups
         assert summary(store, "whole:0:0").freed
@@ -299,7 +299,7 @@ def test_a_new_scheduler_keeps_the_same_books_from_a_freed_pool(store):
         add_group(store, task_id, index)
         record = groups_page(store).groups[index].group
         record.task_digest = digest_of(record.task)
-        store.change(
+        store.write(
             lambda records, record=record: records.put(
                 Table.GROUPS, record.task.task_id.encode(), record.SerializeToString()
             )

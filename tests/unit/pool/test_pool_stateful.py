@@ -245,7 +245,7 @@ class PoolMachine(RuleBasedStateMachine):
     def begin_compacting(self) -> None:
         """The file is copied; what is changed from now on is noted."""
         environment = self.store.environment
-        environment.note_changes(NOTED_BYTES)
+        environment.start_compaction_log(NOTED_BYTES)
         self.compactor = Compactor(
             self.store.environment, reserve_bytes=self.store.disk_reserve_bytes
         )

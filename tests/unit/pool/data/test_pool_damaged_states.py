@@ -38,7 +38,7 @@ class Call:
 
 
 def flip(store: PoolStore, table: Table, task_id: str) -> None:
-    store.change(lambda records: records.put_sealed(table, group_key(task_id), FLIPPED))
+    store.write(lambda records: records.put_sealed(table, group_key(task_id), FLIPPED))
 
 
 async def set_over_grpc(
@@ -119,7 +119,7 @@ async def test_damaged_state_is_replaced_by_a_pending_one(store):
 async def test_lost_state_is_replaced(store):
     """Of a group whose record is there; without one it stays unknown."""
     put_groups(store, make_group("a"))
-    store.change(lambda records: records.put_sealed(Table.STATES, b"a", None))
+    store.write(lambda records: records.put_sealed(Table.STATES, b"a", None))
     await set_over_grpc(store, change("a", TRAINED, batch_id="x", step=1))
     with pytest.raises(NotFound, match="group b is not on this shard"):
         await set_over_grpc(store, change("b", TRAINED, step=1))
@@ -169,7 +169,7 @@ async def test_damage_of_a_trajectory_still_stops_its_seal(store):
     """Nothing is sealed that cannot be read."""
     append(store, make_turn("a:0:0"))
     ((key, _),) = store.read(lambda records: list(records.scan_sealed(Table.TURNS)))
-    store.change(lambda records: records.put_sealed(Table.TURNS, key, FLIPPED))
+    store.write(lambda records: records.put_sealed(Table.TURNS, key, FLIPPED))
     with pytest.raises(DataLoss, match="in turns does not match"):
         await seal_over_grpc(store, "a:0:0", turns=1)
 
@@ -201,7 +201,7 @@ def test_damaged_end_of_the_change_log_stops_no_seal(store):
         append(store, make_turn(f"a:{index}:0"))
     seal(store, "a:0:0")
     seal(store, "a:1:0", now_unix_s=200.0)
-    store.change(lambda records: records.put_sealed(Table.META, b"change_log", FLIPPED))
+    store.write(lambda records: records.put_sealed(Table.META, b"change_log", FLIPPED))
     seal(store, "a:2:0", now_unix_s=150.0)
     (first, second, third) = store.read(
         lambda records: [int.from_bytes(key, "big") for key, _ in records.scan(Table.CHANGES)]

@@ -153,7 +153,7 @@ def test_a_trajectory_closed_before_digests_is_read(store, open_store, directory
         header = decode_header(records.get(Table.TRAJECTORIES, KEY))
         records.put(Table.TRAJECTORIES, KEY, as_of_before(header))
 
-    store.change(rewrite)
+    store.write(rewrite)
     store = after(store, open_store, lambda: delete_record(directory, Table.REWARDS, key))
     assert len(fetch(store).turns) == 3
     reward(store, make_reward("later"))

@@ -61,11 +61,11 @@ def flip(node: Node, *records: Key) -> None:
         for table, key in records:
             stored.put_sealed(table, key, FLIPPED)
 
-    node.store.change(damage)
+    node.store.write(damage)
 
 
 def lose(node: Node, record: Key) -> None:
-    node.store.change(lambda records: records.put_sealed(*record, None))
+    node.store.write(lambda records: records.put_sealed(*record, None))
 
 
 def mend(damaged: Node, other: Node, record: Key, *, leads: bool = True) -> bool:

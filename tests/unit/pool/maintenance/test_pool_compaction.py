@@ -88,9 +88,7 @@ async def test_what_changes_meanwhile_is_in_the_new_file(store, open_store, dire
         await copy(self)
         for number in range(600):
             seal(store, f"t:{number}:0")
-        store.change(
-            lambda records: records.delete(Table.QUEUE, next(records.scan(Table.QUEUE))[0])
-        )
+        store.write(lambda records: records.delete(Table.QUEUE, next(records.scan(Table.QUEUE))[0]))
 
     def write_then_bring_in(self: Compactor, target, notes) -> int:
         rounds.append(len(notes.keys))
@@ -169,8 +167,8 @@ async def test_more_changes_than_are_noted(store, monkeypatch):
 
     async def copy_then_write(self: Compactor) -> None:
         await copy(self)
-        store.change(lambda records: [records.put(Table.META, b"%d" % n, b"") for n in range(999)])
-        store.change(lambda records: [records.delete(Table.META, b"%d" % n) for n in range(999)])
+        store.write(lambda records: [records.put(Table.META, b"%d" % n, b"") for n in range(999)])
+        store.write(lambda records: [records.delete(Table.META, b"%d" % n) for n in range(999)])
 
     monkeypatch.setattr(Compactor, "_copy", copy_then_write)
     await refused(store, ResourceExhausted, "more than 1000 bytes of keys were changed while")
@@ -190,7 +188,7 @@ async def test_a_table_that_is_cleared_meanwhile(store, monkeypatch):
 
     async def copy_then_clear(self: Compactor) -> None:
         await copy(self)
-        store.change(lambda records: records.clear(Table.JOURNAL))
+        store.write(lambda records: records.clear(Table.JOURNAL))
 
     monkeypatch.setattr(Compactor, "_copy", copy_then_clear)
     await refused(store, ResourceExhausted, "the table journal was cleared while")

@@ -316,7 +316,7 @@ async def test_a_follower_without_room_is_a_full_disk_to_who_writes(make_office)
 def test_data_that_was_never_replicated_is_not_taken_for_empty(make_office):
     """A follower that holds something of its own says so, and is not overwritten."""
     office = make_office(2)
-    office.other.store.change(lambda records: None)
+    office.other.store.write(lambda records: None)
     assert office.other.follower_state().lineage == ""
     put_groups(office.other.store, make_group())
     assert office.other.follower_state().lineage == "unreplicated"

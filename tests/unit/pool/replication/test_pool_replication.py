@@ -207,7 +207,7 @@ async def test_a_copy_begins_anew_when_the_journal_may_lack_something(
     if why == "another term":
         a.lead(term=a.term + 1)
     if why == "another lineage":
-        a.store.change(partial(journal.adopt, lineage="other", term=2))
+        a.store.write(partial(journal.adopt, lineage="other", term=2))
     assert catching_up(a, b).way == "copy"
 
 
@@ -273,7 +273,7 @@ async def test_what_no_journal_tells_of_means_a_whole_copy(node, how):
     before = b.state()
     if how == "the schema version":
         old = msgspec.structs.replace(before, schema_version=0)
-        b.store.change(lambda records: journal._keep(records, old))
+        b.store.write(lambda records: journal._keep(records, old))
     else:
         (b.directory / "replica").unlink()
     b.crash()

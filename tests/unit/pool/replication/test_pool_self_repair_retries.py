@@ -59,7 +59,7 @@ async def damaged(node: Callable[[str], Node]) -> AsyncIterator[tuple[SelfRepair
     append(leader.store, make_turn("a:0:0"))
     unit = (Table.TRAJECTORIES, KEY[:-4])
     other = Other(leader.store.read(partial(copied_records, units=[unit])))
-    leader.store.change(lambda records: records.put_sealed(Table.TURNS, KEY, b"flipped"))
+    leader.store.write(lambda records: records.put_sealed(Table.TURNS, KEY, b"flipped"))
     readers = Readers(1)
     yield SelfRepair(leader.store, Writer(leader.store), readers, other.fetch, leads=True), other
     await readers.close()

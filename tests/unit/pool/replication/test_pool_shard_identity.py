@@ -30,7 +30,7 @@ def test_a_store_of_before_gets_a_lineage(node, replicated):
     one = node("a")
     if replicated:
         one.lead()
-    one.store.change(lambda records: records.delete(Table.META, LINEAGE_KEY))
+    one.store.write(lambda records: records.delete(Table.META, LINEAGE_KEY))
     one.crash()
     assert one.store.lineage()
     assert (one.store.lineage() == LINEAGE) == replicated

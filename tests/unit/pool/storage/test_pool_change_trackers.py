@@ -66,10 +66,10 @@ def test_mark_older_than_the_record_is_unknown():
     marks = []
     for task in "abcd":
         marks.append(recent.since("").mark)
-        recent.note(Table.GROUPS, task.encode())
+        recent.record_changed(Table.GROUPS, task.encode(), None, replicated=True)
         recent.committed()
     assert [recent.since(mark).task_ids for mark in marks] == [None, None, ["d", "c"], ["d"]]
-    recent.note(Table.STATES, b"c")
+    recent.record_changed(Table.STATES, b"c", None, replicated=True)
     recent.committed()
     assert recent.since(marks[2]).task_ids == ["c", "d"]
 
@@ -77,7 +77,7 @@ def test_mark_older_than_the_record_is_unknown():
 def test_commit_that_is_being_made_is_told_again_after_it():
     """A scan may have seen it or not: its mark is of the commit before."""
     recent = RecentChanges()
-    recent.note(Table.STATES, b"a")
+    recent.record_changed(Table.STATES, b"a", None, replicated=True)
     during = recent.since("").mark
     recent.committed()
     assert recent.since(during).task_ids == ["a"]
@@ -87,9 +87,9 @@ def test_commit_that_is_being_made_is_told_again_after_it():
 def test_commit_that_failed_hides_none_that_comes_after_it():
     """What it noted is in no mark, and told with what the next one changes."""
     recent = RecentChanges()
-    recent.note(Table.STATES, b"a")
+    recent.record_changed(Table.STATES, b"a", None, replicated=True)
     after = recent.since("").mark
-    recent.note(Table.STATES, b"b")
+    recent.record_changed(Table.STATES, b"b", None, replicated=True)
     recent.committed()
     assert recent.since(after).task_ids == ["b", "a"]
 

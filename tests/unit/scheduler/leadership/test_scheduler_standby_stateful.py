@@ -201,7 +201,7 @@ class StandbyMachine(RuleBasedStateMachine):
     @rule(shard=shards)
     def exchange_file(self, shard: str) -> None:
         store = self.scans.stores[shard]
-        store.environment.note_changes(NOTED_BYTES)
+        store.environment.start_compaction_log(NOTED_BYTES)
         compactor = Compactor(store.environment, reserve_bytes=store.disk_reserve_bytes)
         compactor._copy_directory.mkdir()
         store.environment._lmdb.copy(str(compactor._copy_directory), compact=True)
