@@ -21,6 +21,7 @@ from forge.client.retry import retried
 from forge.client.scheduler import leads, scheduler_remote
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels
+from forge.runtime.rpc.chunks import chunked
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import from_rpc_error
 from forge.runtime.rpc.streams import flowing
@@ -190,18 +191,9 @@ class Operator:
 
 
 def batches(tasks: Iterable[common_pb2.Task]) -> Iterator[list[common_pb2.Task]]:
-    """Cut tasks into calls of at most `BATCH_TASKS` tasks and about `BATCH_BYTES` bytes."""
-    batch: list[common_pb2.Task] = []
-    size_bytes = 0
-    for task in tasks:
-        task_bytes = task.ByteSize()
-        if batch and (len(batch) == BATCH_TASKS or size_bytes + task_bytes > BATCH_BYTES):
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append(task)
-        size_bytes += task_bytes
-    if batch:
-        yield batch
+    """Groups tasks for SubmitTasks calls."""
+    size_of = common_pb2.Task.ByteSize
+    return chunked(tasks, size_of=size_of, max_items=BATCH_TASKS, max_bytes=BATCH_BYTES)
 
 
 def ended(group: scheduler_pb2.BatchGroup) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from google.protobuf.message import DecodeError
 
 from forge.core.errors import InvalidArgument
+from forge.core.tasks.validation import check_payload
 from forge.core.token_columns import float32_array, int32_array
 from forge.core.trajectory import check_columns, check_task_id, parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
@@ -24,9 +25,6 @@ from services.pool.data.commands import (
 )
 from services.pool.storage.keys import MAX_EVENT_ID_BYTES
 from services.pool.storage.records import TurnHead
-
-MAX_PAYLOAD_BYTES = 1 << 20
-"""Of one task's payload_json."""
 
 MAX_LOOKED_UP = 10_000
 """Ids in one LookUpGroups call."""
@@ -178,8 +176,7 @@ def _new_group(group: common_pb2.GroupRecord, shard: str) -> common_pb2.GroupRec
         raise InvalidArgument(f"task {task.task_id} has group_size 0; it must be at least 1")
     if task.purpose not in common_pb2.Purpose.values() or not task.purpose:
         raise InvalidArgument(f"task {task.task_id} has purpose {task.purpose}, which is unknown")
-    if len(task.payload_json.encode()) > MAX_PAYLOAD_BYTES:
-        raise InvalidArgument(f"task {task.task_id} has a payload_json of more than 1 MiB")
+    check_payload(task.payload_json, name=f"payload_json of task {task.task_id}")
     if group.pool_shard not in ("", shard):
         raise InvalidArgument(
             f"group {task.task_id} belongs to pool shard {group.pool_shard!r}, not to {shard!r}"

@@ -8,7 +8,7 @@ know it yet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge.core.errors import (
@@ -19,6 +19,7 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.runtime.coordination import Discovery, Instance, Leadership
+from forge.runtime.rpc.chunks import chunked
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.streams import flowing
 from forge.runtime.telemetry import log
@@ -116,7 +117,13 @@ class PoolShards(ShardScans):
 
     async def put(self, shard: str, groups: Iterable[common_pb2.GroupRecord]) -> None:
         """Store new groups, in order. Raises Unavailable."""
-        for part in _parts(groups):
+        parts = chunked(
+            groups,
+            size_of=common_pb2.GroupRecord.ByteSize,
+            max_items=MAX_WRITE_GROUPS,
+            max_bytes=MAX_WRITE_BYTES,
+        )
+        for part in parts:
             self._check_leadership()
             request = pool_pb2.PutGroupsRequest(groups=part, fence=self._leadership.fence)
             await self._call(shard, "PutGroups", request)
@@ -227,22 +234,6 @@ class PoolShards(ShardScans):
 
     def _deposed(self) -> Unavailable:
         return Unavailable("this scheduler is no longer the leader")
-
-
-def _parts(
-    groups: Iterable[common_pb2.GroupRecord],
-) -> Iterator[list[common_pb2.GroupRecord]]:
-    part: list[common_pb2.GroupRecord] = []
-    size_bytes = 0
-    for group in groups:
-        group_bytes = group.ByteSize()
-        if part and (len(part) == MAX_WRITE_GROUPS or size_bytes + group_bytes > MAX_WRITE_BYTES):
-            yield part
-            part, size_bytes = [], 0
-        part.append(group)
-        size_bytes += group_bytes
-    if part:
-        yield part
 
 
 async def gathered(calls: Iterable[Any]) -> list[Any]:

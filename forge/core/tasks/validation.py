@@ -34,8 +34,13 @@ def check_task_fields(task: TaskFields) -> None:
         raise InvalidArgument(f"group_size {task.group_size} must be at least 1")
     if not 0 <= task.difficulty <= 1:
         raise InvalidArgument(f"difficulty {task.difficulty} must be from 0 to 1")
-    size_bytes = len(task.payload_json.encode())
+    check_payload(task.payload_json)
+
+
+def check_payload(payload_json: str, *, name: str = "payload_json") -> None:
+    """Raises `InvalidArgument` for a payload that is too large."""
+    size_bytes = len(payload_json.encode())
     if size_bytes > MAX_PAYLOAD_BYTES:
         raise InvalidArgument(
-            f"payload_json has {size_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are allowed"
+            f"{name} has {size_bytes} bytes (limit 1 MiB): at most {MAX_PAYLOAD_BYTES} are allowed"
         )

@@ -1,13 +1,16 @@
-"""Chunks of at most 1 MiB for messages above gRPC's limit."""
+"""Chunks of at most 1 MiB for messages above gRPC's limit; items grouped by count and bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from forge.core.errors import InvalidArgument, ResourceExhausted
 from forge.v1.common_pb2 import Chunk
 
 CHUNK_BYTES = 1 << 20
+
+Item = TypeVar("Item")
 
 
 def split(data: bytes) -> Iterator[Chunk]:
@@ -48,3 +51,21 @@ class Joiner:
     def pending_bytes(self) -> int:
         """Bytes of an unfinished message; above 0 after the stream's end if it was cut off."""
         return self._bytes
+
+
+def chunked(
+    items: Iterable[Item], *, size_of: Callable[[Item], int], max_items: int = 0, max_bytes: int
+) -> Iterator[list[Item]]:
+    """Groups items in order, at most `max_items` (0: any number) and `max_bytes` together; a larger
+    item is alone."""
+    chunk: list[Item] = []
+    chunk_bytes = 0
+    for item in items:
+        item_bytes = size_of(item)
+        if chunk and (len(chunk) == max_items or chunk_bytes + item_bytes > max_bytes):
+            yield chunk
+            chunk, chunk_bytes = [], 0
+        chunk.append(item)
+        chunk_bytes += item_bytes
+    if chunk:
+        yield chunk

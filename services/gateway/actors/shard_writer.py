@@ -31,7 +31,7 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.runtime.actor import Actor
-from forge.runtime.rpc.chunks import CHUNK_BYTES, split
+from forge.runtime.rpc.chunks import CHUNK_BYTES, chunked, split
 from forge.runtime.rpc.status import from_rpc_error
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
@@ -322,25 +322,26 @@ class ShardWriter(Actor):
 
     def _requests(self) -> Iterator[pool_pb2.AppendTurnsRequest]:
         """Yields the unsent turns: as many per message as fit, a large one in chunks."""
+        turns = chunked(
+            self._unsent_turns(), size_of=lambda turn: len(turn[1]), max_bytes=CHUNK_BYTES
+        )
+        for message in turns:
+            sequence, data = message[0]
+            if len(data) > CHUNK_BYTES:
+                for chunk in split(data):
+                    yield pool_pb2.AppendTurnsRequest(sequence=sequence, turn=chunk)
+            else:
+                whole = [pool_pb2.WholeTurn(sequence=number, turn=turn) for number, turn in message]
+                yield pool_pb2.AppendTurnsRequest(turns=whole)
+
+    def _unsent_turns(self) -> Iterator[tuple[int, bytes]]:
         backlog = self._backlog
-        message, size = pool_pb2.AppendTurnsRequest(), 0
         while backlog.unsent:
             sequence = backlog.unsent.popleft()
             turn = backlog.waiting.get(sequence)
-            if turn is None:
-                continue
-            self._unanswered += 1
-            if message.turns and size + len(turn.data) > CHUNK_BYTES:
-                yield message
-                message, size = pool_pb2.AppendTurnsRequest(), 0
-            if len(turn.data) > CHUNK_BYTES:
-                for chunk in split(turn.data):
-                    yield pool_pb2.AppendTurnsRequest(sequence=sequence, turn=chunk)
-            else:
-                message.turns.add(sequence=sequence, turn=turn.data)
-                size += len(turn.data)
-        if message.turns:
-            yield message
+            if turn is not None:
+                self._unanswered += 1
+                yield sequence, turn.data
 
     async def _read(self, stream: AppendStream) -> None:
         while True:

@@ -6,11 +6,13 @@ Owns the grouping of changes into commits. What a change may do is the store's b
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 from forge.core.errors import ForgeError
 from forge.runtime.actor import ThreadActor
+from forge.runtime.rpc.chunks import chunked
 from forge.runtime.telemetry import log
 from services.pool.data.commands import AppendTurns, Command
 from services.pool.metrics import (
@@ -26,7 +28,9 @@ from services.pool.metrics import (
 from services.pool.store import PoolStore
 
 COMMIT_BYTES = 8 << 20
-"""About how much goes into one commit; a single command may exceed it."""
+"""Most payload of one commit; a single command may exceed it."""
+
+_cost_bytes = attrgetter("cost_bytes")
 
 
 class WriterRef(Protocol):
@@ -51,7 +55,7 @@ class Writer(ThreadActor):
 
     def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
         outcomes: list[Any] = []
-        for commands in _commits(messages):
+        for commands in chunked(messages, size_of=_cost_bytes, max_bytes=COMMIT_BYTES):
             outcomes += self._commit(commands)
         return outcomes
 
@@ -81,17 +85,3 @@ def _count_refusals(command: Command, outcome: Any) -> None:
     for answer in answers:
         if isinstance(answer, ForgeError):
             REFUSALS.labels(type(command).__name__, answer.code).inc()
-
-
-def _commits(messages: Sequence[Command]) -> Iterator[list[Command]]:
-    """`messages` in order, in runs of about COMMIT_BYTES."""
-    commit: list[Command] = []
-    size_bytes = 0
-    for message in messages:
-        commit.append(message)
-        size_bytes += message.cost_bytes
-        if size_bytes >= COMMIT_BYTES:
-            yield commit
-            commit, size_bytes = [], 0
-    if commit:
-        yield commit

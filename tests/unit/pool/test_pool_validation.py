@@ -7,6 +7,7 @@ import math
 import pytest
 
 from forge.core.errors import InvalidArgument
+from forge.core.tasks.validation import MAX_PAYLOAD_BYTES
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import validation
@@ -140,7 +141,7 @@ def test_a_bad_seal_is_refused(fields, complaint):
         ({"task__task_id": "a:b"}, "task_id 'a:b'"),
         ({"task__group_size": 0}, "group_size 0"),
         ({"task__purpose": 0}, "purpose 0"),
-        ({"task__payload_json": "x" * (validation.MAX_PAYLOAD_BYTES + 1)}, "1 MiB"),
+        ({"task__payload_json": "x" * (MAX_PAYLOAD_BYTES + 1)}, "1 MiB"),
         ({"pool_shard": "s1"}, "belongs to pool shard 's1', not to 's0'"),
     ],
 )
