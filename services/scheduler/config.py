@@ -78,7 +78,7 @@ class SchedulerConfig(ServiceConfig):
         if queue.partial_groups is PartialGroups.WAIT:
             ignored["max_losses"] = f"queue.partial_groups = {queue.partial_groups.value}"
         default = QueueSettings()
-        for name in (one.name for one in dataclasses.fields(queue) if one.name in ignored):
+        for name in (known.name for known in dataclasses.fields(queue) if known.name in ignored):
             value = getattr(queue, name)
             if value != getattr(default, name):
                 shown = value.value if isinstance(value, Admission) else value

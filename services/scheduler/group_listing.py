@@ -41,11 +41,11 @@ async def list_groups(
     """Every group of a tag, or every group without a tag, in parts: first those that only the pool
     has, in queue order, then those in memory. Raises Unavailable."""
     listed: Tagged = await queue.ask(ListTagged(tag=tag), timeout_s=ASK_S)
-    held = set(listed.task_ids)
+    in_memory = set(listed.task_ids)
 
     def is_beyond(record: common_pb2.GroupRecord) -> bool:
         fits = record.task.tag == tag or not tag
-        return fits and record.state in _SETTLED and record.task.task_id not in held
+        return fits and record.state in _SETTLED and record.task.task_id not in in_memory
 
     async for part in _stored(shards, listed.shards, tag, is_beyond):
         yield part
@@ -82,7 +82,7 @@ async def _stored(
         firsts = [(scan, await anext(scan, None)) for scan in scans]
         left = {scan: first for scan, first in firsts if first is not None}
         while left:
-            scan = min(left, key=lambda each: left[each].place)
+            scan = min(left, key=lambda candidate: left[candidate].place)
             part.append(_view(left[scan]))
             if len(part) == LIST_GROUPS:
                 yield part

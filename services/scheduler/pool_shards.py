@@ -162,7 +162,7 @@ class PoolShards(ShardScans):
     async def _look_up(
         self, shard: str, task_ids: Sequence[str], batch_ids: Sequence[str]
     ) -> pool_pb2.LookUpGroupsResponse:
-        found = pool_pb2.LookUpGroupsResponse()
+        merged = pool_pb2.LookUpGroupsResponse()
         if shard not in self.live():
             raise Unavailable(f"pool shard {shard} is unreachable and may have the group")
         left = [*((True, each) for each in task_ids), *((False, each) for each in batch_ids)]
@@ -173,9 +173,9 @@ class PoolShards(ShardScans):
                 batch_ids=[each for is_task, each in part if not is_task],
             )
             answer = await self._call(shard, "LookUpGroups", request)
-            found.MergeFrom(answer)
+            merged.MergeFrom(answer)
             left = left[answer.answered :]
-        return found
+        return merged
 
     async def summaries(
         self, trajectory_ids: Mapping[str, Sequence[str]]
@@ -187,7 +187,7 @@ class PoolShards(ShardScans):
             for shard, ids in trajectory_ids.items()
             for start in range(0, len(ids), MAX_SUMMARIES)
         )
-        return {one.trajectory_id: one for answer in answers for one in answer}
+        return {summary.trajectory_id: summary for answer in answers for summary in answer}
 
     async def _summaries(
         self, shard: str, trajectory_ids: Sequence[str]

@@ -96,7 +96,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.FinishRolloutsResponse:
         """Settle attempts by what the pool has of them."""
         leader = await self._lead(context)
-        ids = [validation.check_outcome(each, n) for n, each in enumerate(request.outcomes)]
+        ids = [validation.check_outcome(outcome, n) for n, outcome in enumerate(request.outcomes)]
         locate = m.LocateRollouts(trajectory_ids=ids)
         by_shard = await ask_with_look_up(leader.queue, leader.shards, locate, timeout_s=ASK_S)
         # The pool is authoritative: a sealed rollout is complete, whatever its runner reports.
@@ -268,11 +268,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         by_shard: dict[str, list[str]] = {}
         for view in views:
             by_shard.setdefault(view.record.pool_shard, []).extend(view.trajectory_ids)
-        found = await leader.shards.summaries({s: ids for s, ids in by_shard.items() if ids})
+        summaries = await leader.shards.summaries({s: ids for s, ids in by_shard.items() if ids})
         return [
             scheduler_pb2.BatchGroup(
                 group=view.record,
-                trajectories=[found[each] for each in view.trajectory_ids if each in found],
+                trajectories=[summaries[t] for t in view.trajectory_ids if t in summaries],
             )
             for view in views
         ]
@@ -294,7 +294,7 @@ def _lost(
     lost = {}
     for view, group in zip(views, groups, strict=True):
         sealed = {t.trajectory_id for t in group.trajectories if t.state == _SEALED}
-        missing = [each for each in view.trajectory_ids if each not in sealed]
+        missing = [t for t in view.trajectory_ids if t not in sealed]
         if missing:
             reason = f"pool shard {view.record.pool_shard} has lost {missing[0]}"
             lost[view.record.task.task_id] = reason

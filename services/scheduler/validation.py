@@ -144,5 +144,5 @@ def check_activity(activity: scheduler_pb2.Activity.ValueType) -> Activity:
         return ACTIVITIES[activity]
     except KeyError:
         raise InvalidArgument(
-            f"activity {activity} must be one of {', '.join(each.name for each in Activity)}"
+            f"activity {activity} must be one of {', '.join(Activity.__members__)}"
         ) from None

@@ -323,7 +323,7 @@ async def test_leader_stands_down_while_etcd_is_frozen_and_comes_back(
         own_etcd.freeze()
         await scheduler.until_logged("leadership_lost", times=lost + 1)
         request = scheduler_pb2.GetSchedulerStatusRequest()
-        with pytest.raises(Unavailable, match="stands by"):
+        with pytest.raises(Unavailable, match="is a standby"):
             await forge.ask_instance(leader, "GetSchedulerStatus", request)
         own_etcd.thaw()
         assert ids_of(await forge.take()) == ["a", "b"]

@@ -29,7 +29,7 @@ async def test_standby_that_has_scanned_asks_for_what_was_changed_since(
     first.freeze()
     await forge.end_leases(first.id_ending)
     new = await forge.leader(other_than=old.instance_id)
-    assert sum(told(second)) < 40
+    assert sum(groups_read(second)) < 40
     await forge.complete(2)
     await forge.commit(await forge.take(), 2)
     first.thaw()
@@ -42,10 +42,10 @@ async def test_standby_that_has_scanned_asks_for_what_was_changed_since(
     await forge.leader(other_than=new.instance_id)
     after = await forge.status()
     assert (after.trained, after.head, after.accepted) == (4, before.head, 40)
-    assert sum(told(first)[-2:]) < 40
+    assert sum(groups_read(first)[-2:]) < 40
     assert_counts_balance(after)
 
 
-def told(process: SchedulerProcess) -> list[int]:
+def groups_read(process: SchedulerProcess) -> list[int]:
     """Groups that it asked for once it was elected, by shard."""
     return [entry["groups_read"] for entry in process.logged("pool_shard_registered")]

@@ -110,11 +110,10 @@ class Adaptive(Selection):
         the head only groups inside the window count: others wait there for the head to move."""
         limit = self.running_limit
         near = group.spec.index < window.head + min(window.size, limit)
-        if near and counts.of(Phase.RUNNING) < limit:
-            started_inside = sum(window.inside(phase) for phase in STARTED)
-            if started_inside < self.open_limit:
-                return True
-        untrained = counts.untrained
+        near = near and counts.of(Phase.RUNNING) < limit
+        if near and sum(map(window.inside, STARTED)) < self.open_limit:
+            return True
+        untrained = sum(map(counts.of, STARTED))
         if untrained < self.open_limit:
             return True
         return untrained + counts.of(Phase.QUEUED) <= self.most_open
@@ -264,7 +263,7 @@ class Adaptive(Selection):
     ) -> list[tuple[Kind, Group]]:
         """The due groups, then the share of each kind, oldest first, then the oldest others."""
         picked = [(self._kinds.get(group.spec.index, UNKNOWN), group) for group in due.groups]
-        held = {group.spec.index for group in due.groups}
+        taken = {group.spec.index for group in due.groups}
         among = {group.spec.index for group in due.among}
         edge = max(among) + 1 if among else window.edge
         counts = Counter(kind for kind, _ in picked)
@@ -274,7 +273,7 @@ class Adaptive(Selection):
         for kind, order in self._complete.items():
             wanted = share * self._sampled[kind] + self._carry[kind] - counts[kind]
             quota = max(0, math.floor(wanted + 0.5))
-            left[kind] = self._usable(order, edge, away, held, among)
+            left[kind] = self._usable(order, edge, away, taken, among)
             fair += [(index, kind) for index in islice(left[kind], quota)]
         # Quotas round up more often than down: the youngest groups wait for the next batch.
         fair.sort()
@@ -290,10 +289,15 @@ class Adaptive(Selection):
         return size / len(self._sample) if len(self._sample) >= size else 0.0
 
     def _usable(
-        self, order: Sequence[int], edge: int, away: frozenset[str], held: set[int], among: set[int]
+        self,
+        order: Sequence[int],
+        edge: int,
+        away: frozenset[str],
+        taken: set[int],
+        among: set[int],
     ) -> Iterator[int]:
         inside = islice(order, bisect_left(order, edge))
-        free = (index for index in inside if index not in held and (not among or index in among))
+        free = (index for index in inside if index not in taken and (not among or index in among))
         if not away:
             return free
         return (index for index in free if self._groups[index].spec.shard not in away)

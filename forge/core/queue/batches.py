@@ -67,10 +67,10 @@ class Batches:
         """The batch that the trainer holds, or a new one from the window, or None for now.
         `can_progress`: whether a group may become complete without another batch first."""
         expires_s = now_s + self._settings.batch_lease_s
-        for held in self._open.values():
-            if held.trainer_id == trainer_id:
-                held.expires_s = expires_s
-                return held
+        for batch in self._open.values():
+            if batch.trainer_id == trainer_id:
+                batch.expires_s = expires_s
+                return batch
         if self._ledger.activity is Activity.PAUSED:
             return None
         groups = self._choose(max_groups, can_progress=can_progress, now_s=now_s)
@@ -111,7 +111,7 @@ class Batches:
 
     def expire(self, now_s: float) -> None:
         """Return batches with expired leases to the window."""
-        for batch in [each for each in self._open.values() if each.expires_s <= now_s]:
+        for batch in [b for b in self._open.values() if b.expires_s <= now_s]:
             self.release(batch.batch_id)
 
     def prepare_commit(
@@ -143,7 +143,7 @@ class Batches:
             named = list(dict.fromkeys(task_ids))
             if known is not None:
                 # Groups that are settled and not in memory need no change.
-                named = [each for each in named if each in self._ledger or each not in settled]
+                named = [t for t in named if t in self._ledger or t not in settled]
             groups = map(self._ledger.group, named)
             left = [group for group in groups if group.batch_id != batch_id]
             if known is not None and not left:
@@ -190,7 +190,7 @@ class Batches:
             self.release(batch_id)
         self.void_before = (self._term, self._issued)
         # A group that is not in memory was settled meanwhile.
-        left = (each for each in self._in_doubt if each in self._ledger)
+        left = (task_id for task_id in self._in_doubt if task_id in self._ledger)
         in_doubt = map(self._ledger.group, left)
         half_stored = [group for group in in_doubt if group.phase is Phase.COMPLETE]
         undone = self._ledger.trained_after(step) + half_stored

@@ -68,9 +68,9 @@ class Dispatch:
         self._ready = {purpose: Lanes(_to_hand_out) for purpose in (False, True)}
         """Rollouts of running groups, by purpose."""
 
-    def hold_back(self, domain: str, held: bool) -> None:
+    def hold_back(self, domain: str, skipped: bool) -> None:
         """Whether queued groups of a domain are skipped."""
-        (self._held_back.add if held else self._held_back.discard)(domain)
+        (self._held_back.add if skipped else self._held_back.discard)(domain)
 
     @property
     def holds_back(self) -> bool:
@@ -98,9 +98,9 @@ class Dispatch:
         first: tuple[Key, Group] | None = None
         for domain, lanes in self._fresh[evaluation].items():
             if domain not in self._held_back:
-                found = lanes.first(away)
-                if found and (first is None or found[0] < first[0]):
-                    first = found
+                candidate = lanes.first(away)
+                if candidate and (first is None or candidate[0] < first[0]):
+                    first = candidate
         return first[1] if first else None
 
     def first_rollout(self, *, evaluation: bool, away: frozenset[str]) -> Slot | None:
@@ -113,28 +113,28 @@ class Claims:
     """Leased attempts, and rollouts in back-off."""
 
     def __init__(self) -> None:
-        self._held: dict[TrajectoryId, tuple[Lease, Slot]] = {}
+        self._leases: dict[TrajectoryId, tuple[Lease, Slot]] = {}
         self._expiries: list[tuple[float, TrajectoryId]] = []
         self._retries: list[tuple[float, Slot]] = []
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._leases)
 
     def get(self, trajectory_id: TrajectoryId) -> Lease | None:
         """The lease of an attempt."""
-        held = self._held.get(trajectory_id)
-        return held[0] if held else None
+        entry = self._leases.get(trajectory_id)
+        return entry[0] if entry else None
 
     def hold(self, lease: Lease, slot: Slot) -> None:
         """Start a lease."""
-        self._held[lease.trajectory_id] = lease, slot
+        self._leases[lease.trajectory_id] = lease, slot
         slot.rollout.phase, slot.rollout.lease = RolloutPhase.LEASED, lease
         heappush(self._expiries, (lease.expires_s, lease.trajectory_id))
 
     def drop(self, rollout: Rollout) -> None:
         """End the lease of a rollout, if it has one; the caller sets its next phase."""
         if rollout.lease is not None:
-            del self._held[rollout.lease.trajectory_id]
+            del self._leases[rollout.lease.trajectory_id]
             rollout.lease = None
 
     def expired(self, now_s: float) -> Iterator[TrajectoryId]:

@@ -11,9 +11,8 @@ from operator import attrgetter
 
 from forge.core.queue.groups import Group, GroupSpec, Phase
 
-_PENDING = (Phase.QUEUED, Phase.RUNNING, Phase.COMPLETE, Phase.BATCHED)
-STARTED = _PENDING[1:]
-"""Phases of groups that were started and are not settled."""
+PENDING = (Phase.QUEUED, Phase.RUNNING, Phase.COMPLETE, Phase.BATCHED)
+STARTED = PENDING[1:]
 _PURPOSE_AND_PHASE = attrgetter("spec.evaluation", "phase")
 
 
@@ -66,13 +65,3 @@ class GroupCounts:
     def accepted(self) -> int:
         """All training groups."""
         return sum(n for (evaluation, _), n in self._groups.items() if not evaluation)
-
-    @property
-    def pending(self) -> int:
-        """Training groups that are not settled."""
-        return sum(self._groups[False, phase] for phase in _PENDING)
-
-    @property
-    def untrained(self) -> int:
-        """Training groups that were started and are not settled."""
-        return sum(self._groups[False, phase] for phase in STARTED)

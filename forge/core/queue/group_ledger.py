@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from forge.core.errors import InvalidArgument, NotFound
 from forge.core.queue.activity import Activity
 from forge.core.queue.dispatch import Dispatch
-from forge.core.queue.group_counts import GroupCounts
+from forge.core.queue.group_counts import PENDING, GroupCounts
 from forge.core.queue.groups import Group, Phase
 from forge.core.queue.selection import Selection
 from forge.core.queue.window import Window
@@ -97,7 +97,7 @@ class GroupLedger:
         """Pool shards with settled groups that are not in memory."""
         return frozenset(self._forgotten_steps)
 
-    def held(self) -> int:
+    def __len__(self) -> int:
         """Number of groups in memory."""
         return len(self._groups)
 
@@ -145,7 +145,9 @@ class GroupLedger:
 
     def are_new(self, task_ids: Sequence[TaskId]) -> bool:
         """Whether the ids are distinct and no group is in memory."""
-        return len(set(task_ids)) == len(task_ids) and not any(each in self for each in task_ids)
+        return len(set(task_ids)) == len(task_ids) and not any(
+            task_id in self for task_id in task_ids
+        )
 
     def add_at_rest(
         self, task_ids: Sequence[TaskId], groups: Sequence[Group], *, now_s: float
@@ -330,7 +332,7 @@ class GroupLedger:
             trained=counts.of(Phase.TRAINED),
             tombstoned=counts.of(Phase.TOMBSTONED),
             # Summed separately, so that the equation is a check and not a definition.
-            pending=counts.pending,
+            pending=sum(map(counts.of, PENDING)),
             queued=counts.of(Phase.QUEUED),
             running_groups=counts.running,
             complete_in_window=in_window,

@@ -48,10 +48,10 @@ def shift_kl(
 
 
 def _by_trait(counts: Mapping[Kind, float], trait: int) -> defaultdict[object, float]:
-    found: defaultdict[object, float] = defaultdict(float)
+    totals: defaultdict[object, float] = defaultdict(float)
     for kind, count in counts.items():
-        found[kind[trait]] += count
-    return found
+        totals[kind[trait]] += count
+    return totals
 
 
 def _divergence(

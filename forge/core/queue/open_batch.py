@@ -58,10 +58,10 @@ class Filling:
 
     def usable(self, lane: str, away: frozenset[str]) -> int:
         """Groups of a lane that are not on the pool shards `away`."""
-        held = self._lanes[lane]
+        groups = self._lanes[lane]
         if not away:
-            return len(held)
-        return sum(group.spec.shard not in away for group in held.values())
+            return len(groups)
+        return sum(group.spec.shard not in away for group in groups.values())
 
     def usable_of_all(self, away: frozenset[str]) -> int:
         """`usable` over all lanes."""
@@ -76,8 +76,8 @@ class Filling:
             return list(self)
         picked: list[int] = []
         spare: list[int] = []
-        for lane, held in self._lanes.items():
-            order = sorted(i for i in held if held[i].spec.shard not in away)
+        for lane, groups in self._lanes.items():
+            order = sorted(i for i in groups if groups[i].spec.shard not in away)
             quota = quotas.get(lane, 0)
             picked += order[:quota]
             spare += order[quota:]

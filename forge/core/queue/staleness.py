@@ -154,11 +154,11 @@ class Deadlines:
             if needed > len(due):
                 oldest_first = chain.from_iterable(older)
                 complete = (group for group in oldest_first if group.phase is Phase.COMPLETE)
-                found = list(islice(complete, needed if needed < size else 2 * size))
-                if len(found) >= size:
-                    certain = found[: max(len(due), size // 2)]
-                    return Due(groups=certain, among=found, lacking=lacking)
-                due = found
+                oldest = list(islice(complete, needed if needed < size else 2 * size))
+                if len(oldest) >= size:
+                    certain = oldest[: max(len(due), size // 2)]
+                    return Due(groups=certain, among=oldest, lacking=lacking)
+                due = oldest
                 lacking = lacking or len(due) < needed
         return Due(groups=due, among=[], lacking=lacking)
 

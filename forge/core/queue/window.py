@@ -305,10 +305,10 @@ class Window:
         return bool(indices)
 
     def _open_by_lane(self, away: frozenset[str]) -> Counter[str]:
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for domain, count in self._counts.by_domain(_OPEN, away):
-            found[self._lane(domain)] += count
-        return found
+            counts[self._lane(domain)] += count
+        return counts
 
     def _advance(self, most: int = UNBOUNDED) -> bool:
         """Move the head, then the edge by at most `most` indices; whether the edge moved."""

@@ -76,10 +76,12 @@ class CommitActor(Actor):
         if request.reason or request.reasons:
             prepare = m.PrepareRelease(batch_id=request.batch_id)
             groups: Mapping[str, Sequence[str]] = await self._queue.ask(prepare, timeout_s=ASK_S)
-            held = [task_id for ids in groups.values() for task_id in ids]
-            given = request.reasons or dict.fromkeys(held, request.reason)
-            reasons = {task_id: given[task_id] for task_id in held if task_id in given}
-            tombstoned = {s: [each for each in ids if each in reasons] for s, ids in groups.items()}
+            task_ids = [task_id for ids in groups.values() for task_id in ids]
+            by_task = request.reasons or dict.fromkeys(task_ids, request.reason)
+            reasons = {task_id: by_task[task_id] for task_id in task_ids if task_id in by_task}
+            tombstoned = {
+                s: [task_id for task_id in ids if task_id in reasons] for s, ids in groups.items()
+            }
             state = common_pb2.GROUP_STATE_TOMBSTONED
             changes = _changes(tombstoned, partial(Change, state=state))
             for change in chain.from_iterable(changes.values()):
@@ -118,4 +120,4 @@ class CommitActor(Actor):
 def _changes(
     groups: Mapping[str, Sequence[str]], make: Callable[..., Change]
 ) -> dict[str, list[Change]]:
-    return {shard: [make(task_id=each) for each in ids] for shard, ids in groups.items()}
+    return {shard: [make(task_id=task_id) for task_id in ids] for shard, ids in groups.items()}

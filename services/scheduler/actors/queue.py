@@ -51,7 +51,7 @@ class QueueActor(Actor):
         self._loop_time = loop_time
         self._runners = LongPolls[m.LeaseRollouts, tuple[m.Grant, ...]](self._grant, alike=True)
         self._trainers = LongPolls[m.TakeBatch, m.BatchView](self._take, alike=False)
-        self._others: m.Connect | None = None
+        self._peers: m.Connect | None = None
         self._final_states: list[tuple[str, Change]] = []
         """With their shards; what `outcome_writer` has not accepted yet."""
         self._logged_cause = ""
@@ -117,7 +117,7 @@ class QueueActor(Actor):
             case m.ViewGroups(task_ids=ids):
                 return state.view(ids)
             case m.Connect():
-                self._others = message
+                self._peers = message
                 state.watch.began(now_s)
             case _:
                 return self._change(message, now_s)
@@ -182,8 +182,8 @@ class QueueActor(Actor):
         metrics.show(status)
         self._log_stall(status, now_s)
         expired = self._state.expire(now_s)
-        if expired and self._others is not None:
-            self._tell(self._others.expired_leases, m.CheckExpired(trajectory_ids=expired))
+        if expired and self._peers is not None:
+            self._tell(self._peers.expired_leases, m.CheckExpired(trajectory_ids=expired))
 
     def _log_stall(self, status: GetSchedulerStatusResponse, now_s: float) -> None:
         """Log a stall when it begins, when its cause changes, and every `STALL_LOG_S`."""
@@ -204,12 +204,12 @@ class QueueActor(Actor):
 
     def _send_final_states(self) -> None:
         self._final_states += self._state.take_final_states(now_s=self._clock())
-        if not self._final_states or self._others is None:
+        if not self._final_states or self._peers is None:
             return
         by_shard: defaultdict[str, list[Change]] = defaultdict(list)
         for shard, change in self._final_states:
             by_shard[shard].append(change)
-        if self._tell(self._others.outcome_writer, m.StoreFinalStates(changes=by_shard)):
+        if self._tell(self._peers.outcome_writer, m.StoreFinalStates(changes=by_shard)):
             self._final_states = []
 
     def _tell(self, other: Any, message: Any) -> bool:
@@ -221,7 +221,7 @@ class QueueActor(Actor):
         return True
 
     def _set_timer(self) -> None:
-        if self._others is None:
+        if self._peers is None:
             return
         now_s = self._clock()
         pause_s = MAX_TICK_S
@@ -237,4 +237,4 @@ class QueueActor(Actor):
         # Stored separately: timers of uvloop do not return their due time.
         self._timer_due_s = due_s
         self._tick_due_s = self._loop_time() + pause_s
-        self._timer = loop.call_at(due_s, self._tell, self._others.own, m.Tick())
+        self._timer = loop.call_at(due_s, self._tell, self._peers.queue, m.Tick())

@@ -66,7 +66,7 @@ async def register_shards(
         log.info(
             "pool_shard_registered",
             pool_shard=shard,
-            groups=copies.held(shard),
+            groups=copies.size(shard),
             groups_read=returned,
         )
 

@@ -43,25 +43,27 @@ class RegisteredGroups:
     """In queue order."""
     left_out: Sequence[LeftOut] = ()
     """One entry per shard that left settled groups out."""
-    whole: frozenset[str] = frozenset()
+    unbounded: frozenset[str] = frozenset()
     """Shards of an earlier version, which cannot look groups up: all their groups are kept."""
 
     def head(self) -> int:
         """Every training group with a lower index is settled."""
-        training = (one.group for one in self.groups if not one.group.spec.evaluation)
+        training = (stored.group for stored in self.groups if not stored.group.spec.evaluation)
         pending = (group.spec.index for group in training if not group.phase.consumed)
         return next(pending, self.next_index())
 
     def next_index(self) -> int:
         """Above the index of each training group."""
-        return max([self._above(evaluation=False), *(one.next_index for one in self.left_out)])
+        bounds = (shard.next_index for shard in self.left_out)
+        return max(self._above(evaluation=False), *bounds, 0)
 
     def next_eval_index(self) -> int:
         """Above the index of each evaluation group."""
-        return max([self._above(evaluation=True), *(one.next_eval_index for one in self.left_out)])
+        bounds = (shard.next_eval_index for shard in self.left_out)
+        return max(self._above(evaluation=True), *bounds, 0)
 
     def _above(self, *, evaluation: bool) -> int:
-        specs = (one.group.spec for one in reversed(self.groups))
+        specs = (stored.group.spec for stored in reversed(self.groups))
         return next((spec.index + 1 for spec in specs if spec.evaluation is evaluation), 0)
 
     def parts(self) -> Iterator[Sequence[StoredGroup]]:
@@ -191,7 +193,7 @@ class ShardCopies:
         log.info(
             "pool_shard_scanned",
             pool_shard=shard,
-            groups=self.held(shard),
+            groups=self.size(shard),
             scan_s=time.monotonic() - started_s,
         )
 
@@ -241,7 +243,7 @@ class ShardCopies:
         """Settled groups kept of one shard."""
         return max(1, self._most_settled // max(1, len(self._shards.live())))
 
-    def held(self, shard: str) -> int:
+    def size(self, shard: str) -> int:
         """Groups in the copy of a shard."""
         return len(self._copies[shard].groups)
 
@@ -250,13 +252,13 @@ class ShardCopies:
         groups. The last refresh of each shard had `count`."""
         groups: list[StoredGroup] = []
         beyond: list[LeftOut] = []
-        whole: list[str] = []
+        unbounded: list[str] = []
         for shard in sorted(names):
             copy = self._copies.pop(shard)
             groups += copy.groups.values()
             if copy.bounded:
                 beyond.append(copy.left_out(shard))
             else:
-                whole.append(shard)
+                unbounded.append(shard)
         groups.sort(key=_PLACE)
-        return RegisteredGroups(groups=groups, left_out=beyond, whole=frozenset(whole))
+        return RegisteredGroups(groups=groups, left_out=beyond, unbounded=frozenset(unbounded))

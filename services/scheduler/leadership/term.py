@@ -172,19 +172,19 @@ class Term:
         # time. During the rebuild it would stop the process for longer than the lease lasts.
         gc.disable()
         try:
-            found = await register_shards(self._shards, registered, self._copies)
+            registry = await register_shards(self._shards, registered, self._copies)
             now_s = self._clock()
-            head = found.head()
+            head = registry.head()
             if self._unread and last.head is not None:
                 head = min(head, last.head)
             queue.begin_at(head, unknown_from=last.head if self._unread else None)
-            if found.whole:
+            if registry.unbounded:
                 state.settled.hold_all()
-            for part in found.parts():
+            for part in registry.parts():
                 state.earlier.restore(part, now_s=now_s)
                 # The lease of the leadership must be renewed meanwhile.
                 await asyncio.sleep(0)
-            state.earlier.leave_out(found.left_out)
+            state.earlier.leave_out(registry.left_out)
             gc.freeze()
         finally:
             gc.enable()
@@ -214,7 +214,7 @@ class Term:
         expired_leases = await spawn(
             lambda: ExpiredLeaseActor(queue, self._shards), name="expired_leases"
         )
-        queue.tell(Connect(own=queue, outcome_writer=writer, expired_leases=expired_leases))
+        queue.tell(Connect(queue=queue, outcome_writer=writer, expired_leases=expired_leases))
         return LeaderContext(
             leadership=self._leadership,
             queue=queue,
@@ -249,12 +249,12 @@ class Term:
         """Register shards that joined during the term. Raises ForgeError."""
         # The record first: the next term does not read a shard that the record does not name.
         await self._record().add_shards(joined)
-        found = await register_shards(self._shards, joined, self._copies)
-        next_index, next_eval_index = found.next_index(), found.next_eval_index()
-        holds_all = bool(found.whole)
-        for part in found.parts():
+        registry = await register_shards(self._shards, joined, self._copies)
+        next_index, next_eval_index = registry.next_index(), registry.next_eval_index()
+        holds_all = bool(registry.unbounded)
+        for part in registry.parts():
             await self._restore(leader, RestoreGroups(groups=part, holds_all=holds_all))
-        await self._restore(leader, RestoreGroups(left_out=found.left_out, holds_all=holds_all))
+        await self._restore(leader, RestoreGroups(left_out=registry.left_out, holds_all=holds_all))
         indices: dict[int, int] = {
             common_pb2.PURPOSE_TRAIN: next_index,
             common_pb2.PURPOSE_EVAL: next_eval_index,

@@ -44,7 +44,7 @@ class EarlierGroups:
         """Add groups in queue order, with their rollouts; groups in memory are skipped."""
         for at_rest, run in groupby(groups, key=attrgetter("at_rest")):
             together = tuple(run)
-            task_ids = [one.group.spec.task_id for one in together]
+            task_ids = [stored.group.spec.task_id for stored in together]
             if at_rest and self._queue.ledger.are_new(task_ids):
                 self._restore_at_rest(task_ids, together, now_s=now_s)
             else:
@@ -81,16 +81,16 @@ class EarlierGroups:
 
     def leave_out(self, left_out: Iterable[LeftOut]) -> None:
         """Add the counters of settled groups that scans left out, after all other groups."""
-        for one in left_out:
+        for shard in left_out:
             self._queue.ledger.leave_out(
-                one.shard,
-                one.counts,
-                next_index=one.next_index,
-                next_eval_index=one.next_eval_index,
-                last_step=one.last_step,
+                shard.shard,
+                shard.counts,
+                next_index=shard.next_index,
+                next_eval_index=shard.next_eval_index,
+                last_step=shard.last_step,
             )
-            self._equal.left_out(one.skipped)
-            self._progress.recall_counted(one.completed, one.recent)
+            self._equal.left_out(shard.skipped)
+            self._progress.recall_counted(shard.completed, shard.recent)
 
     def restore_joined(self, part: RestoreGroups, *, now_s: float) -> None:
         """Add groups of pool shards that joined during the term."""

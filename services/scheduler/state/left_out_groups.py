@@ -59,8 +59,8 @@ def left_out(
         skipped=skipped,
         completed=completed,
         recent={
-            one.domain: tuple(chain(*zip(one.sealed_unix_s, one.outcomes, strict=True)))
-            for one in settled.recent
+            recent.domain: tuple(chain(*zip(recent.sealed_unix_s, recent.outcomes, strict=True)))
+            for recent in settled.recent
         },
         next_index=settled.next_train_index,
         next_eval_index=settled.next_eval_index,

@@ -20,7 +20,7 @@ from services.scheduler.state.stored_group import StoredGroup
 class Connect:
     """References to the peer actors; precedes all other messages."""
 
-    own: ActorRef
+    queue: ActorRef
     outcome_writer: ActorRef
     expired_leases: ActorRef
 

@@ -10,7 +10,7 @@ from services.scheduler.state.stalls import head_of, why
 from services.scheduler.state.term_state import TermState
 from services.scheduler.validation import ACTIVITIES
 
-_ACTIVITIES = {each: number for number, each in ACTIVITIES.items()}
+_ACTIVITIES = {activity: number for number, activity in ACTIVITIES.items()}
 
 
 def status_of(state: TermState, *, now_s: float) -> scheduler_pb2.GetSchedulerStatusResponse:

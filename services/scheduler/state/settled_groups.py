@@ -56,7 +56,7 @@ class SettledGroups:
             known = record.task_digest or digest_of(record.task)
         return None if known is None else known == digest
 
-    def held(self, task_ids: Iterable[str]) -> Iterator[str]:
+    def in_memory(self, task_ids: Iterable[str]) -> Iterator[str]:
         """Tasks whose groups are in memory."""
         return (task_id for task_id in task_ids if task_id in self._ledger)
 
@@ -67,7 +67,7 @@ class SettledGroups:
     def recall(self, groups: Iterable[StoredGroup], *, after: int) -> None:
         """Restore groups trained after a step, see `GroupLedger.recall`."""
         by_task = {stored.group.spec.task_id: stored for stored in groups}
-        recalled = self._ledger.recall((each.group for each in by_task.values()), after=after)
+        recalled = self._ledger.recall((stored.group for stored in by_task.values()), after=after)
         for group in recalled:
             stored = by_task[group.spec.task_id]
             self._catalog.enter((group.spec.task_id,), (stored.entry,), (stored.tag,))

@@ -8,7 +8,10 @@ clock.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 from forge.core.queue.activity import Activity
 from forge.core.queue.generation_queue import GenerationQueue
@@ -21,8 +24,7 @@ REASON_CHARS = 200
 KEPT_REASONS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stall:
+class Stall(NamedTuple):
     """A cause, and a text with a remedy."""
 
     cause: str
@@ -77,12 +79,12 @@ def head_of(queue: GenerationQueue) -> Head | None:
     group = queue.window.head_group
     if group is None or group.phase is not Phase.RUNNING:
         return None
-    unsealed = [each for each in group.rollouts if each.phase is not RolloutPhase.SEALED]
+    unsealed = [rollout for rollout in group.rollouts if rollout.phase is not RolloutPhase.SEALED]
     return Head(
         task_id=group.spec.task_id,
         index=group.spec.index,
         open_rollouts=len(unsealed),
-        failures=sum(each.failures for each in unsealed),
+        failures=sum(rollout.failures for rollout in unsealed),
     )
 
 
@@ -168,113 +170,84 @@ def why(facts: Facts, *, after_s: float) -> Stall | None:
         return None
     if not facts.waiting:
         return _given_up(facts) if facts.tombstoned else None
-    for find in (_by_hand, _trainer, _shards, _runners, _given_up, _faults, _head, _slow):
-        found = find(facts)
-        if found is not None:
-            return found
-    return Stall(
-        cause="nothing_starts",
-        text=f"{facts.queued} groups are queued and none is started, although a runner asks: "
-        "look at queue.concurrency, queue.admission and queue.domain_limits of the scheduler, and "
-        "at the runner's concurrency.",
-    )
+    return next(chain(_missing_parts(facts), _slow_parts(facts)))
 
 
-def _by_hand(facts: Facts) -> Stall | None:
+def _missing_parts(facts: Facts) -> Iterator[Stall]:
+    """The operator, trainers, pool shards and runners."""
     if facts.activity is Activity.PAUSED:
-        text = "the queue is paused. Go on with: forge queue resume"
-        return Stall(cause="paused", text=text)
+        yield Stall("paused", "the queue is paused. Continue with: forge queue resume")
     if facts.activity is Activity.DRAINING and not facts.running:
-        text = (
-            f"the queue is drained, and {facts.queued} groups wait. Go on with: forge queue resume"
-        )
-        return Stall(cause="drained", text=text)
-    return None
-
-
-def _trainer(facts: Facts) -> Stall | None:
+        text = f"the queue is drained, and {facts.queued} groups wait. Continue with: "
+        yield Stall("drained", text + "forge queue resume")
     if facts.batch is not None:
         trainer_id, batch_id, age_s = facts.batch
-        return Stall(
-            cause="trainer_busy",
-            text=f"trainer {trainer_id} has had {batch_id} for {age_s:.0f} s and has not committed "
-            "it: its step is that long, or it hangs. Look at the trainer's log.",
+        text = (
+            f"trainer {trainer_id} has had {batch_id} for {age_s:.0f} s without a commit: its step "
+            "is that long, or it hangs. Read the trainer's log."
         )
-    if facts.complete_in_window and facts.trainer_silent_s > HEARD_S:
-        return Stall(
-            cause="no_trainer",
-            text=f"{facts.complete_in_window} groups are complete and no trainer has asked for a "
-            f"batch for {facts.trainer_silent_s:.0f} s. Start one, or look at the trainer's log.",
+        yield Stall("trainer_busy", text)
+    elif facts.complete_in_window and facts.trainer_silent_s > HEARD_S:
+        text = (
+            f"{facts.complete_in_window} groups are complete, and no trainer has asked for a batch "
+            f"for {facts.trainer_silent_s:.0f} s. Start one, or read the trainer's log."
         )
-    return None
+        yield Stall("no_trainer", text)
+    if facts.away:
+        text = (
+            f"pool shard {', '.join(sorted(facts.away))} does not answer, and its groups wait. "
+            "Start it again; if its disk is lost, name it in the scheduler's lost_shards."
+        )
+        yield Stall("shard_away", text)
+    if facts.runner_silent_s > HEARD_S:
+        text = (
+            f"no runner has called for {facts.runner_silent_s:.0f} s, and {facts.waiting} groups "
+            "wait. Start one with: forge agents run; or read the runner's log."
+        )
+        yield Stall("no_runner", text)
 
 
-def _shards(facts: Facts) -> Stall | None:
-    if not facts.away:
-        return None
-    names = ", ".join(sorted(facts.away))
-    return Stall(
-        cause="shard_away",
-        text=f"pool shard {names} does not answer, and its groups wait for it. Start it again; one "
-        "whose disk is gone for good is named in the scheduler's lost_shards.",
+def _slow_parts(facts: Facts) -> Iterator[Stall]:
+    """Failed and slow rollouts; ends with a cause that always applies."""
+    if facts.tombstoned:
+        yield _given_up(facts)
+    if facts.faults:
+        text = (
+            f"the infrastructure ended {facts.faults} attempts since the last step, the last one "
+            f"with: {_cut(facts.fault_reason)}. They are retried without a charge to the task. "
+            "Check the service that this names, its disk, and the load of its host."
+        )
+        yield Stall("faults", text)
+    head, beyond = facts.head, facts.complete_outside_window
+    if head is not None and beyond and facts.complete_in_window <= facts.assigned:
+        text = (
+            f"the window waits for its head, task {head.task_id} (index {head.index}): "
+            f"{head.open_rollouts} of its rollouts have not ended, with {head.failures} failures, "
+            f"and {beyond} complete groups are behind the window. Wait, enlarge the window, or "
+            "bound rollouts by queue.rollout_timeout_s."
+        )
+        yield Stall("slow_head", text)
+    if facts.rollouts:
+        text = (
+            f"{facts.rollouts} rollouts of {facts.running} groups run, and "
+            f"{facts.complete_in_window} groups of the next batch are complete. Rollouts take that "
+            "long, or the host is overloaded: check the inference status and the load."
+        )
+        yield Stall("slow_rollouts", text)
+    text = (
+        f"{facts.queued} groups are queued and none is started, although a runner asks: check "
+        "queue.concurrency, queue.admission and queue.domain_limits of the scheduler, and the "
+        "runner's concurrency."
     )
+    yield Stall("nothing_starts", text)
 
 
-def _runners(facts: Facts) -> Stall | None:
-    if facts.runner_silent_s <= HEARD_S:
-        return None
-    return Stall(
-        cause="no_runner",
-        text=f"no runner has called for {facts.runner_silent_s:.0f} s, and {facts.waiting} groups "
-        "wait. Start one with: forge agents run; or look at the runner's log.",
+def _given_up(facts: Facts) -> Stall:
+    text = (
+        f"{facts.tombstoned} groups were tombstoned since the last step, most of them with: "
+        f"{_cut(facts.tombstone_reason)}. Check the agent program and the runner's log."
     )
-
-
-def _given_up(facts: Facts) -> Stall | None:
-    if not facts.tombstoned:
-        return None
-    return Stall(
-        cause="given_up",
-        text=f"{facts.tombstoned} groups were given up since the last step, most of them as: "
-        f"{_cut(facts.tombstone_reason)}. Look at the agent program, and at the runner's log.",
-    )
-
-
-def _faults(facts: Facts) -> Stall | None:
-    if not facts.faults:
-        return None
-    return Stall(
-        cause="faults",
-        text=f"{facts.faults} attempts were ended by the infrastructure since the last step, the "
-        f"last one as: {_cut(facts.fault_reason)}. They are attempted again, and count for "
-        "nothing; look at the service that this names, at its disk, and at the load of its host.",
-    )
-
-
-def _head(facts: Facts) -> Stall | None:
-    head = facts.head
-    if head is None or not facts.complete_outside_window:
-        return None
-    if facts.complete_in_window > facts.assigned:
-        return None
-    return Stall(
-        cause="slow_head",
-        text=f"the window waits for its head, task {head.task_id} (index {head.index}): "
-        f"{head.open_rollouts} of its rollouts have not ended, with {head.failures} failures so "
-        f"far, and {facts.complete_outside_window} complete groups are behind the window. Wait, "
-        "make the window larger, or bound rollouts by queue.rollout_timeout_s.",
-    )
-
-
-def _slow(facts: Facts) -> Stall | None:
-    if not facts.rollouts:
-        return None
-    return Stall(
-        cause="slow_rollouts",
-        text=f"{facts.rollouts} rollouts of {facts.running} groups are under way, and "
-        f"{facts.complete_in_window} groups of the next batch are complete. Rollouts take that "
-        "long, or the host is overloaded: look at the inference status and at the load.",
-    )
+    return Stall("given_up", text)
 
 
 def _cut(reason: str) -> str:

@@ -107,8 +107,10 @@ def _is_fault(reason: str) -> bool:
 def _outcomes(group: Group, summaries: Iterable[common_pb2.TrajectorySummary]) -> Sequence[float]:
     if group.spec.evaluation or not (counted := set(group.sealed_ids())):
         return ()
-    found = (
-        (one.sealed_unix_s, outcome_of(one)) for one in summaries if one.trajectory_id in counted
+    sealed = (
+        (summary.sealed_unix_s, outcome_of(summary))
+        for summary in summaries
+        if summary.trajectory_id in counted
     )
     # As an array, eight rollouts take 130 bytes; as tuples they would take 900.
-    return array("d", chain.from_iterable(sorted(found, reverse=True)))
+    return array("d", chain.from_iterable(sorted(sealed, reverse=True)))

@@ -112,7 +112,7 @@ class TermState:
 
     def view(self, task_ids: Iterable[str]) -> tuple[GroupView, ...]:
         """The groups that are in memory."""
-        groups = map(self.queue.ledger.group, self.settled.held(task_ids))
+        groups = map(self.queue.ledger.group, self.settled.in_memory(task_ids))
         return tuple(
             GroupView(record=self.catalog.record(group), trajectory_ids=group.sealed_ids())
             for group in groups
@@ -120,10 +120,10 @@ class TermState:
 
     def by_shard(self, task_ids: Iterable[str]) -> dict[str, list[str]]:
         """Raises NotFound for an unknown task."""
-        found: defaultdict[str, list[str]] = defaultdict(list)
+        by_shard: defaultdict[str, list[str]] = defaultdict(list)
         for task_id in task_ids:
-            found[self.queue.ledger.group(task_id).spec.shard].append(task_id)
-        return dict(found)
+            by_shard[self.queue.ledger.group(task_id).spec.shard].append(task_id)
+        return dict(by_shard)
 
     def take_final_states(self, *, now_s: float) -> list[tuple[str, Change]]:
         """Groups tombstoned or evaluated since the last call, each with its pool shard."""
@@ -212,12 +212,12 @@ class TermState:
         tasks = (parse_trajectory_id(trajectory_id).task_id for trajectory_id in ids)
         if missing := self.settled.missing(tasks, looked_up):
             return missing
-        found: defaultdict[str, list[str]] = defaultdict(list)
+        by_shard: defaultdict[str, list[str]] = defaultdict(list)
         for trajectory_id in ids:
             if parse_trajectory_id(trajectory_id).task_id not in looked_up.groups:
                 group = self.queue.rollouts.group_of(trajectory_id)
-                found[group.spec.shard].append(trajectory_id)
-        return dict(found)
+                by_shard[group.spec.shard].append(trajectory_id)
+        return dict(by_shard)
 
     def settle(self, report: Report, *, now_s: float) -> None:
         """Apply the end of an attempt; changes nothing if its group is no longer in memory."""

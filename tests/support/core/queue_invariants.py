@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 from forge.core.queue.adaptive import Adaptive
 from forge.core.queue.admission import Admission, Mode, QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
+from forge.core.queue.group_counts import STARTED
 from forge.core.queue.groups import Group, Phase, RolloutPhase
 from forge.core.queue.rollouts import RolloutClaim
 from forge.core.queue.window import Window
@@ -54,7 +55,7 @@ class QueueInvariants(RuleBasedStateMachine):
         ledger = self.queue.ledger
         forgotten = [task_id for task_id in self.pool if task_id not in ledger]
         assert all(self.gone[task_id].phase.consumed for task_id in forgotten)
-        assert ledger.held() + len(forgotten) == len(self.pool)
+        assert len(ledger) + len(forgotten) == len(self.pool)
         assert {self.pool[task_id].spec.shard for task_id in forgotten} <= ledger.forgotten_shards
 
     @invariant()
@@ -173,7 +174,7 @@ class QueueInvariants(RuleBasedStateMachine):
         edge = ledger.window.head + adaptive.running_limit
         near = sum(group.spec.index < edge for group in started)
         if near < len(started):
-            assert ledger.counts.untrained - near <= adaptive.most_open, "it ran ahead"
+            assert sum(map(ledger.counts.of, STARTED)) - near <= adaptive.most_open, "it ran ahead"
 
     def check_admission(self, queued: set[Group]) -> None:
         """`ahead` starts nothing M places beyond the head; `window` nothing beyond N groups

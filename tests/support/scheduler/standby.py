@@ -30,7 +30,7 @@ class StoreScans:
         self.stores = stores
         self.break_after: int | None = None
         """So many responses into a scan, the shard is gone."""
-        self.told: list[int] = []
+        self.sent: list[int] = []
         """Groups in each scan."""
 
     def live(self) -> frozenset[str]:
@@ -44,13 +44,13 @@ class StoreScans:
         request = pool_pb2.ScanGroupsRequest(
             since=since, settled_limit=settled_limit, count_settled=count_settled
         )
-        self.told.append(0)
+        self.sent.append(0)
         number = 0
         async for response in servicer.ScanGroups(request, None):
             if number == self.break_after:
                 raise Unavailable("gone")
             number += 1
-            self.told[-1] += response.HasField("group")
+            self.sent[-1] += response.HasField("group")
             yield response
 
 

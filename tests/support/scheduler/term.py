@@ -222,7 +222,7 @@ class TermActors:
         )
         outcome_writer = await spawn(lambda: OutcomeWriter(self.shards), name="outcome_writer")
         connect = Connect(
-            own=self.queue, outcome_writer=outcome_writer, expired_leases=self.expired_leases
+            queue=self.queue, outcome_writer=outcome_writer, expired_leases=self.expired_leases
         )
         await self.queue.ask(connect, timeout_s=ASK_S)
 

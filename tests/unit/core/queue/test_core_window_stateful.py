@@ -183,19 +183,19 @@ class GenerationQueueMachine(QueueTrainers):
     @rule(
         data=st.data(),
         sealed=st.booleans(),
-        told=st.booleans(),
+        reported=st.booleans(),
         permanent=st.booleans(),
         kind=st.sampled_from(FailureKind),
     )
     def end_rollout(
-        self, data: st.DataObject, sealed: bool, told: bool, permanent: bool, kind: FailureKind
+        self, data: st.DataObject, sealed: bool, reported: bool, permanent: bool, kind: FailureKind
     ) -> None:
         """A rollout ends: sealed or not, and its runner says so or dies."""
         trajectory_id = data.draw(st.sampled_from(sorted(self.held)))
         del self.held[trajectory_id]
         if sealed:
             self._seal(trajectory_id)
-        if told:
+        if reported:
             self._report(trajectory_id, permanent=permanent and not sealed, kind=kind)
 
     @precondition(lambda self: self.held)
@@ -259,7 +259,7 @@ class GenerationQueueMachine(QueueTrainers):
         self.queue.set_away(frozenset(shards))
 
     @rule(keep=st.integers(0, 3))
-    def store_fates(self, keep: int) -> None:
+    def store_final_states(self, keep: int) -> None:
         """The ledger catches up; what it has not stored a crash forgets."""
         for group in self.queue.ledger.settled()[keep:]:
             self.pool[group.spec.task_id].phase = group.phase

@@ -53,7 +53,7 @@ async def test_only_what_was_changed_is_asked_for(scans: StoreScans) -> None:
     await copies.refresh("s0")
     await copies.refresh("s0")
     await copies.refresh("s0", count=True)
-    assert scans.told == [3, 0, 2, 0, 0]
+    assert scans.sent == [3, 0, 2, 0, 0]
     assert names(copies.take(["s0"]).groups) == ["a", "b", "c", "d"]
 
 
@@ -175,7 +175,7 @@ async def test_last_write_of_the_leader_before_is_seen(scans: StoreScans) -> Non
     found = (await register_shards(fenced, ["s0"], copies)).groups
     assert names(found) == ["a", "b", "c"]
     assert found[2].group.batch_id == "x"
-    assert fenced.told == [3, 1]
+    assert fenced.sent == [3, 1]
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ async def test_standby_follows_the_shards_that_are_there(scans: StoreScans, quic
     copies = ShardCopies(scans, most_settled=99)
     scans.break_after = 1
     following = asyncio.create_task(copies.follow())
-    await until(lambda: len(scans.told) > 2)
+    await until(lambda: len(scans.sent) > 2)
     scans.break_after = None
     await until(lambda: "s0" in copies._copies)
     scans.stores["s1"] = gone
@@ -228,7 +228,7 @@ async def test_election_reads_a_bounded_number_of_groups(scans: StoreScans, sett
     for shard in ("s0", "s1"):
         await copies.refresh(shard, count=True)
     found = copies.take(["s0", "s1"])
-    assert scans.told == [3 + 4 + 4, 0]
+    assert scans.sent == [3 + 4 + 4, 0]
     # Each of two shards has its half of the bound.
     newest = range(settled - 4, settled)
     assert names(found.groups) == [
@@ -255,12 +255,12 @@ async def test_copy_stays_bounded_while_groups_are_settled(scans: StoreScans) ->
     await copies.refresh("s0")
     settle_all(store, 30, at=200)
     await copies.refresh("s0")
-    assert copies.held("s0") == 3 + 2 + 2
+    assert copies.size("s0") == 3 + 2 + 2
     reward(store, make_reward("late"), trajectory_id="t3:0:0")
     seal(store, "t3:0:0", turns=0)
     seal(store, "g3:0:0", turns=0)
     assert await copies.refresh("s0", count=True) == 2
-    assert copies.held("s0") == 3 + 2 + 2
+    assert copies.size("s0") == 3 + 2 + 2
     (left_out,) = copies.take(["s0"]).left_out
     assert left_out.counts[False, Phase.TRAINED] == 28
     assert left_out.completed["code"] == 2
@@ -287,8 +287,8 @@ async def test_shard_that_cannot_count_is_read_whole(
     settle_all(scans.stores["s0"], 10)
     copies = ShardCopies(scans, most_settled=2)
     await copies.refresh("s0")
-    assert copies.held("s0") == 3 + 1 + 1
+    assert copies.size("s0") == 3 + 1 + 1
     monkeypatch.setattr(store_module, "count_settled", lambda records, found: False)
     await copies.refresh("s0", count=True)
     found = copies.take(["s0"])
-    assert (len(found.groups), found.left_out, found.whole) == (23, [], {"s0"})
+    assert (len(found.groups), found.left_out, found.unbounded) == (23, [], {"s0"})

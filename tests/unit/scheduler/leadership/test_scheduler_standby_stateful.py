@@ -277,7 +277,7 @@ class StandbyMachine(RuleBasedStateMachine):
         state = TermState(
             queue, max_pending=100, skip_equal_rewards=self.skip, most_settled=self.most
         )
-        if found.whole:
+        if found.unbounded:
             state.settled.hold_all()
         queue.begin_at(found.head())
         if joins:

@@ -88,7 +88,7 @@ async def counts(term: TermActors) -> tuple[int, ...]:
 async def test_memory_does_not_grow_with_what_was_trained_on(term: TermActors) -> None:
     """Two groups stay in memory; the counts have every one."""
     await train(term)
-    assert len(term.state.catalog.tagged("")) == term.state.queue.ledger.held() == 2
+    assert len(term.state.catalog.tagged("")) == len(term.state.queue.ledger) == 2
     assert await counts(term) == (GROUPS, GROUPS, 0, 0)
 
 
@@ -101,7 +101,7 @@ async def test_memory_does_not_grow_with_what_was_given_up(term: TermActors) -> 
         batch = await (await term.queue.ask(take, timeout_s=ASK_S))
         release = m.ReleaseBatch(batch_id=batch.batch_id, reason="gone")
         await term.commits.ask(release, timeout_s=ASK_S)
-    assert len(term.state.catalog.tagged("")) == term.state.queue.ledger.held() == 2
+    assert len(term.state.catalog.tagged("")) == len(term.state.queue.ledger) == 2
     assert await counts(term) == (GROUPS, 0, GROUPS, 0)
 
 
@@ -278,7 +278,7 @@ async def test_shard_that_cannot_look_up_is_held_whole(term: TermActors) -> None
     """One of an earlier version has joined: from then on no group is forgotten."""
     await term.queue.ask(m.RestoreGroups(number=0, holds_all=True), timeout_s=ASK_S)
     await train(term)
-    assert term.state.queue.ledger.held() == GROUPS
+    assert len(term.state.queue.ledger) == GROUPS
     assert await submit(term, make_task("t0")) == 0
     assert term.shards.looked_up == []
 

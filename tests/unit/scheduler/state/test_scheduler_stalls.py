@@ -26,7 +26,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (
         "given_up",
         {"tombstoned": 9, "tombstone_reason": "rollout 0: ended with 1"},
-        "9 groups were given up since the last step, most of them as: rollout 0: ended with 1",
+        "9 groups were tombstoned since the last step, most of them with: rollout 0: ended with 1",
     ),
     ("faults", {"faults": 5, "fault_reason": "the disk is full"}, "the disk is full"),
     (
@@ -39,7 +39,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         },
         "task a (index 17): 2 of its rollouts have not ended, with 1 failures",
     ),
-    ("slow_rollouts", {"rollouts": 12, "running": 3}, "12 rollouts of 3 groups are under way"),
+    ("slow_rollouts", {"rollouts": 12, "running": 3}, "12 rollouts of 3 groups run"),
     ("nothing_starts", {"queued": 3}, "3 groups are queued and none is started"),
 ]
 
