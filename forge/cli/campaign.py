@@ -1,9 +1,9 @@
 """One run from start to end: evaluate, train, evaluate again.
 
-Owns the order of the phases and what each waits for. It talks to the stack only through its
-services, so the same run works against processes that systemd started. Every phase can be
-entered again after an interruption: tasks are known by id, training goes on from the trainer's
-checkpoint, and a finished evaluation is read back instead of sampled anew.
+Owns the phases, their order and their end conditions. Uses only the services of the stack, so a run
+works also with processes of systemd. After an interruption every phase can be repeated: tasks are
+recognized by id, training continues from the trainer's checkpoint, and the results of a finished
+evaluation are read from the scheduler.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ POLL_S = 0.5
 
 @dataclass(slots=True)
 class Progress:
-    """What is known of the run now; the display reads it, the campaign writes it."""
+    """The observed state of a run: written by the campaign, read by the display."""
 
     phase: Phase = "before"
     evaluated: int = 0
@@ -35,38 +35,40 @@ class Progress:
     inference: inference_pb2.GetInferenceStatusResponse | None = None
     trainer: trainer_pb2.GetTrainerStatusResponse | None = None
     steps: list[trainer_pb2.StepMetrics] = field(default_factory=list)
-    """One entry per optimizer step seen, in order."""
+    """Observed optimizer steps, in order."""
     evaluations: list[trainer_pb2.Evaluation] = field(default_factory=list)
-    """Of the trainer's, those seen, in the order they ended."""
+    """Observed evaluations of the trainer, in the order of their ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Held-out rewards: mean outcome over all attempts."""
+    """Mean outcomes of held-out tasks, over all attempts."""
 
     by_domain: Mapping[str, float]
     overall: float
     attempts: int
     failed: int
-    """Attempts whose rollout was given up; they count as reward 0."""
+    """Failed rollouts; they count as reward 0."""
     min_weight_version: int = -1
-    """Oldest version that sampled any of them; -1 if unknown."""
+    """Oldest weight version of the sampled tokens; -1 if unknown."""
     by_task: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Mean outcome of each task, by domain and by the task's id without the evaluation's tag."""
+    """Mean outcome per task, by domain and by task id without the evaluation's tag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignResult:
+    """The evaluations before and after training."""
+
     before: Evaluation
     after: Evaluation
     weight_version: int
-    """Oldest version that sampled the second evaluation."""
+    """Oldest weight version in the second evaluation."""
     last_step_version: int = 0
-    """Weights published after the last step: an evaluation by older ones is of an earlier step."""
+    """Weights published after the last step; an evaluation with older ones is of another step."""
 
     def changes(self, domain: str) -> list[float]:
-        """After less before of every task of the domain; empty unless the same tasks were measured
-        both times."""
+        """Returns the change of each task of a domain; empty unless both evaluations have the same
+        tasks."""
         before = self.before.by_task.get(domain, {})
         after = self.after.by_task.get(domain, {})
         if before.keys() != after.keys():
@@ -75,10 +77,10 @@ class CampaignResult:
 
 
 class Campaign:
-    """Runs the phases over a connected stack.
+    """Runs the phases on a connected stack.
 
-    `operator` acts, and waits long for a service that is being restarted; `observer` looks, and
-    gives up soon, so that the display goes on.
+    `operator` sends commands and retries for long while a service restarts; `observer` reads the
+    state with a short retry time, so the display never freezes.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Campaign:
         self.progress = Progress()
 
     async def run(self) -> CampaignResult:
-        """Go through every phase. Raises the `ForgeError` that makes going on senseless."""
+        """Runs all phases; returns the result. Raises `ForgeError` if the run cannot continue."""
         started = self._directory.load()
         began = started is not None and started.phase != "before"
         self._enter("before")
@@ -127,13 +129,13 @@ class Campaign:
         self._on_progress(self.progress)
 
     async def _ended(self, tag: str) -> Evaluation | None:
-        """What an earlier start measured, whatever the number of tasks is now. It sampled from the
-        weights of that time, which are gone."""
+        """Returns the evaluation of an earlier start, with any number of tasks: the weights that it
+        sampled from no longer exist."""
         results = await self._operator.results(tag)
         return evaluation(results, tag) if results else None
 
     async def _evaluate(self, tag: str) -> Evaluation:
-        """Sample the held-out tasks under `tag`, or read what an earlier start sampled."""
+        """Samples the held-out tasks under `tag`, or reads the results of an earlier start."""
         tasks = held_out_tasks(
             self._preset.domains,
             seed=self._seed,
@@ -154,12 +156,12 @@ class Campaign:
         self._on_progress(self.progress)
 
     async def _train(self) -> None:
-        """Keep the queue fed until the trainer has taken its last step."""
+        """Keeps the queue filled until the trainer has finished its last step."""
         tasks = training_tasks(
             self._preset.domains, seed=self._seed, group_size=self._preset.group_size
         )
         await self._observe()
-        # Steps that an earlier start has shown are not shown again.
+        # An earlier start has displayed the earlier steps.
         following = asyncio.create_task(self._follow_steps(after_step=self._step()))
         try:
             while not (self._finished() and (following.done() or self._has_seen_every_step())):
@@ -171,10 +173,10 @@ class Campaign:
             following.cancel()
 
     async def _follow_steps(self, *, after_step: int) -> None:
-        """Every step as it is taken, none left out; a trainer that stays away ends it."""
+        """Records every step; ends when the trainer stays unreachable."""
         async for step in self._operator.tail(after_step=after_step):
             steps = self.progress.steps
-            # A trainer that went back to a checkpoint takes some steps again.
+            # A trainer that restored a checkpoint repeats some steps.
             while steps and steps[-1].step >= step.step:
                 steps.pop()
             steps.append(step)
@@ -184,21 +186,21 @@ class Campaign:
         return not steps or steps[-1].step >= self._step()
 
     async def _top_up(self, tasks: Iterator[pb.Task]) -> None:
-        """Submit as many tasks as keep N groups ahead of the trainer, and no more."""
+        """Submits tasks until `_ahead` groups are pending."""
         status = self.progress.scheduler
         pending = status.pending if status else 0
         missing = min(self._still_needed(), self._ahead()) - pending
         while missing > 0:
-            # A resumed run submits from the first task on; those already known count for nothing.
+            # A resumed run submits from the first task on; the scheduler ignores known tasks.
             chunk = list(islice(tasks, missing))
             missing -= await self._operator.submit(chunk)
 
     def _ahead(self) -> int:
-        """Groups to keep queued: all that may be sampled at once, and two batches waiting."""
+        """Returns the number of pending groups: N running ones, and two batches."""
         return self._preset.concurrency + 2 * self._preset.groups_per_step
 
     def _still_needed(self) -> int:
-        # One batch of slack: the last batch must not wait for a group that was given up.
+        # One additional batch: the last one must not wait for a tombstoned group.
         return (self._preset.steps - self._step() + 1) * self._preset.groups_per_step
 
     def _step(self) -> int:
@@ -209,7 +211,7 @@ class Campaign:
         return trainer is not None and trainer.phase == trainer_pb2.TRAINER_PHASE_FINISHED
 
     async def _final_weights_served(self) -> int:
-        """Wait until every worker serves the last version the trainer published."""
+        """Waits until every worker serves the last published version."""
         while True:
             await self._observe()
             self._on_progress(self.progress)
@@ -219,7 +221,7 @@ class Campaign:
             await asyncio.sleep(POLL_S)
 
     async def _trainer_evaluated(self) -> None:
-        """Wait until the trainer has told what it measured while training went on."""
+        """Waits for the end of the trainer's evaluation."""
         while True:
             await self._observe()
             self._on_progress(self.progress)
@@ -228,7 +230,7 @@ class Campaign:
             await asyncio.sleep(POLL_S)
 
     async def _observe(self) -> None:
-        """Refresh what is known; a service that is being restarted leaves its last word."""
+        """Updates the progress; a restarting service keeps its last state."""
         scheduler, inference, trainer = await asyncio.gather(
             self._observer.scheduler_status(),
             self._observer.inference_status(),
@@ -255,9 +257,9 @@ class Campaign:
 
 
 def evaluation(results: Sequence[DomainResult], tag: str) -> Evaluation:
-    """The domains' means and that over all, of the tasks under `tag`.
+    """Returns the means of the tasks under `tag`, by domain and over all.
 
-    Raises `Unavailable` when nothing was scored.
+    Raises `Unavailable` without a completed rollout.
     """
     attempts = sum(result.rollouts for result in results)
     failed = sum(result.failed for result in results)

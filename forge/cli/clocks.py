@@ -1,4 +1,4 @@
-"""The clocks of a running system, compared from this machine."""
+"""Compares the clocks of a running system with this machine's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from forge.runtime.rpc import Channels
 
 
 async def compare_clocks(coordinator: Coordinator, channels: Channels) -> tuple[int, Comparison]:
-    """How many services answered, and their clocks with this machine's. Raises `Unavailable`."""
+    """Returns the number of services that answered, and all clocks. Raises `Unavailable`."""
     clocks = await read_clocks(channels, await coordinator.all_instances())
     return len(clocks), compare([Clock(name="this machine", offset_s=0.0), *clocks])

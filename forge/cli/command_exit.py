@@ -13,13 +13,13 @@ from rich.text import Text
 from forge.core.errors import ForgeError
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells count it."""
+"""Exit code after Ctrl-C, as in shells."""
 
 console = Console()
 
 
 def finish(main: Callable[[], Awaitable[None]], interrupted: str) -> None:
-    """Run an asynchronous command; Ctrl-C and SIGTERM cancel it, so that its clean-up runs."""
+    """Runs an asynchronous command; Ctrl-C and SIGTERM cancel it, so that its clean-up runs."""
     from forge.runtime.telemetry import log_to_people
 
     log_to_people()
@@ -41,6 +41,7 @@ def finish(main: Callable[[], Awaitable[None]], interrupted: str) -> None:
 
 
 def fail(error: ForgeError) -> None:
-    # Not as markup: what was typed wrong may look like it.
+    """Prints the error in one line and exits."""
+    # Without markup: a wrong argument may look like markup.
     Console(stderr=True).print(Text(f"forge: {error}", style="red"), soft_wrap=True)
     raise typer.Exit(2 if not error.retryable else 1) from None

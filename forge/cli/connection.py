@@ -1,4 +1,4 @@
-"""How a command finds a running system: a run directory, or etcd and a key."""
+"""Connections of commands to a running system: by a run directory, or by etcd and a key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONNECT_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """Where a system is, and by which key it is spoken to."""
+    """The etcd endpoints and the credentials of a system."""
 
     etcd: str
     cluster: str
@@ -29,7 +29,8 @@ class Connection:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[tuple[Coordinator, Channels]]:
-        """Raises `Unavailable` when etcd does not answer, `ConfigError` for a key that is none."""
+        """Connects for the length of a block. Raises `Unavailable` when etcd does not answer,
+        `ConfigError` for an invalid key."""
         security = Security(
             Keyring.from_file(self.key_file),
             subject="operator",
@@ -52,15 +53,15 @@ class Connection:
 
 
 def of_run(path: Path) -> Connection:
-    """To the stack of a run that is going on. Raises `NotFound` for no run, and
-    `FailedPrecondition` for one that stands still."""
+    """Returns the connection to a running run. Raises `NotFound` for another directory, and
+    `FailedPrecondition` for a stopped run."""
     directory = RunDirectory(path.resolve())
     endpoints_file = directory.path / "etcd.endpoints"
     if not endpoints_file.exists():
         raise NotFound(f"{path} is not a run directory: {endpoints_file.name} is missing")
     if not directory.in_use():
         raise FailedPrecondition(
-            f"{path} is not running: `forge run --run-dir {path}` goes on with it, `forge up` "
+            f"{path} is not running: `forge run --run-dir {path}` resumes it, `forge up` "
             "only starts its services"
         )
     return Connection(
@@ -71,12 +72,10 @@ def of_run(path: Path) -> Connection:
 
 
 def newest_run(root: Path) -> Connection:
-    """To the run under `root` that was started last. Raises `InvalidArgument` for none."""
-    started = [
-        (found.stat().st_mtime, found.parent) for found in root.glob("runs/*/etcd.endpoints")
-    ]
+    """Returns the connection to the newest run under `root`. Raises `InvalidArgument` for none."""
+    started = [(file.stat().st_mtime, file.parent) for file in root.glob("runs/*/etcd.endpoints")]
     if not started:
         raise InvalidArgument(
-            f"there is no run under {root}: name a system by --run-dir, or by --etcd and --key-file"
+            f"{root} has no run: name a system by --run-dir, or by --etcd and --key-file"
         )
     return of_run(max(started)[1])

@@ -1,9 +1,9 @@
-"""The stream of tasks a run trains on, and its held-out ones.
+"""The training tasks and held-out tasks of a run.
 
-Task number i is a pure function of (seed, i), so that a resumed run submits the same ones again
-and the scheduler, which knows them by id, ignores those. No training task has the prompt of a
-held-out one (`forge.agents.environments.split`). Ids name the version of the split, so that a run
-which an earlier version began keeps its tasks and goes on with new ones.
+Task number i is a pure function of (seed, i). So a resumed run submits the same tasks, and the
+scheduler ignores known ones. No training task has the prompt of a held-out one
+(`forge.agents.environments.split`). Ids contain the version of the split, so a run of an earlier
+version keeps its tasks and continues with new ones.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from forge.agents.environments.split import held_out_payloads, training_payload
 from forge.v1 import common_pb2 as pb
 
 _SPLIT = "s2"
-"""Raise it with every change of what a seed and a number give."""
+"""Increment it with every change of the function (seed, i) -> task."""
 
 
 def interleave(shares: Mapping[str, float]) -> Iterator[str]:
-    """Names in proportion to their shares, forever, each prefix as balanced as can be."""
+    """Yields names for ever, in proportion to their shares, each prefix as balanced as possible."""
     credit = dict.fromkeys(shares, 0.0)
     while True:
         for name, share in shares.items():
@@ -34,7 +34,7 @@ def interleave(shares: Mapping[str, float]) -> Iterator[str]:
 
 
 def training_tasks(shares: Mapping[str, float], *, seed: int, group_size: int) -> Iterator[pb.Task]:
-    """Training tasks in queue order, forever."""
+    """Yields training tasks for ever, in queue order."""
     for index, name in enumerate(interleave(shares)):
         yield _task(
             name,
@@ -49,7 +49,7 @@ def training_tasks(shares: Mapping[str, float], *, seed: int, group_size: int) -
 def held_out_tasks(
     names: Iterable[str], *, seed: int, count: int, attempts: int, tag: str
 ) -> list[pb.Task]:
-    """`count` tasks per domain, or as many as the domain has; the same ones under every tag."""
+    """Returns up to `count` tasks per domain, the same ones for every tag."""
     payloads = {
         name: list(
             islice(held_out_payloads(get_domain(name), Random(f"{seed}/held-out/{name}")), count)

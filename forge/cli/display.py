@@ -1,6 +1,6 @@
-"""What a person sees of a run: a live panel on a terminal, one line per step elsewhere.
+"""The display of a run: a live panel on a terminal, otherwise one line per step.
 
-Reads `Progress` and draws; decides nothing.
+Reads `Progress`; decides nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class RunDisplay(AbstractContextManager["RunDisplay"]):
-    """Shows one run. On a terminal it redraws in place; otherwise it prints what is new."""
+    """Displays one run: redraws on a terminal, otherwise prints new lines."""
 
     def __init__(self, console: Console, *, total_steps: int) -> None:
         self._console = console
@@ -67,16 +67,17 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
             self._live.stop()
 
     def say(self, text: str, *, style: str = "") -> None:
-        """One line that stays."""
+        """Prints one line that stays."""
         line = Text.assemble((self._elapsed(), "dim"), " ", (text, style))
         self._console.print(line, soft_wrap=True)
 
     def process_event(self, event: ProcessEvent) -> None:
-        """A child crashed, did not stop, or was given up; orderly starts and stops are silent."""
+        """Prints a failure of a child process; normal starts and stops are silent."""
         if event.kind in ("crashed", "gave_up", "killed"):
             self.say(event.line, style="yellow")
 
     def update(self, progress: Progress) -> None:
+        """Displays the new parts of the progress."""
         if progress.phase != self._said_phase:
             self._said_phase = progress.phase
             self.say(PHASES[progress.phase])
@@ -90,12 +91,12 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
         self._said_evaluations = len(progress.evaluations)
 
     def _say_troubles(self, progress: Progress) -> None:
-        """Each once, and again when it has come back."""
-        found = troubles(progress.scheduler)
-        for name, text in found.items():
+        """Prints each trouble once, and again after a return."""
+        present = troubles(progress.scheduler)
+        for name, text in present.items():
             if name not in self._said_troubles:
                 self.say(text, style="yellow")
-        self._said_troubles = set(found)
+        self._said_troubles = set(present)
 
     def _print_new_steps(self, progress: Progress) -> None:
         for step in progress.steps:
@@ -118,7 +119,7 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
 
 
 def step_line(step: trainer_pb2.StepMetrics, total: int) -> str:
-    """One optimizer step in one line."""
+    """Returns one line about an optimizer step."""
     domains = "  ".join(f"{name} {value:.2f}" for name, value in _sorted(step.reward_by_domain))
     return (
         f"step {step.step:3d}/{total}  reward {step.mean_reward:.2f}  ({domains})  "
@@ -128,14 +129,14 @@ def step_line(step: trainer_pb2.StepMetrics, total: int) -> str:
 
 
 def evaluation_line(evaluation: trainer_pb2.Evaluation) -> str:
-    """Held-out tasks, measured while training went on, in one line."""
-    rewards = {name: own.mean_reward for name, own in evaluation.domains.items()}
+    """Returns one line about an evaluation during training."""
+    rewards = {name: domain.mean_reward for name, domain in evaluation.domains.items()}
     domains = "  ".join(f"{name} {value:.2f}" for name, value in _sorted(rewards))
     versions = _versions(evaluation.min_weight_version, evaluation.max_weight_version)
     left_out = f"  {evaluation.skipped} skipped before it" if evaluation.skipped else ""
     given_up = f"  {evaluation.failed} given up" if evaluation.failed else ""
     low, high = evaluation.mean_reward_low, evaluation.mean_reward_high
-    # One of an earlier version has no interval.
+    # Evaluations of an earlier version have no interval.
     interval = f"95 % {low:.2f} to {high:.2f}  " if low < high else ""
     return (
         f"held-out after step {evaluation.step}  reward {evaluation.mean_reward:.2f}  "
@@ -151,7 +152,7 @@ def _versions(oldest: int, newest: int) -> str:
 
 
 def evaluations_table(evaluations: Sequence[Mapping[str, Any]]) -> Table:
-    """What the trainer measured, by step, as its metrics file has it."""
+    """Returns the table of the evaluations in a metrics file, by step."""
     # Four domains with their names fit in 80 columns.
     table = Table(title="Held-out mean reward while training", title_justify="left", pad_edge=False)
     domains = sorted({name for one in evaluations for name in one["domains"]})
@@ -175,8 +176,8 @@ def _ends(one: Mapping[str, Any]) -> str:
 
 
 def result_table(result: CampaignResult, measured: MeasuredModel | None = None) -> Table:
-    """Held-out mean outcome per domain, before and after, and how sure the change is. With
-    `measured`, the second column says whether it is the kept model's."""
+    """Returns the table of mean outcomes before and after, with the confidence of the change. With
+    `measured`, the title of the second column says if it is the kept model's."""
     after = "kept model" if measured and not measured.problem else "after"
     table = Table(title="Held-out mean reward (outcome)", title_justify="left")
     table.add_column("domain")
@@ -188,14 +189,14 @@ def result_table(result: CampaignResult, measured: MeasuredModel | None = None) 
         means = result.before.by_domain[name], result.after.by_domain.get(name, 0.0)
         _add_row(table, name, *means, [changes[name]])
     table.add_section()
-    # A domain whose tasks are not the same both times has no interval, so neither has the whole.
+    # Without an interval for every domain there is none over all.
     strata = list(changes.values()) if all(changes.values()) else []
     _add_row(table, "all", result.before.overall, result.after.overall, strata)
     return table
 
 
 def result_notes(result: CampaignResult, directory: RunDirectory, elapsed_s: float) -> list[str]:
-    """Where everything is, and what to know about the figures."""
+    """Returns notes on the figures, and the paths of the files."""
     notes = [
         f"{result.after.attempts} held-out attempts each time; the second time sampled from "
         f"weight version {result.weight_version}, streamed to the running workers. Intervals are "
@@ -210,7 +211,7 @@ def result_notes(result: CampaignResult, directory: RunDirectory, elapsed_s: flo
 
 
 def kept_note(measured: MeasuredModel) -> str:
-    """Which files hold the model that was measured after training."""
+    """Returns the path of the model that was measured after training."""
     if measured.problem:
         return f"[red]The kept model {measured.path} was not measured: {measured.problem}[/red]"
     return (
@@ -221,15 +222,15 @@ def kept_note(measured: MeasuredModel) -> str:
 
 def _failed_line(label: str, measured: Evaluation) -> str:
     return (
-        f"[yellow]{measured.failed} of {measured.attempts} attempts {label} training were given "
-        "up and count as 0; see the runner's log.[/yellow]"
+        f"[yellow]{measured.failed} of {measured.attempts} attempts {label} training failed "
+        "and count as 0; see the runner's log.[/yellow]"
     )
 
 
 def _add_row(
     table: Table, name: str, before: float, after: float, changes: Sequence[Sequence[float]]
 ) -> None:
-    """`changes`: of each task, by domain."""
+    """`changes`: changes of the tasks, by domain."""
     change = after - before
     color = "green" if change > 0 else "red"
     interval = change_interval(changes)
@@ -299,7 +300,7 @@ def _queue(progress: Progress) -> RenderableType:
 
 
 def sparkline(values: list[float]) -> str:
-    """Values as bars; the scale is 0 to 1, or wider where a value is outside it."""
+    """Returns values as bars; the scale is 0 to 1, or wider if a value is outside."""
     low, high = min(0.0, *values), max(1.0, *values)
     top = len(SPARKS) - 1
     return "".join(SPARKS[round((value - low) / (high - low) * top)] for value in values)

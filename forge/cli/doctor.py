@@ -1,4 +1,4 @@
-"""`forge doctor`: checks that say what is wrong with this machine and what to do about it."""
+"""`forge doctor`: checks of this machine, each with a remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from forge.runtime.clock_watch import REMEDY
 DISTRIBUTION = "forge-rl"
 GIB = 1 << 30
 EXTRAS = ("gateway", "pool", "inference", "trainer", "agents")
-"""What a run on one machine needs besides the core and an etcd."""
+"""Extras that a run on one machine needs, besides the core and an etcd."""
 _TORCH = """
 import torch
 devices = (torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count()))
@@ -39,7 +39,7 @@ print(torch.__version__, *devices, sep=", ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     ok: bool
     text: str
@@ -47,9 +47,9 @@ class Finding:
 
 
 def examine(root: Path, console: Console, *, cluster: Connection | None = None) -> int:
-    """Print every finding, of the clocks of `cluster` as well.
+    """Prints all findings, with the clocks of `cluster` if given.
 
-    Returns the exit code: 0 when all is well, 1 otherwise.
+    Returns the exit code: 0 without problems, otherwise 1.
     """
     checks: list[Callable[[], Finding]] = [
         _python,
@@ -74,17 +74,17 @@ def examine(root: Path, console: Console, *, cluster: Connection | None = None) 
 
 
 async def _clocks(cluster: Connection) -> list[Finding]:
-    """One for each clock that is off, or one for all."""
+    """Returns one finding for each wrong clock, or one for all clocks."""
     try:
         async with cluster.open() as (coordinator, channels):
-            services, found = await compare_clocks(coordinator, channels)
+            services, clocks = await compare_clocks(coordinator, channels)
     except ForgeError as error:
         return [Finding(ok=False, text=f"cluster {cluster.cluster}: {error}")]
-    if not found.off:
+    if not clocks.off:
         agree = f"clocks of this machine and {services} services agree within {AGREE_S:g} s"
         return [Finding(ok=True, text=agree)]
     remedy = f"On the host of that address, {REMEDY}."
-    return [Finding(ok=False, text=line, remedy=remedy) for line in found.lines()]
+    return [Finding(ok=False, text=line, remedy=remedy) for line in clocks.lines()]
 
 
 def _python() -> Finding:
@@ -96,16 +96,17 @@ def _python() -> Finding:
 
 def _packages() -> Finding:
     wrong = set()
-    for one in map(Requirement, metadata.requires(DISTRIBUTION) or ()):
-        if one.marker and not any(one.marker.evaluate({"extra": extra}) for extra in EXTRAS):
+    for package in map(Requirement, metadata.requires(DISTRIBUTION) or ()):
+        marker = package.marker
+        if marker and not any(marker.evaluate({"extra": extra}) for extra in EXTRAS):
             continue
         try:
-            found = metadata.version(one.name)
+            version = metadata.version(package.name)
         except metadata.PackageNotFoundError:
-            wrong.add(f"{one.name} is missing")
+            wrong.add(f"{package.name} is missing")
         else:
-            if not one.specifier.contains(found, prereleases=True):
-                wrong.add(f"{one.name} {found} is not {one.specifier}")
+            if not package.specifier.contains(version, prereleases=True):
+                wrong.add(f"{package.name} {version} is not {package.specifier}")
     return Finding(
         ok=not wrong,
         text=f"packages: {', '.join(sorted(wrong))}" if wrong else "packages",
@@ -114,7 +115,7 @@ def _packages() -> Finding:
 
 
 def _import_names() -> Finding:
-    """pip lets two distributions write files of one package; the later one wins, file by file."""
+    """Two distributions can have one package name; pip keeps the files installed last."""
     owners = metadata.packages_distributions()
     others = {
         f"{owner} {metadata.version(owner)} has a package {name} too"
@@ -130,15 +131,15 @@ def _import_names() -> Finding:
 
 
 def _torch() -> Finding:
-    # In a process of its own: it takes seconds and a broken one may take the process along.
+    # In a separate process: the import takes seconds, and a broken torch may crash its process.
     tried = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True)
     if tried.returncode == 0:
         return Finding(ok=True, text=f"torch {tried.stdout.strip()}")
-    why = tried.stderr.strip().rpartition("\n")[2] or f"exit code {tried.returncode}"
+    reason = tried.stderr.strip().rpartition("\n")[2] or f"exit code {tried.returncode}"
     return Finding(
         ok=False,
-        text=f"torch cannot be imported: {why}",
-        remedy="Install it anew: pip install --force-reinstall --no-deps torch",
+        text=f"torch cannot be imported: {reason}",
+        remedy="Reinstall it: pip install --force-reinstall --no-deps torch",
     )
 
 
@@ -153,25 +154,25 @@ def _loopback() -> Finding:
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-        return Finding(ok=True, text="127.0.0.1 takes connections")
+        return Finding(ok=True, text="127.0.0.1 accepts connections")
     except OSError as error:
         return Finding(ok=False, text=f"127.0.0.1: {error}", remedy="Bring the lo interface up.")
 
 
 def disk(root: Path) -> Finding:
-    """Whether a run under `root` has room for what it writes."""
+    """Checks the disk space for a run under `root`."""
     existing = next(p for p in (root.resolve(), *root.resolve().parents) if p.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         return Finding(
             ok=False,
-            text=f"{existing} is no directory that can be written to",
-            remedy="Name another place with --root.",
+            text=f"{existing} is not a writable directory",
+            remedy="Name another directory with --root.",
         )
     free = shutil.disk_usage(existing).free
     return Finding(
         ok=free > 4 * GIB,
         text=f"{free / GIB:.1f} GiB free under {existing}",
-        remedy="A run needs about 4 GiB; free some or name another place with --root.",
+        remedy="A run needs about 4 GiB: free some, or name another directory with --root.",
     )
 
 

@@ -1,16 +1,16 @@
-"""Trajectories as files for others to read: Parquet, or JSON Lines.
+"""Writes trajectories to files: Parquet or JSON Lines.
 
-Owns the columns and how they are written; where trajectories come from is the caller's business.
-One row is one trajectory, in both formats with the same names:
+Owns the columns and both formats; the caller provides the trajectories. One row is one trajectory,
+with the same names in both formats:
 
     trajectory_id, task_id, domain, state, reason, closed_unix_s
     rewards: list of event_id, name, kind, value, turn_index
     turns:   list of turn_index, parent_turn, prefix_tokens, prompt_ids, sampled_ids, logprobs,
-             weight_versions, allowed_logprobs, and what else a Turn holds
+             weight_versions, allowed_logprobs, and the other fields of a Turn
 
-The full sequence of a turn is sequence(parent)[:prefix_tokens] + prompt_ids + sampled_ids. What is
-in memory is one row group, about ROW_GROUP_BYTES, or one trajectory if that is larger. A file has
-its name once it is whole.
+The full sequence of a turn is sequence(parent)[:prefix_tokens] + prompt_ids + sampled_ids. Memory
+holds one row group, about ROW_GROUP_BYTES, or one trajectory if that is larger. A file gets its
+name when it is complete.
 """
 
 from __future__ import annotations
@@ -46,25 +46,27 @@ _REWARD_STRINGS = ("event_id", "name", "kind")
 
 
 class Writer(Protocol):
-    """A file that takes trajectories."""
+    """A file of trajectories."""
 
-    def add(self, trajectory: common_pb2.Trajectory) -> None: ...
+    def add(self, trajectory: common_pb2.Trajectory) -> None:
+        """Appends one trajectory."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Writes the rest of the file."""
 
 
 @contextmanager
 def export_file(path: Path) -> Iterator[Writer]:
-    """A new file in the format that its name ends with.
+    """Opens a new file; its suffix selects the format.
 
-    Raises `InvalidArgument` for another ending, `FailedPrecondition` when the file is there
-    already, `NotFound` when the format needs a package that is not installed.
+    Raises `InvalidArgument` for another suffix, `FailedPrecondition` when the file exists,
+    `NotFound` when the format needs a package that is not installed.
     """
     make = _FORMATS.get(path.suffix)
     if make is None:
         raise InvalidArgument(f"{path} must end with one of {', '.join(_FORMATS)}")
     if path.exists():
-        raise FailedPrecondition(f"{path} is there already: name another file")
+        raise FailedPrecondition(f"{path} exists already: name another file")
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,13 +82,14 @@ def export_file(path: Path) -> Iterator[Writer]:
 
 
 class JsonLines:
-    """One JSON object a line."""
+    """One JSON object per line."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._encoder = msgspec.json.Encoder()
 
     def add(self, trajectory: common_pb2.Trajectory) -> None:
+        """Writes one line."""
         row = _row(trajectory)
         row["rewards"] = [_reward(reward) for reward in trajectory.rewards]
         row["turns"] = [_json_turn(turn) for turn in trajectory.turns]
@@ -94,11 +97,12 @@ class JsonLines:
         self._file.write(b"\n")
 
     def close(self) -> None:
+        """Flushes the file."""
         self._file.flush()
 
 
 class Parquet:
-    """Row groups of about ROW_GROUP_BYTES, compressed by zstd."""
+    """Row groups of about ROW_GROUP_BYTES, compressed with zstd."""
 
     def __init__(self, file: BinaryIO) -> None:
         try:
@@ -117,13 +121,15 @@ class Parquet:
         self._bytes = 0
 
     def add(self, trajectory: common_pb2.Trajectory) -> None:
+        """Adds a row; writes a complete row group."""
         self._rows.append(trajectory)
         self._bytes += trajectory.ByteSize()
         if self._bytes >= ROW_GROUP_BYTES:
             self._write()
 
     def close(self) -> None:
-        # An export of nothing is a file with columns and no row.
+        """Writes the last row group and the footer."""
+        # Without trajectories the file has columns and no row.
         if self._rows or self._writer is None:
             self._write()
         self._writer.close()
@@ -169,7 +175,7 @@ class Parquet:
         columns = [_columns(turn) for turn in turns]
         for names, kind in ((_INT_LISTS, self._pa.int32()), (_FLOAT_LISTS, self._pa.float32())):
             for name in names:
-                arrays[name] = self._column([one[name] for one in columns], kind)
+                arrays[name] = self._column([turn[name] for turn in columns], kind)
         return self._pa.StructArray.from_arrays(list(arrays.values()), list(arrays))
 
     def _struct(self, rows: Sequence[dict[str, Any]], types: dict[str, Any]) -> Any:
@@ -177,7 +183,7 @@ class Parquet:
         return self._pa.StructArray.from_arrays(arrays, list(types))
 
     def _column(self, pieces: Sequence[bytes], kind: Any) -> Any:
-        """One list per piece, its numbers taken over as the bytes they are."""
+        """Returns one list of numbers per piece of bytes, without a conversion."""
         joined = b"".join(pieces)
         count = len(joined) // TOKEN_BYTES
         values = self._pa.Array.from_buffers(kind, count, [None, self._pa.py_buffer(joined)])

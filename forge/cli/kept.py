@@ -1,7 +1,7 @@
-"""The model that a run keeps: its files in a checkpoint, and whether they hold the weights served.
+"""The kept model of a run: its files in a checkpoint, compared with the served weights.
 
-Reads safetensors files by their header, since a command line needs no torch. The trainer owns what
-is in a checkpoint (docs/services/trainer.md).
+Reads safetensors files by their header, without torch. The trainer owns the content of checkpoints
+(docs/services/trainer.md).
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptModel:
-    """The model files of a checkpoint, read and hashed."""
+    """The model files of a checkpoint, with their digest."""
 
     path: Path
     digest: str
-    """sha256 over the tensors' data, in the order published, in hexadecimal."""
+    """sha256 over the tensors' data in the order of publication, hexadecimal."""
     dtype: str
     tensor_names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredModel:
-    """Whether a run's workers serve its kept model."""
+    """The comparison of a run's kept model with its served weights."""
 
     path: Path
     weight_version: int
-    """Newest version announced."""
+    """Newest published version."""
     problem: str
-    """Why the kept model is not what is served; "" if it is, bit for bit."""
+    """The difference; "" if the kept model equals the served weights, bit for bit."""
 
 
 class Register(Protocol):
-    """Reads etcd; a `Coordinator` does."""
+    """The read access of a `Coordinator` to etcd."""
 
     async def get(self, key: str) -> Any:
-        """The value with its revision, or None. Raises `Unavailable`."""
+        """Returns the value with its revision, or None. Raises `Unavailable`."""
 
 
 def read_kept(checkpoint: Path) -> KeptModel:
-    """The kept model of a checkpoint.
+    """Returns the kept model of a checkpoint.
 
-    Raises `NotFound` for a directory that keeps none, `DataLoss` when the tensors in its files are
-    not those that were published.
+    Raises `NotFound` for a directory without one, `DataLoss` when the tensors in its files differ
+    from the published ones.
     """
     try:
         about = json.loads((checkpoint / PUBLISHED_FILE).read_text(encoding="utf-8"))
-        found = dict(one for name in MODEL_FILES for one in _tensors(checkpoint / name))
+        stored = dict(tensor for name in MODEL_FILES for tensor in _tensors(checkpoint / name))
         digest = hashlib.sha256()
         for name in about["tensor_names"]:
-            for chunk in _data(*found[name]):
+            for chunk in _data(*stored[name]):
                 digest.update(chunk)
     except FileNotFoundError as error:
         raise NotFound(
-            f"{error.filename} is missing: {checkpoint} keeps no model; checkpoints have one since "
-            "they keep the published weights, so resume the run and let it save another"
+            f"{error.filename} is missing: {checkpoint} keeps no model, as checkpoints of earlier "
+            "versions; resume the run, so that it saves a new checkpoint"
         ) from None
     except (OSError, ValueError, KeyError) as error:
         raise DataLoss(f"{checkpoint}: {type(error).__name__}: {error}") from None
@@ -82,7 +82,7 @@ def read_kept(checkpoint: Path) -> KeptModel:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, tuple[Path, int, int]]]:
-    """Name, file, begin and end of the data of each tensor; none where there are no heads."""
+    """Yields name, file, begin and end of each tensor's data; nothing if there are no heads."""
     if file.name != MODEL_FILES[0] and not file.exists():
         return
     with file.open("rb") as opened:
@@ -90,9 +90,9 @@ def _tensors(file: Path) -> Iterator[tuple[str, tuple[Path, int, int]]]:
         if length > file.stat().st_size:
             raise ValueError(f"{file.name} has no safetensors header")
         header = json.loads(opened.read(length))
-    for name, one in header.items():
+    for name, tensor in header.items():
         if name != "__metadata__":
-            begin, end = one["data_offsets"]
+            begin, end = tensor["data_offsets"]
             yield name, (file, 8 + length + begin, 8 + length + end)
 
 
@@ -110,9 +110,9 @@ def _data(file: Path, begin: int, end: int) -> Iterator[bytes]:
 async def measured_model(
     register: Register, checkpoint: Path, *, sampled_version: int, last_step_version: int
 ) -> MeasuredModel:
-    """Compare the kept model's files with the newest weights announced, whose digest every worker
-    verifies before it serves them. A measurement by versions older than the last step's, of a run
-    that was extended, is of another model.
+    """Compares the kept model's files with the newest published weights, whose digest every worker
+    verifies before it serves them. In a run that was extended, an evaluation with versions older
+    than the last step's measured another model.
 
     Raises `Unavailable` when etcd does not answer.
     """

@@ -1,4 +1,4 @@
-"""The `forge` command. Each command parses and calls one function."""
+"""The `forge` command. Each subcommand parses its arguments and calls one function."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(pool_app, name="pool")
 app.add_typer(queue_app, name="queue")
 
-Root = Annotated[Path, typer.Option(help="Where runs and models are kept.", envvar="FORGE_ROOT")]
+Root = Annotated[Path, typer.Option(help="Directory of runs and models.", envvar="FORGE_ROOT")]
 RunDir = Annotated[
     Path | None, typer.Option(help="Directory of the run. Default: one under --root.")
 ]
@@ -77,17 +77,17 @@ def run(
     ] = None,
     eval_every_steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Also measure held-out tasks while training, each N steps."),
+        typer.Option(min=1, help="Also measure held-out tasks every N steps of training."),
     ] = None,
     root: Root = Path(".forge"),
     run_dir: RunDir = None,
     etcd: Etcd = "",
     overrides: Set = None,
 ) -> None:
-    """Train a model end to end on this machine and print what it learned.
+    """Train a model end to end on this machine and print the result.
 
-    Starts every service as a process of its own, measures held-out tasks, trains, measures
-    again and stops everything. Interrupted, it resumes where it was on the next start.
+    Starts every service as a separate process, measures held-out tasks, trains, measures
+    again and stops everything. After an interruption the same command resumes the run.
     """
     from forge.cli.presets import parse_overrides
     from forge.cli.training_run import RunOptions, train
@@ -120,7 +120,7 @@ def up(
 ) -> None:
     """Start every service and keep them running until Ctrl-C.
 
-    For your own tasks and agents: submit with the client SDK, point agents at the gateway.
+    For your tasks and agents: submit with the client SDK, point agents at the gateway.
     """
     from forge.cli.presets import parse_overrides
     from forge.cli.training_run import RunOptions, serve
@@ -145,7 +145,7 @@ def status(
     find: Callable[[], Connection],
     directory: Annotated[Path | None, typer.Argument(help="The same as --run-dir.")] = None,
 ) -> None:
-    """Show where a running stack stands: processes, queue, weights."""
+    """Show the state of a running stack: processes, queue, weights."""
     from forge.cli.status import show_status
 
     async def main() -> None:
@@ -157,10 +157,12 @@ def status(
 @app.command()
 def plot(
     runs: Annotated[
-        list[Path], typer.Argument(help="Run directories, or metrics.jsonl files; several compare.")
+        list[Path],
+        typer.Argument(help="Run directories or metrics.jsonl files; several are compared."),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Picture to write: .svg, .png or .pdf. Default: in the run.")
+        Path | None,
+        typer.Option(help="Picture file: .svg, .png or .pdf. Default: in the run directory."),
     ] = None,
 ) -> None:
     """Draw a run's curves: reward, entropy, staleness, merging and time over optimizer steps."""
@@ -181,8 +183,8 @@ def plot(
 def doctor(named: Connection | None, root: Root = Path(".forge")) -> None:
     """Check this machine: Python, packages, torch, etcd, loopback, disk, memory, open files.
 
-    With --etcd or --run-dir also compare the clocks of that system's hosts. Each line says what was
-    checked and, where something is wrong, what to do about it.
+    With --etcd or --run-dir also compare the clocks of that system's hosts. Each line has one check
+    and, for a problem, its remedy.
     """
     from forge.cli.doctor import examine
 
@@ -191,9 +193,9 @@ def doctor(named: Connection | None, root: Root = Path(".forge")) -> None:
 
 @app.command()
 def key(
-    path: Annotated[Path, typer.Argument(help="Where to write it; a key that is there is kept.")],
+    path: Annotated[Path, typer.Argument(help="File of the key; an existing key is kept.")],
 ) -> None:
-    """Make a cluster key: it signs every credential, so each host of a cluster needs the same."""
+    """Make a cluster key. It signs every credential; all hosts of a cluster need the same key."""
     from forge.runtime.security import Keyring
 
     try:
@@ -244,7 +246,7 @@ def model_export(
     source: Annotated[Path, typer.Argument(help="A run directory, or one of its checkpoints.")],
     out: Annotated[Path, typer.Option(help="New directory for the model.")],
 ) -> None:
-    """Copy the model that a run keeps: the weights as published, without the state of training.
+    """Copy the kept model of a run: the published weights, without the state of training.
 
     transformers and other engines load the directory; adapters are merged into the weights.
     """

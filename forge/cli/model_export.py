@@ -1,4 +1,4 @@
-"""Copies the kept model out of a run: a model directory without the state of training."""
+"""Copies the kept model of a run to a model directory, without the state of training."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _STATE_OF_TRAINING = {"master.safetensors", "adapter", "learner.pt", "history.js
 
 
 def export_model(source: Path, out: Path) -> KeptModel:
-    """Copy the kept model of a run directory, or of one checkpoint, to the new directory `out`,
-    and return it. The files are compared with the digest published before they are copied; `out`
-    appears complete or not at all.
+    """Copies the kept model of a run directory, or of one checkpoint, to the new directory `out`,
+    and returns it. Compares the files with the published digest before the copy; `out` appears
+    complete or not at all.
 
     Raises `NotFound` when `source` keeps no model, `DataLoss` when its files are damaged,
     `FailedPrecondition` when `out` exists, `ResourceExhausted` when it cannot be written.
@@ -45,7 +45,7 @@ def export_model(source: Path, out: Path) -> KeptModel:
 
 
 def _checkpoint_of(source: Path) -> Path:
-    """The newest checkpoint of a run, or `source` if it is a checkpoint itself."""
+    """Returns the newest checkpoint of a run, or `source` if it is a checkpoint."""
     newest = RunDirectory(source).checkpoints / "latest"
     if newest.is_dir():
         return newest.resolve()

@@ -1,7 +1,7 @@
-"""Gets the starting weights of a model onto disk.
+"""Makes or fetches the starting weights of a model.
 
-The work itself needs torch and lives in the trainer's package; this module runs it as a process
-of its own, so that the command line stays light.
+The trainer's package does the work, which needs torch; this module runs it as a separate process,
+so the command line stays light.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 from forge.core.errors import FailedPrecondition
 
 TINY_COURSE = 4
-"""Which lessons the tiny model's starting weights were taught. Raise it with every change of the
-domains, of the split into training tasks and held-out tasks, or of the warm start: weights on disk
-that were taught otherwise are then left alone, and not used."""
+"""Version of the tiny model's warm start. Increment it with every change of the domains, of the
+split into training tasks and held-out tasks, or of the warm start: existing weights of another
+version are then ignored."""
 
 
 async def ensure_model(model: str, *, seed: int, root: Path) -> Path:
-    """Directory of the model's starting weights, made or fetched when it is not there yet.
+    """Returns the directory of the model's starting weights; makes or fetches missing ones.
 
-    Raises `FailedPrecondition` when that fails; the process has said why by then.
+    Raises `FailedPrecondition` on a failure, after the process has printed the reason.
     """
     models = root / "models"
     if model == "tiny":
@@ -46,7 +46,7 @@ async def ensure_model(model: str, *, seed: int, root: Path) -> Path:
             models.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FailedPrecondition(
-                f"{models}: {error.strerror}; name another place with --root"
+                f"{models}: {error.strerror}; name another directory with --root"
             ) from None
         if await _run(command) != 0:
             raise FailedPrecondition(f"no starting weights for model {model!r}")
@@ -54,17 +54,17 @@ async def ensure_model(model: str, *, seed: int, root: Path) -> Path:
 
 
 def tiny_directory(root: Path, *, seed: int) -> Path:
-    """Where the tiny model's starting weights of `seed` are kept."""
+    """Returns the directory of the tiny model's starting weights for `seed`."""
     return root / "models" / f"tiny-seed{seed}-course{TINY_COURSE}"
 
 
 async def _run(module: Sequence[str]) -> int:
-    """The exit code of `python -m`. Cancelled, it takes the process and its children along."""
+    """Returns the exit code of `python -m`. A cancel kills the process and its children."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", *module),
-        # Threads that spin while they wait would starve each other on a busy machine.
+        # Threads that spin while they wait would slow each other down on a busy machine.
         env={"OMP_WAIT_POLICY": "passive"} | os.environ,
-        # A Ctrl-C is ours alone: it would answer with a traceback.
+        # Without the parent's Ctrl-C, to which the process would react with a traceback.
         start_new_session=True,
     )
     try:

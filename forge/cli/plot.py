@@ -1,6 +1,6 @@
-"""`forge plot`: the curves of a run, or of several beside each other, as one picture.
+"""`forge plot`: draws the curves of one or several runs in one picture.
 
-Reads `metrics.jsonl` and draws; knows nothing of a running system.
+Reads `metrics.jsonl` only, without a running system.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forge.cli.rundir import RunDirectory
 from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound
 
 SMOOTHING = 0.25
-"""Weight of the newest step in the moving average that is drawn over the single steps."""
+"""Weight of the newest step in the moving average, drawn over the single steps."""
 
 Step = Mapping[str, Any]
 Evaluation = Mapping[str, Any]
@@ -40,9 +40,9 @@ class Panel:
     title: str
     value: Callable[[Step], float]
     of_domain: str = ""
-    """Its name among a domain's metrics; "" for what only a whole step has."""
+    """Its name in a domain's metrics; "" if only complete steps have it."""
     of_evaluation: str = ""
-    """Its name in an evaluation and among a domain's of it; "" for what evaluations lack."""
+    """Its name in evaluations and their domains; "" if evaluations lack it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +51,9 @@ class Measured:
 
     label: str
     spans: Sequence[tuple[int, int, float]]
-    """First and last step whose weights sampled, and the value."""
+    """First and last step of the sampling weights, and the value."""
     intervals: Sequence[tuple[float, float] | None] = ()
-    """Ends of each value's 95 % confidence interval; None where an earlier version had none."""
+    """95 % confidence interval of each value; None in records of earlier versions."""
 
 
 PANELS = (
@@ -74,18 +74,17 @@ PANELS = (
 
 
 def read_steps(path: Path) -> list[Step]:
-    """The steps of a run directory or metrics file, in order; a step that was taken again counts
-    as it was taken last. Raises `NotFound` for no file, `InvalidArgument` for one that is not
-    metrics or holds no step."""
+    """Returns the steps of a run directory or metrics file, in order; of a repeated step, the last
+    record. Raises `NotFound` without a file, `InvalidArgument` for a file without valid steps."""
     steps, _ = _read(path)
     if not steps:
-        raise InvalidArgument(f"{_file_of(path)} holds no step yet")
+        raise InvalidArgument(f"{_file_of(path)} has no step yet")
     return [steps[number] for number in sorted(steps)]
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """The evaluations of a run directory or metrics file, by step; none is no error. Raises what
-    `read_steps` raises."""
+    """Returns the evaluations of a run directory or metrics file, by step, possibly none. Raises
+    the errors of `read_steps`."""
     _, evaluations = _read(path)
     return [evaluations[number] for number in sorted(evaluations)]
 
@@ -95,12 +94,12 @@ def _file_of(path: Path) -> Path:
 
 
 def _read(path: Path) -> tuple[dict[int, Step], dict[int, Evaluation]]:
-    """Steps and evaluations by step; what comes later in the file counts."""
+    """Returns steps and evaluations by step; later records replace earlier ones."""
     file = _file_of(path)
     try:
         lines = file.read_text().splitlines()
     except FileNotFoundError:
-        raise NotFound(f"{file}: there is no such file; name a run's directory") from None
+        raise NotFound(f"{file} does not exist; name a run's directory") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{file} cannot be read: {error}") from None
     steps: dict[int, Step] = {}
@@ -120,7 +119,7 @@ def _read(path: Path) -> tuple[dict[int, Step], dict[int, Evaluation]]:
 
 
 def _check(step: Step) -> None:
-    """Raises KeyError or TypeError for one that cannot be drawn."""
+    """Raises KeyError or TypeError for an invalid step."""
     for panel in PANELS:
         panel.value(step)
         for domain in step["domains"].values() if panel.of_domain else ():
@@ -128,7 +127,7 @@ def _check(step: Step) -> None:
 
 
 def _check_evaluation(evaluation: Evaluation) -> None:
-    """The same of an evaluation."""
+    """Raises KeyError or TypeError for an invalid evaluation."""
     int(evaluation["min_weight_version"]), int(evaluation["max_weight_version"])
     for panel in PANELS:
         for part in (evaluation, *evaluation["domains"].values()) if panel.of_evaluation else ():
@@ -136,7 +135,7 @@ def _check_evaluation(evaluation: Evaluation) -> None:
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
-    """What to call each run: its directory's name, with as much before it as tells runs apart."""
+    """Returns a label per run: the shortest end of its path that is unique."""
     metrics = RunDirectory(Path()).metrics_file.name
     places = [path.resolve() for path in paths]
     places = [place.parent if place.name == metrics else place for place in places]
@@ -147,7 +146,7 @@ def labels(paths: Sequence[Path]) -> list[str]:
 
 
 def curves(panel: Panel, runs: Mapping[str, Sequence[Step]]) -> list[Curve]:
-    """A line for each domain of one run, or one for each of several runs."""
+    """Returns a line for each domain of one run, or for each of several runs."""
     if len(runs) > 1 or not panel.of_domain:
         return [
             Curve(
@@ -170,8 +169,8 @@ def curves(panel: Panel, runs: Mapping[str, Sequence[Step]]) -> list[Curve]:
 def measured(
     panel: Panel, runs: Mapping[str, tuple[Sequence[Step], Sequence[Evaluation]]]
 ) -> list[Measured]:
-    """What evaluations have of a panel, labelled as `curves` does. One that nothing was sampled
-    for measured nothing."""
+    """Returns the evaluations in a panel, with the labels of `curves`; skips evaluations without
+    sampled tokens."""
     if not panel.of_evaluation:
         return []
     found: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
@@ -200,13 +199,13 @@ def _interval(part: Mapping[str, Any], name: str) -> tuple[float, float] | None:
 
 
 def _step_of(weight_version: int, steps: Sequence[Step]) -> int:
-    """Whose weights those were; 0 for the starting ones."""
+    """Returns the step of a weight version; 0 for the starting weights."""
     before = bisect_right([step["weight_version"] for step in steps], weight_version)
     return steps[before - 1]["step"] if before else 0
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Exponential moving average, as long as `values`."""
+    """Returns the exponential moving average, as long as `values`."""
     averages: list[float] = []
     for value in values:
         before = averages[-1] if averages else value
@@ -215,8 +214,8 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def draw(paths: Sequence[Path], out: Path) -> None:
-    """Write the picture, in the format of `out`'s suffix. Raises `FailedPrecondition` without
-    matplotlib, `NotFound` or `InvalidArgument` for what cannot be read or written."""
+    """Writes the picture in the format of `out`'s suffix. Raises `FailedPrecondition` without
+    matplotlib, `NotFound` or `InvalidArgument` for files that cannot be read or written."""
     names = labels(paths)
     runs = dict(zip(names, map(read_steps, paths), strict=True))
     evaluated = dict(zip(names, map(read_evaluations, paths), strict=True))
@@ -254,7 +253,7 @@ def _draw_panel(
     colors = {line.label: f"C{index}" for index, line in enumerate(lines)}
     held_out = measured(panel, {name: (runs[name], evaluated[name]) for name in runs})
     for each in held_out:
-        # A domain that is only evaluated has no line, and a color of its own.
+        # A domain with evaluations only has no line, but a color.
         label = None if each.label in colors else f"{each.label} (held-out)"
         color = colors.setdefault(each.label, f"C{len(colors)}")
         first, last, values = zip(*each.spans, strict=True)

@@ -1,8 +1,7 @@
-"""`forge pool`: what an operator does with the data pool.
+"""`forge pool`: the commands for the data pool.
 
-Owns the commands' arguments and what they print. Files of a shard are the business of
-`services.pool.maintenance`, started as a process of its own since LMDB stays with the
-pool; a running pool is spoken to by `forge.client.pool`.
+Owns arguments and output. `services.pool.maintenance` works on the files of a shard, in a separate
+process, because only the pool may import LMDB; `forge.client.pool` calls a running pool.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from forge.v1 import common_pb2, pool_pb2
 pool_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Look into the data pool, and take care of its files.\n\n"
-    "[bold]query[/bold], [bold]tail[/bold], [bold]stats[/bold] and [bold]export[/bold] ask a "
-    "running pool, the newest run under .forge unless told otherwise. [bold]check[/bold], "
-    "[bold]backup[/bold], [bold]restore[/bold], [bold]adopt[/bold] and [bold]compact[/bold] work "
-    "on the directory of one shard (data_dir, in a run pool/0), on the host that has it.",
+    help="Read the data pool and maintain its files.\n\n"
+    "[bold]query[/bold], [bold]tail[/bold], [bold]stats[/bold] and [bold]export[/bold] read a "
+    "running pool; default: the newest run under .forge. [bold]check[/bold], [bold]backup[/bold], "
+    "[bold]restore[/bold], [bold]adopt[/bold] and [bold]compact[/bold] work on the directory of "
+    "one shard (data_dir; in a run pool/0), on its host.",
 )
 
 SERVED = 3
-"""Exit code of the tool that compacts, for a shard that is served; stdout is then its name."""
+"""Exit code of the compaction tool for a served shard; stdout then has the shard's name."""
 
 Directory = Annotated[Path, typer.Argument(help="Directory of a shard, with its data.mdb.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object a line, for programs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 
 
 @pool_app.command()
@@ -47,19 +46,19 @@ def check(
         str,
         typer.Option(
             metavar="COPY",
-            help="Take what is damaged here from a copy: the directory of a replica or a backup, "
-            "host:port of a replica that runs, or [bold]leader[/bold], found through etcd.",
+            help="Replace damaged records from a copy: the directory of a replica or a backup, "
+            "host:port of a running replica, or [bold]leader[/bold], found through etcd.",
         ),
     ] = "",
 ) -> None:
-    """Verify every record of a shard: checksums, encodings, and what they say of each other.
+    """Verify every record of a shard: checksums, encodings, references between records.
 
     Turns must form a tree, seals match their turns, queue entries have their groups. Each damaged
     record is a line on stdout with its key; the exit code is then 1. Reads one snapshot, so the
-    shard may be served meanwhile; a busy one grows while that lasts, so rather check a backup.
+    shard may be served meanwhile; a busy shard grows during the check, so prefer a backup.
 
-    With --repair the shard must be stopped. A closed trajectory becomes exactly what it was closed
-    with, or stays as it is; what is left of the damage is then told in the same way.
+    With --repair the shard must be stopped. A closed trajectory gets exactly its original content,
+    or does not change; the remaining damage is printed in the same way.
     """
     options = [f"--repair={repair}"] if repair else []
     if _names_replica(repair):
@@ -84,35 +83,35 @@ def backup(
     directory: Directory,
     target: Annotated[Path, typer.Argument(help="Directory to make; must not exist.")],
 ) -> None:
-    """Copy a shard, running or not, as it stands at one moment.
+    """Copy a snapshot of a shard, running or not.
 
-    The copy is consistent and compact, and is a shard by itself. Run it on the host of the shard,
-    as its user: the copy is read from its files, and the service is not stopped or slowed by it.
+    The copy is consistent, compact and a complete shard. Run it on the host of the shard, as its
+    user: it reads the files, and neither stops nor slows the service.
     """
     _tool("backup", directory, target)
 
 
 @pool_app.command()
 def restore(
-    backup: Annotated[Path, typer.Argument(help="Directory that `forge pool backup` made.")],
+    backup: Annotated[Path, typer.Argument(help="Directory of `forge pool backup`.")],
     directory: Annotated[Path, typer.Argument(help="data_dir to make; must not exist.")],
 ) -> None:
-    """Make a data directory out of a backup, and verify every record of it.
+    """Make a data directory from a backup, and verify every record of it.
 
-    Overwrites nothing, and leaves nothing behind when the backup is damaged. Then start the pool
-    with that data_dir: it takes over the shard's name from the store it was copied from, unless a
-    live process serves that, and that store is refused from then on.
+    Overwrites nothing, and removes the copy of a damaged backup. Then start the pool with that
+    data_dir: it takes over the shard's name from the copied store, unless a live process serves
+    that store. The copied store is refused from then on.
     """
     _tool("restore", backup, directory)
 
 
 @pool_app.command()
 def adopt(directory: Directory) -> None:
-    """Let the store in a directory take over its shard's name when it next starts.
+    """Let the store in a directory take over its shard's name at its next start.
 
-    A name belongs to one store, and another one is refused. This is for a store that is to take
-    the place of one that is gone for good, such as a copy made by hand or a new and empty one. A
-    store that a live process serves is not replaced.
+    A name belongs to one store; other stores are refused. Use this for the successor of a lost
+    store, such as a manual copy or an empty directory. A store that a live process serves is not
+    replaced.
     """
     _tool("adopt", directory)
 
@@ -120,11 +119,11 @@ def adopt(directory: Directory) -> None:
 @pool_app.command()
 @reading
 def compact(find: Callable[[], Connection], directory: Directory) -> None:
-    """Give the room of freed records in a shard's file back to the disk, running or not.
+    """Return the space of freed records in a shard's file to the disk, running or not.
 
-    The new file takes the old one's place at once, or not at all. A running shard is compacted by
-    the pool that serves it, in its run or in the system named: it goes on meanwhile, and Ctrl-C
-    leaves it as it was. It needs as much free room on the disk as its records take.
+    The new file replaces the old one atomically. The pool itself compacts a running shard, of the
+    newest run or of the named system: it continues to serve, and Ctrl-C cancels without a change.
+    The disk needs free space for a copy of all records.
     """
     argv = _tool_argv("compact", directory)
     done = subprocess.run(argv, stdout=subprocess.PIPE, text=True)
@@ -137,7 +136,7 @@ def compact(find: Callable[[], Connection], directory: Directory) -> None:
     shard = done.stdout.strip()
     finish(
         lambda: compact_shard(find, shard, directory, console=console),
-        f"Interrupted; {directory} is as it was.",
+        f"Interrupted; {directory} did not change.",
     )
 
 
@@ -146,10 +145,10 @@ def compact(find: Callable[[], Connection], directory: Directory) -> None:
 def query(
     at: Connection,
     wanted: pool_pb2.TrajectoryFilter,
-    limit: Annotated[int, typer.Option(min=0, help="Most trajectories; 0 for all.")] = 50,
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number; 0: all.")] = 50,
     json: Json = False,
 ) -> None:
-    """List trajectories that fit every condition given.
+    """List the trajectories that match all conditions.
 
     [dim]forge pool query --domain code --min-reward 0.5 --since 2h[/dim]
     """
@@ -168,17 +167,17 @@ def tail(
     wanted: pool_pb2.TrajectoryFilter,
     cursor: Annotated[
         list[str] | None,
-        typer.Option(help="Go on behind it; one per shard, as printed at the end of a tail."),
+        typer.Option(help="Continue after it; one per shard, as printed at the end of a tail."),
     ] = None,
     from_start: Annotated[
-        bool, typer.Option("--from-start", help="Begin with the oldest, not with what comes now.")
+        bool, typer.Option("--from-start", help="Begin with the oldest change, not with the next.")
     ] = False,
     json: Json = False,
 ) -> None:
     """Print trajectories as they are sealed, abandoned or rewarded late, until Ctrl-C.
 
-    It survives restarts of the pool, and ends with the cursors from which another tail goes on
-    without a gap.
+    It survives restarts of the pool, and at its end prints the cursors with which another tail
+    continues without a gap.
     """
     from forge.cli.pool_reading import follow_trajectories
 
@@ -195,13 +194,13 @@ def tail(
 def export(
     at: Connection,
     wanted: pool_pb2.TrajectoryFilter,
-    file: Annotated[Path, typer.Argument(help="To make: NAME.parquet or NAME.jsonl.")],
+    file: Annotated[Path, typer.Argument(help="New file: NAME.parquet or NAME.jsonl.")],
 ) -> None:
     """Write trajectories with their tokens, log-probs, versions and rewards to a file.
 
-    One row is one trajectory with its turns, the same in both formats; memory does not grow with
-    the number of rows. Sealed ones unless --state says otherwise. Damaged ones are named on stderr
-    and left out; then the exit code is 1.
+    One row is one trajectory with its turns, equal in both formats; memory does not grow with the
+    number of rows. Without --state only sealed trajectories are written. Damaged ones are named on
+    stderr and skipped; the exit code is then 1.
 
     [dim]forge pool export code.parquet --domain code --since 1d[/dim]
     """
@@ -218,7 +217,7 @@ def export(
 @pool_app.command()
 @reading
 def stats(at: Connection, json: Json = False) -> None:
-    """Count groups and trajectories by domain and state, and show sizes and what waits."""
+    """Count groups and trajectories by domain and state; show sizes and the oldest group."""
     from forge.cli.pool_reading import show_stats
 
     finish(lambda: show_stats(at, as_json=json, console=console), "Interrupted.")

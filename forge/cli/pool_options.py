@@ -1,6 +1,6 @@
-"""Options that the reading commands of `forge pool` share, and what they amount to.
+"""Shared options of commands that use a running system.
 
-Owns the words of a filter and of a connection on the command line.
+Owns the options of a trajectory filter and of a connection, and their conversion.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ def connection(
     *,
     run_dir: Annotated[
         Path | None,
-        typer.Option(help="Directory of a run that is going on. Default: the newest one."),
+        typer.Option(help="Directory of a running run. Default: the newest one."),
     ] = None,
-    root: Annotated[Path, typer.Option(help="Where runs are kept.", envvar="FORGE_ROOT")] = Path(
+    root: Annotated[Path, typer.Option(help="Directory of runs.", envvar="FORGE_ROOT")] = Path(
         ".forge"
     ),
     etcd: Annotated[
-        str, typer.Option(help="host:port[,host:port]: of a system that is no run.")
+        str, typer.Option(help="host:port[,host:port]: etcd of a system that is not a run.")
     ] = "",
     cluster: Annotated[str, typer.Option(help="With --etcd: name of the cluster.")] = "default",
     key_file: Annotated[
         Path | None, typer.Option(help="With --etcd: file with the cluster's key.")
     ] = None,
     tls_ca: Annotated[
-        str, typer.Option(help="With --etcd: PEM certificates its hosts are verified by.")
+        str, typer.Option(help="With --etcd: PEM certificates that verify its hosts.")
     ] = "",
     tls_cert: Annotated[str, typer.Option(help="PEM certificate chain of this host.")] = "",
     tls_key: Annotated[str, typer.Option(help="PEM private key of --tls-cert.")] = "",
 ) -> Connection:
+    """Returns the connection of the options. Raises `InvalidArgument`."""
     if not etcd:
         return newest_run(root) if run_dir is None else of_run(run_dir)
     if key_file is None:
-        raise InvalidArgument("--etcd needs --key-file: the key that the system's processes share")
+        raise InvalidArgument("--etcd needs --key-file: the key of the cluster")
     return Connection(
         etcd=etcd,
         cluster=cluster,
@@ -66,21 +67,22 @@ def trajectory_filter(
     domain: Annotated[str, typer.Option(help="Only this domain.")] = "",
     state: Annotated[str, typer.Option(help="open, sealed or abandoned. Default: any.")] = "",
     min_reward: Annotated[
-        float | None, typer.Option(help="Least sum of its outcome rewards, included.")
+        float | None, typer.Option(help="Smallest sum of outcome rewards, inclusive.")
     ] = None,
-    max_reward: Annotated[float | None, typer.Option(help="Largest sum, included.")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Largest sum, inclusive.")] = None,
     reward: Annotated[str, typer.Option(help="Sum the rewards of this name instead.")] = "",
     min_version: Annotated[
-        int | None, typer.Option(help="Some token was sampled by these weights or later ones.")
+        int | None, typer.Option(help="At least one token has this weight version or a later one.")
     ] = None,
     max_version: Annotated[
-        int | None, typer.Option(help="Some token was sampled by these weights or earlier ones.")
+        int | None, typer.Option(help="At least one token has this weight version or an earlier.")
     ] = None,
     since: Annotated[
         str, typer.Option(help="Closed since 90s, 15m, 2h or 7d ago, or since 2026-01-31T12:00.")
     ] = "",
-    until: Annotated[str, typer.Option(help="Closed before that; the same forms.")] = "",
+    until: Annotated[str, typer.Option(help="Closed before; same forms as --since.")] = "",
 ) -> pool_pb2.TrajectoryFilter:
+    """Returns the filter of the options. Raises `InvalidArgument`."""
     now_unix_s = time.time()
     return pool_pb2.TrajectoryFilter(
         domain=domain,
@@ -103,7 +105,7 @@ def _state(name: str) -> common_pb2.TrajectoryState.ValueType:
 
 
 def moment(option: str, text: str, *, now_unix_s: float) -> float | None:
-    """Unix time of "2h" (ago) or of an ISO date, local unless it says otherwise; None for ""."""
+    """Returns the Unix time of "2h" (ago) or of an ISO date, by default local; None for ""."""
     if not text:
         return None
     ago = _AGO.fullmatch(text)
@@ -145,11 +147,10 @@ _SOURCES: dict[str, Callable[..., Any]] = {
 
 
 def reading(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with the options of a connection in place of its parameter `at`, or of `find` where
-    it may need none, or of `named`, which is None without them; and those of a filter in place of
-    `wanted`."""
-    own = inspect.signature(command, eval_str=True).parameters
-    sources = {name: make for name, make in _SOURCES.items() if name in own}
+    """Decorates a command: options replace its parameters. Options of a connection replace `at`,
+    `find` (connects on demand) or `named` (None without options); those of a filter, `wanted`."""
+    declared = inspect.signature(command, eval_str=True).parameters
+    sources = {name: make for name, make in _SOURCES.items() if name in declared}
     options = {
         name: inspect.signature(make, eval_str=True).parameters for name, make in sources.items()
     }
@@ -164,8 +165,8 @@ def reading(command: Callable[..., None]) -> Callable[..., None]:
             fail(error)
         command(**made, **given)
 
-    parameters = [one for name, one in own.items() if name not in sources]
-    # A filter is what is asked, so its options come before those of where to ask.
+    parameters = [one for name, one in declared.items() if name not in sources]
+    # Options of the filter come before options of the connection.
     for name in reversed(sources):
         parameters += options[name].values()
     keyword_only = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]

@@ -1,4 +1,4 @@
-"""What `forge pool` prints of a running pool: lists, tails, counts, exports, compactions."""
+"""The output of `forge pool` for a running pool: lists, tails, counts, exports, compactions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def list_trajectories(
     as_json: bool,
     console: Console,
 ) -> None:
-    """Print up to `limit` trajectories that fit; 0 is all of them."""
+    """Prints up to `limit` matching trajectories; 0: all."""
     table = Table(*_COLUMNS)
     shown, more = 0, False
     async with _reader(at) as reader:
@@ -78,7 +78,7 @@ async def list_trajectories(
 
 def _name_damaged(shard: str, trajectory_ids: Sequence[str]) -> None:
     for trajectory_id in trajectory_ids:
-        sys.stderr.write(f"forge: {trajectory_id} of pool shard {shard} is damaged and left out\n")
+        sys.stderr.write(f"forge: {trajectory_id} of pool shard {shard} is damaged and skipped\n")
 
 
 async def follow_trajectories(
@@ -90,12 +90,12 @@ async def follow_trajectories(
     as_json: bool,
     console: Console,
 ) -> None:
-    """Print what is closed and rewarded until cancelled; then where to go on."""
-    known = {cursor.rpartition("/")[0]: cursor for cursor in cursors}
+    """Prints closed and rewarded trajectories until cancelled; then the cursors."""
+    latest = {cursor.rpartition("/")[0]: cursor for cursor in cursors}
     async with _reader(at) as reader:
         try:
-            async for response in reader.tail(wanted, cursors=known, from_start=from_start):
-                known[response.cursor.rpartition("/")[0]] = response.cursor
+            async for response in reader.tail(wanted, cursors=latest, from_start=from_start):
+                latest[response.cursor.rpartition("/")[0]] = response.cursor
                 if not response.change:
                     continue
                 if as_json:
@@ -106,14 +106,14 @@ async def follow_trajectories(
                         f"{_CHANGES[response.change]:8}  {cells}", highlight=False, soft_wrap=True
                     )
         finally:
-            resume = " ".join(f"--cursor {cursor}" for cursor in known.values())
-            sys.stderr.write(f"Go on with: forge pool tail {resume}\n")
+            resume = " ".join(f"--cursor {cursor}" for cursor in latest.values())
+            sys.stderr.write(f"Continue with: forge pool tail {resume}\n")
 
 
 async def export_trajectories(
     at: Connection, wanted: pool_pb2.TrajectoryFilter, file: Path, *, console: Console
 ) -> None:
-    """Write everything that fits and can be read to `file`; exits with 1 if anything is damaged."""
+    """Writes all matching readable trajectories to `file`; exits with 1 if any is damaged."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
     count = size_bytes = fitting = unlisted = unread = 0
     with (
@@ -135,7 +135,7 @@ async def export_trajectories(
                 unlisted += len(page.damaged)
                 unread += len(damaged)
     freed = fitting - count - (unread - unlisted)
-    left_out = f"; {freed} that fit were freed" if freed else ""
+    left_out = f"; {freed} matching ones were freed" if freed else ""
     console.print(
         f"{file}: {count} trajectories, {decimal(file.stat().st_size)}{left_out}",
         highlight=False,
@@ -148,7 +148,7 @@ async def export_trajectories(
 async def compact_shard(
     find: Callable[[], Connection], shard: str, directory: Path, *, console: Console
 ) -> None:
-    """Have the shard that is served from `directory` made smaller by who serves it."""
+    """Makes the pool compact the shard that it serves from `directory`."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     last = pool_pb2.CompactShardResponse()
     with _bar(*columns) as bar:
@@ -167,7 +167,7 @@ async def compact_shard(
 
 
 async def show_stats(at: Connection, *, as_json: bool, console: Console) -> None:
-    """Print the counts of every shard."""
+    """Prints the counts of every shard."""
     async with _reader(at) as reader:
         for shard in await reader.shards():
             stats = await reader.stats(shard)
@@ -178,7 +178,7 @@ async def show_stats(at: Connection, *, as_json: bool, console: Console) -> None
 
 
 def _bar(*columns: ProgressColumn) -> Progress:
-    """On stderr, where that is a terminal."""
+    """Returns a progress bar on stderr, disabled without a terminal."""
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
@@ -210,7 +210,7 @@ def _show(stats: pool_pb2.GetPoolStatsResponse, copies: int, console: Console) -
         )
     console.print(table)
     console.print(
-        f"{decimal(stats.used_bytes)} in the file, of which {decimal(stats.live_bytes)} in use; "
+        f"{decimal(stats.used_bytes)} in the file, {decimal(stats.live_bytes)} of them in use; "
         f"{decimal(stats.disk_free_bytes)} free on the disk"
         + (f"; copies in sync: {copies}" if copies else ""),
         highlight=False,
@@ -221,7 +221,7 @@ def _show(stats: pool_pb2.GetPoolStatsResponse, copies: int, console: Console) -
             f"oldest pending group: {stats.oldest_pending_task_id} at index "
             f"{stats.oldest_pending_queue_index}"
             + (
-                f"; sealed work waits since {_time(stats.oldest_pending_closed_unix_s)}"
+                f"; oldest waiting seal {_time(stats.oldest_pending_closed_unix_s)}"
                 if stats.oldest_pending_closed_unix_s
                 else ""
             ),
@@ -257,7 +257,7 @@ def _name(name: str, prefix: str) -> str:
 
 
 def _time(unix_s: float) -> str:
-    """In the operator's own time zone."""
+    """Returns the time in the local time zone."""
     if not unix_s:
         return ""
     return f"{datetime.fromtimestamp(unix_s, UTC).astimezone():%Y-%m-%d %H:%M:%S}"

@@ -1,4 +1,4 @@
-"""What `forge run` uses for each model it knows: tasks, sizes and service settings.
+"""The presets of `forge run`, by model: tasks, sizes and service settings.
 
 Everything here can be changed from the command line (`--steps`, `--set service.key=value`); this
 module only says what is good by default, with the measurement that chose it in the named document.
@@ -39,7 +39,7 @@ class Preset:
     group_size: int
     """Rollouts of each training task."""
     concurrency: int
-    """N: groups that may be sampled at once. The window W is 0.3 N."""
+    """N: maximum number of running groups. The window W is 0.3 N."""
     eval_tasks: int
     """Held-out tasks per domain, each attempted `eval_attempts` times."""
     eval_attempts: int
@@ -65,7 +65,7 @@ TINY = Preset(
         },
         "scheduler": {
             "queue.rollout_lease_s": "15",
-            # Tasks are topped up to the end: a batch is never short for want of them.
+            # Tasks are submitted to the end: a batch is never short of them.
             "queue.short_batch_after_s": "600",
         },
         "runner": {"max_tokens": "64", "rollout_timeout_s": "120"},
@@ -96,12 +96,12 @@ PRESETS: Mapping[str, Preset] = {"tiny": TINY, "smollm2": SMOLLM2}
 
 
 def preset_for(model: str) -> Preset:
-    """The preset of a known model; a model of the user's own trains on SmolLM2's tasks."""
+    """Returns the preset of a model; unknown models train on SmolLM2's tasks."""
     return PRESETS.get(model, SMOLLM2)
 
 
 def parse_overrides(assignments: list[str]) -> Settings:
-    """Read `service.key=value` words. Raises `InvalidArgument` naming the word."""
+    """Parses `service.key=value` words. Raises `InvalidArgument` with the wrong word."""
     settings: dict[str, dict[str, str]] = {}
     for word in assignments:
         target, equals, value = word.partition("=")
@@ -120,7 +120,7 @@ def parse_overrides(assignments: list[str]) -> Settings:
 
 
 def merged(*layers: Settings) -> dict[str, dict[str, str]]:
-    """Combine settings; a later layer wins key by key."""
+    """Combines settings; for each key the last layer wins."""
     result: dict[str, dict[str, str]] = {}
     for layer in layers:
         for service, settings in layer.items():

@@ -1,6 +1,6 @@
-"""`forge queue`: an operator's hand on the generation queue.
+"""`forge queue`: the commands for the generation queue.
 
-Owns the commands and the line they print; what they mean is the scheduler's business.
+Owns the arguments and the output; the scheduler owns the effect.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 queue_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Fill, pause, resume and drain the generation queue of a running system, the newest run "
-    "under .forge unless told otherwise. What is set outlives the scheduler.",
+    help="Fill, pause, resume and drain the generation queue of a running system; default: the "
+    "newest run under .forge. The setting survives a restart of the scheduler.",
 )
 _POLL_S = 1.0
 
@@ -33,14 +33,14 @@ _POLL_S = 1.0
 @queue_app.command()
 @reading
 def pause(at: Connection) -> None:
-    """Hand out no rollout and no batch. What is out goes on, and ends."""
+    """Lease no further rollout and no further batch. Leased ones continue to their end."""
     finish(lambda: _set(at, scheduler_pb2.ACTIVITY_PAUSED), "Interrupted.")
 
 
 @queue_app.command()
 @reading
 def resume(at: Connection) -> None:
-    """Go on, after a pause or a drain."""
+    """Continue after a pause or a drain."""
     finish(lambda: _set(at, scheduler_pb2.ACTIVITY_RUNNING), "Interrupted.")
 
 
@@ -48,16 +48,16 @@ def resume(at: Connection) -> None:
 @reading
 def drain(
     at: Connection,
-    wait: Annotated[bool, typer.Option(help="Return once no group runs any more.")] = False,
+    wait: Annotated[bool, typer.Option(help="Return when no group runs.")] = False,
 ) -> None:
-    """Start no further group. Those that run end, and what is complete is trained on."""
+    """Start no further group. Running groups end, and complete groups are trained."""
     finish(lambda: _set(at, scheduler_pb2.ACTIVITY_DRAINING, wait=wait), "Still draining.")
 
 
 @queue_app.command()
 @reading
 def status(at: Connection) -> None:
-    """Show how the queue stands."""
+    """Show the state of the queue."""
     finish(lambda: _set(at, None), "Interrupted.")
 
 
@@ -66,24 +66,24 @@ def status(at: Connection) -> None:
 def submit(
     at: Connection,
     file: Annotated[Path, typer.Argument(help="JSON Lines: an object with `payload` per task.")],
-    name: Annotated[str, typer.Option(help="Of the data set. Default: the file's name.")] = "",
-    epochs: Annotated[int, typer.Option(min=0, help="0: without end.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the order within each epoch.")] = 0,
-    shuffle: Annotated[bool, typer.Option(help="Each epoch in an order of its own.")] = True,
-    queued: Annotated[int, typer.Option(min=1, help="Groups to keep waiting in the queue.")] = 256,
+    name: Annotated[str, typer.Option(help="Name of the data set. Default: the file's name.")] = "",
+    epochs: Annotated[int, typer.Option(min=0, help="Number of epochs; 0: endless.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the order within each epoch.")] = 0,
+    shuffle: Annotated[bool, typer.Option(help="Shuffle each epoch.")] = True,
+    queued: Annotated[int, typer.Option(min=1, help="Groups to keep in the queue.")] = 256,
     curriculum: Annotated[
-        str, typer.Option(help="module:function that chooses which tasks come next.")
+        str, typer.Option(help="module:function that chooses the next tasks.")
     ] = "",
-    domain: Annotated[str, typer.Option(help="Of tasks that name none.")] = "",
-    scaffold: Annotated[str, typer.Option(help="Of tasks that name none.")] = "blackbox",
-    group_size: Annotated[int, typer.Option(min=1, help="Of tasks that name none.")] = 8,
+    domain: Annotated[str, typer.Option(help="Domain of tasks without one.")] = "",
+    scaffold: Annotated[str, typer.Option(help="Scaffold of tasks without one.")] = "blackbox",
+    group_size: Annotated[int, typer.Option(min=1, help="Rollouts of tasks without a number.")] = 8,
     held_out: Annotated[
-        Path | None, typer.Option(help="Refuse the file if it has a task of this one.")
+        Path | None, typer.Option(help="File of held-out tasks; a common task is an error.")
     ] = None,
 ) -> None:
-    """Submit a file of tasks, epoch by epoch, and keep the queue filled until all are in it.
+    """Submit a file of tasks, epoch by epoch, and keep the queue filled until all are submitted.
 
-    Interrupted, the same command goes on where it stood: the tasks in the pool say where.
+    After an interruption the same command continues, by the tasks that the pool has.
     """
     from forge.cli.submitting import Submission
 
@@ -98,7 +98,7 @@ def submit(
         defaults=common_pb2.Task(domain=domain, scaffold=scaffold, group_size=group_size),
         held_out=held_out,
     )
-    finish(lambda: _submit(at, submission), "Interrupted. The same command goes on.")
+    finish(lambda: _submit(at, submission), "Interrupted. Run the same command again to continue.")
 
 
 async def _submit(at: Connection, submission: Submission) -> None:
@@ -118,26 +118,26 @@ async def _submit(at: Connection, submission: Submission) -> None:
 async def _set(
     at: Connection, activity: scheduler_pb2.Activity.ValueType | None, *, wait: bool = False
 ) -> None:
-    """Set it, unless it is None, and print how the queue stands then. Raises ForgeError."""
-    # Only commands that talk to a scheduler pay for its client.
+    """Sets the activity, unless it is None, and prints the state. Raises ForgeError."""
+    # A late import: other commands start faster without the client.
     from forge.client.operator import Operator
 
     async with at.open() as (coordinator, channels):
         operator = Operator(coordinator, channels)
         if activity is not None:
             await operator.set_activity(activity)
-        found = await operator.scheduler_status()
-        # A new leader learns from runners what runs.
-        while wait and (found.running_groups or found.taking_over):
+        status = await operator.scheduler_status()
+        # A new leader first waits for the leases of runners.
+        while wait and (status.running_groups or status.taking_over):
             await asyncio.sleep(_POLL_S)
-            found = await operator.scheduler_status()
-        console.print(line_of(found), highlight=False, soft_wrap=True)
-        for text in troubles(found).values():
+            status = await operator.scheduler_status()
+        console.print(line_of(status), highlight=False, soft_wrap=True)
+        for text in troubles(status).values():
             console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def line_of(status: scheduler_pb2.GetSchedulerStatusResponse) -> str:
-    """How the queue stands, in one line."""
+    """Returns the state of the queue in one line."""
     activity = scheduler_pb2.Activity.Name(status.activity).removeprefix("ACTIVITY_").lower()
     complete = status.complete_in_window + status.complete_outside_window
     return (

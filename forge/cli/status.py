@@ -1,4 +1,4 @@
-"""`forge status`: one look at a running stack."""
+"""`forge status`: prints the state of a running stack."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from forge.runtime.coordination import Coordinator
 
 
 async def show_status(at: Connection, console: Console) -> None:
-    """Print the instances and what each service says. Raises `Unavailable` without etcd."""
+    """Prints the instances and the status of each service. Raises `Unavailable` without etcd."""
     async with at.open() as (coordinator, channels):
         console.print(await _instances(coordinator))
-        # Who is not there now is not waited for.
+        # Without retries: absent services are reported.
         operator = Operator(coordinator, channels, retry_for_s=0.0)
         asked: dict[str, Callable[[], Awaitable[object]]] = {
             "scheduler": operator.scheduler_status,
@@ -33,16 +33,17 @@ async def show_status(at: Connection, console: Console) -> None:
         trouble = await _troubles(operator)
         if trouble:
             console.print(trouble, soft_wrap=True)
-        for name, said in zip(asked, await gather(*map(_said, asked.values())), strict=True):
+        answers = await gather(*map(_status_or_error, asked.values()))
+        for name, answer in zip(asked, answers, strict=True):
             console.print(Text(name, style="bold"))
-            console.print(said, soft_wrap=True)
+            console.print(answer, soft_wrap=True)
         _, clocks = await compare_clocks(coordinator, channels)
         for line in clocks.lines():
             console.print(Text(f"{line}: {REMEDY}", style="yellow"), soft_wrap=True)
 
 
 async def _trainer_status(operator: Operator) -> object:
-    """Without what each task of an evaluation came to: thousands of lines."""
+    """Returns the trainer's status without the outcomes per task, which are thousands of lines."""
     status = await operator.trainer_status()
     for domain in status.latest_evaluation.domains.values():
         domain.ClearField("task_outcomes")
@@ -50,7 +51,7 @@ async def _trainer_status(operator: Operator) -> object:
 
 
 async def _troubles(operator: Operator) -> Text:
-    """What keeps the system from training, before all else; empty when the scheduler is away."""
+    """Returns the reasons why training waits; empty if the scheduler is unreachable."""
     try:
         status = await operator.scheduler_status()
     except ForgeError:
@@ -58,7 +59,7 @@ async def _troubles(operator: Operator) -> Text:
     return Text("\n".join(troubles(status).values()), style="yellow")
 
 
-async def _said(ask: Callable[[], Awaitable[object]]) -> Text:
+async def _status_or_error(ask: Callable[[], Awaitable[object]]) -> Text:
     try:
         return Text(str(await ask()))
     except ForgeError as error:
@@ -70,8 +71,8 @@ async def _instances(coordinator: Coordinator) -> Table:
         Column(name, overflow="fold") for name in ("kind", "instance", "address", "metadata")
     ]
     table = Table(*columns, title="Registered in etcd")
-    found = [coordinator.discover(kind).wait(timeout_s=1.0) for kind in READY_KINDS]
-    registered = await gather(*found, return_exceptions=True)
+    waits = [coordinator.discover(kind).wait(timeout_s=1.0) for kind in READY_KINDS]
+    registered = await gather(*waits, return_exceptions=True)
     for kind, instances in zip(READY_KINDS, registered, strict=True):
         if isinstance(instances, Unavailable):
             table.add_row(kind, "[red]none[/red]", "", "")

@@ -1,7 +1,7 @@
-"""`forge queue submit`: a file of tasks, kept flowing into the queue of a running system.
+"""`forge queue submit`: submits a file of tasks to a running system, step by step.
 
-Owns the pace and the question to a curriculum. What comes next is for
-`forge.core.tasks.dataset_cursor` to say, what the file looks like for `forge.client.task_files`.
+Owns the pace and the call of a curriculum. `forge.core.tasks.dataset_cursor` owns the order,
+`forge.client.task_files` the file format.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from forge.core.tasks.dataset_cursor import DatasetCursor, Place, chosen_of, pla
 from forge.v1 import common_pb2
 
 CANDIDATES = 4096
-"""Most rows a curriculum chooses from at a time."""
+"""Maximum number of rows in one choice of a curriculum."""
 _POLL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a curriculum may know of a row."""
+    """The facts of a row for a curriculum."""
 
     row: int
     """Line of the file, from 0."""
@@ -39,13 +39,13 @@ class Candidate:
 
 
 Curriculum = Callable[[Sequence[Candidate], Mapping[str, float]], Sequence[int]]
-"""Given candidates and the recent reward by domain, the positions of those to submit, first first.
-What it leaves out is offered again; a row comes once an epoch whatever it says."""
+"""Returns the positions of the candidates to submit, in order, from the candidates and the recent
+reward by domain. Other candidates are offered again; each row is submitted once per epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What the command was asked for."""
+    """The arguments of the command."""
 
     file: Path
     name: str
@@ -57,17 +57,16 @@ class Submission:
     curriculum: str
     """module:function; "": file order, shuffled or not."""
     defaults: common_pb2.Task
-    """Of fields that a line leaves out."""
+    """Values of fields that a line omits."""
     held_out: Path | None = None
-    """A file of tasks that none of these may be."""
+    """A file of held-out tasks, which may not be submitted."""
 
 
 def load_curriculum(reference: str) -> Curriculum:
-    """Raises ConfigError when there is no such function."""
-    found = load_attribute(reference)
-    if not callable(found):
-        raise ConfigError(f"curriculum: {reference} is no function")
-    curriculum: Curriculum = found
+    """Returns the function. Raises ConfigError if it does not exist."""
+    curriculum: Curriculum = load_attribute(reference)
+    if not callable(curriculum):
+        raise ConfigError(f"curriculum: {reference} is not a function")
     return curriculum
 
 
@@ -86,7 +85,7 @@ class Submitter:
         self.accepted = 0
 
     async def run(self, on_progress: Callable[[DatasetCursor, int], None]) -> None:
-        """Until the last row of the last epoch is in the queue; told after each submission."""
+        """Submits all rows of all epochs; calls `on_progress` after each submission."""
         cursor = await self._resume()
         while not cursor.finished:
             status = await self._operator.scheduler_status()
@@ -114,7 +113,7 @@ class Submitter:
         )
 
     def _check_disjoint(self, file: Path) -> None:
-        """Raises InvalidArgument naming the first task that is held out."""
+        """Raises InvalidArgument with the first held-out task."""
         tasks = read_tasks(file, self._submission.defaults)
         held_out = {_content(task): number for number, task in enumerate(tasks, 1)}
         for number, task in enumerate(self._tasks, 1):
@@ -139,7 +138,7 @@ class Submitter:
                 f"{self._submission.curriculum} returned {answer!r:.80}; positions are expected"
             ) from None
         chosen = chosen_of(waiting, choice, room)
-        # A queue with nothing in it brings no reward that could change its mind.
+        # Without groups in the queue no reward would ever change the choice.
         return chosen or (waiting[:1] if not status.queued and not status.running_groups else [])
 
     def _candidate(self, place: Place) -> Candidate:
@@ -161,5 +160,5 @@ class Submitter:
 
 
 def _content(task: common_pb2.Task) -> tuple[str, str]:
-    """What makes two tasks the same: domain and payload, however it is written."""
+    """Returns the identity of a task: domain and payload, independent of its spelling."""
     return task.domain, json.dumps(json.loads(task.payload_json), sort_keys=True)

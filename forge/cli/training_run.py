@@ -1,4 +1,4 @@
-"""`forge run`: a stack and a campaign together, from nothing to the result table."""
+"""`forge run`: runs a stack with a campaign, up to the result table."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from forge.runtime.security import Keyring, Security
 
 READY_TIMEOUT_S = 180.0
 OPERATE_RETRY_S = 120.0
-"""A service may be restarted and rebuild its state while the run waits for it."""
+"""Retry time of commands: a restarted service may first rebuild its state."""
 OBSERVE_RETRY_S = 2.0
-"""A service that restarts is looked at again at the next poll; the display must not freeze."""
+"""Retry time of the display, which must not freeze: it polls a restarting service again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What the command line said."""
+    """The options of the command line."""
 
     model: str
     seed: int
@@ -57,16 +57,16 @@ class RunOptions:
 
 
 def directory_of(options: RunOptions) -> RunDirectory:
-    """The directory named, or the one of the unfinished run, or a new one."""
+    """Returns the named directory, or the one of the unfinished run, or a new one."""
     if options.run_dir:
         return RunDirectory(options.run_dir.resolve())
     return choose_run_directory(options.root.resolve(), model=options.model, seed=options.seed)
 
 
 async def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
-    """The run's state, remembered or new, with its starting weights on disk.
+    """Returns the run's state, saved or new, with its starting weights on disk.
 
-    Raises `InvalidArgument` for settings that a process will not have, before weights are made.
+    Raises `InvalidArgument` for settings that a process refuses, before any weights are made.
     """
     state = directory.load() or RunState(
         model=options.model,
@@ -98,7 +98,7 @@ async def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
 def settings_of(
     options: RunOptions, directory: RunDirectory, state: RunState, preset: Preset
 ) -> Settings:
-    """Of every service: what follows from the run, then the preset's, then the command line's."""
+    """Returns the settings of every service: of the run, the preset and the command line."""
     mode = options.settings.get("scheduler", {}).get("queue.mode")
     return merged(
         run_settings(state, preset, mode),
@@ -109,22 +109,22 @@ def settings_of(
 
 
 def evaluation_settings(options: RunOptions, directory: RunDirectory) -> Settings:
-    """Service settings that evaluate held-out tasks while training goes on, where asked for."""
+    """Returns the settings of evaluations during training, if requested."""
     if not options.eval_every_steps:
         return {}
     return {
         "trainer": {
             "evaluation.tasks": str(directory.eval_tasks),
             "evaluation.every_steps": str(options.eval_every_steps),
-            # The campaign measures the last weights itself, as it does the first ones.
+            # The campaign itself measures the last weights, and the first ones.
             "evaluation.at_end": "false",
         }
     }
 
 
 def run_settings(state: RunState, preset: Preset, mode: str | None) -> Settings:
-    """Service settings that follow from the run itself. `mode`: the scheduler's, where one is set;
-    some have no shares, and a batch has the mix of what is submitted."""
+    """Returns the settings that depend on the run. `mode`: the scheduler's setting, if any; some
+    modes have no shares: their batches have the mix of the queue."""
     shares = "" if mode in ("fifo", "adaptive") else _table(preset.domains)
     return {
         "trainer": {"max_steps": str(state.steps), "seed": str(state.seed)},
@@ -141,7 +141,7 @@ def _table(shares: Mapping[str, float]) -> str:
 
 
 def preset_of(options: RunOptions, state: RunState) -> Preset:
-    """The model's preset with what the command line changes."""
+    """Returns the model's preset, changed by the command line."""
     preset = replace(preset_for(state.model), steps=state.steps)
     if options.eval_tasks:
         preset = replace(preset, eval_tasks=options.eval_tasks)
@@ -151,7 +151,7 @@ def preset_of(options: RunOptions, state: RunState) -> Preset:
 def plan_of(
     options: RunOptions, directory: RunDirectory, state: RunState, preset: Preset
 ) -> StackPlan:
-    """The stack of a run; what the command line sets wins over the preset."""
+    """Returns the stack of a run; the command line overrides the preset."""
     return StackPlan(
         directory=directory,
         model_path=state.model_path,
@@ -162,7 +162,7 @@ def plan_of(
 
 
 async def train(options: RunOptions, console: Console) -> None:
-    """Run to the end and print the result. Raises `ForgeError` with what to do."""
+    """Runs to the end and prints the result. Raises `ForgeError` with a remedy."""
     started = time.monotonic()
     directory = directory_of(options)
     with directory.locked():
@@ -180,7 +180,7 @@ async def train(options: RunOptions, console: Console) -> None:
     notes = result_notes(result, directory, time.monotonic() - started)
     for note in (kept_note(measured), *notes):
         console.print(note, highlight=False, soft_wrap=True)
-    # No picture is no reason for a run to fail.
+    # A missing picture must not fail the run.
     with suppress(ForgeError):
         draw([directory.path], directory.curves)
         console.print(f"Curves {directory.curves}", highlight=False, soft_wrap=True)
@@ -212,7 +212,7 @@ async def _campaign(
 async def running(
     plan: StackPlan, display: RunDisplay
 ) -> AsyncIterator[tuple[Stack, Coordinator, Channels]]:
-    """A ready stack and what it takes to talk to it; everything is stopped at the end."""
+    """Starts a stack and connects to it; stops it at the end of the block."""
     stack = Stack(plan, on_event=display.process_event)
     room = disk(plan.directory.path)
     if not room.ok:
@@ -240,7 +240,7 @@ async def running(
 
 
 async def serve(options: RunOptions, console: Console) -> None:
-    """Start the stack and keep it until cancelled. Raises `ForgeError` with what to do."""
+    """Runs the stack until cancelled. Raises `ForgeError` with a remedy."""
     directory = directory_of(options)
     with directory.locked():
         state = await open_run(options, directory)
@@ -248,7 +248,7 @@ async def serve(options: RunOptions, console: Console) -> None:
         plan = plan_of(options, directory, state, preset)
         with RunDisplay(console, total_steps=preset.steps) as display:
             async with running(plan, display) as (stack, _, _):
-                display.say(f"Everything is up. Look with: forge status {directory.path}")
+                display.say(f"All services run. See: forge status {directory.path}")
                 await stack.guard(_forever())
 
 

@@ -1,6 +1,6 @@
-"""What the scheduler says is wrong, for `forge run`, `forge status` and `forge queue status`.
+"""Lines about the scheduler's problems, for `forge run`, `forge status` and `forge queue status`.
 
-Owns the wording around the scheduler's own texts; it decides nothing.
+Owns the wording around the scheduler's texts.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ from forge.v1 import scheduler_pb2
 
 
 def troubles(status: scheduler_pb2.GetSchedulerStatusResponse | None) -> dict[str, str]:
-    """One line each, by what makes two of them the same: why nothing is trained, and which pool
-    shards are awaited. Empty while all is well."""
+    """Returns the reason of a stall and the unreachable pool shards: one line each, by identity.
+    Empty without problems."""
     if status is None:
         return {}
-    found = {}
+    lines = {}
     if status.HasField("stall"):
         minutes = status.untrained_s / 60
-        found[f"stall {status.stall.cause}"] = (
-            f"Nothing was trained for {minutes:.0f} min: {status.stall.text}"
+        lines[f"stall {status.stall.cause}"] = (
+            f"No group was trained for {minutes:.0f} min: {status.stall.text}"
         )
     if status.shards_away and status.stall.cause != "shard_away":
         names = ", ".join(status.shards_away)
-        found[f"away {names}"] = (
-            f"Awaited: pool shard {names}. It does not answer; its groups wait, and training goes "
-            "on without them."
+        lines[f"unreachable {names}"] = (
+            f"Unreachable: pool shard {names}. Its groups wait; training continues without them."
         )
-    return found
+    return lines

@@ -111,7 +111,7 @@ async def test_an_export_holds_every_number_as_it_was_sampled(pool, client, tmp_
         forge(pool, "export", str(tmp_path / "all.csv")),
     )
     assert (again.code, unknown.code) == (2, 2)
-    assert "is there already" in again.stderr and "must end with one of" in unknown.stderr
+    assert "exists already" in again.stderr and "must end with one of" in unknown.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.jsonl", "all.parquet"]
     rows = parquet.read_table(tmp_path / "all.parquet").to_pylist()
     assert rows == [json.loads(line) for line in (tmp_path / "all.jsonl").open()]
@@ -139,7 +139,7 @@ async def test_a_tail_prints_and_tells_where_to_go_on(pool):
     _, stderr = await process.communicate()
     assert [line["summary"]["trajectory_id"] for line in lines] == ["a:0:0", "a:1:0", "a:2:0"]
     assert process.returncode == 130
-    assert stderr.decode() == "Go on with: forge pool tail --cursor s0/3\n"
+    assert stderr.decode() == "Continue with: forge pool tail --cursor s0/3\n"
 
 
 async def test_stats_and_files_of_a_running_pool(pool, tmp_path):

@@ -35,14 +35,14 @@ FILE = "{tmp}/file"
             "it out; runner cannot start: --speed: there is no setting speed = '1'",
         ),
         (("up", "--set", "runner.speed=1", "--root", "{tmp}/new"), "no setting speed"),
-        (("run", "--root", FILE), "Not a directory; name another place with --root"),
-        (("up", "--run-dir", f"{FILE}/run"), "Not a directory; name another place with --root"),
+        (("run", "--root", FILE), "Not a directory; name another directory with --root"),
+        (("up", "--run-dir", f"{FILE}/run"), "Not a directory; name another directory with --root"),
         (("key", "{tmp}/none/key"), "/none/key': No such file or directory"),
         (("model", "init", "smollm2"), "`forge model fetch smollm2` gets others"),
         (("status", "[/red]"), "[/red] is not a run directory"),
-        (("status", "--root", "{tmp}"), "there is no run under {tmp}"),
+        (("status", "--root", "{tmp}"), "{tmp} has no run"),
         (("status", "--etcd", "127.0.0.1:1"), "--etcd needs --key-file"),
-        (("queue", "status", "--root", "{tmp}"), "there is no run under {tmp}"),
+        (("queue", "status", "--root", "{tmp}"), "{tmp} has no run"),
     ],
 )
 def test_mistake_is_one_line(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
@@ -61,7 +61,7 @@ def test_doctor_names_a_root_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     ended = CliRunner().invoke(app, ["doctor", "--root", str(tmp_path / "file" / "root")])
     assert ended.exit_code == 1
-    assert f"BAD {tmp_path}/file is no directory" in ended.stdout
+    assert f"BAD {tmp_path}/file is not a writable directory" in ended.stdout
 
 
 def test_doctor_names_packages_that_are_not_what_forge_needs(

@@ -138,8 +138,8 @@ def test_a_picture_names_the_domains(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "there is no such file"),
-        ("", "holds no step yet"),
+        (None, "does not exist"),
+        ("", "has no step yet"),
         ("{}\n", ":1 is not the metrics of a step"),
         ('{"step": 1}\n', ":1 is not the metrics of a step"),
         ('{"evaluation": {"step": 1}}\n', ":1 is not the metrics of a step"),

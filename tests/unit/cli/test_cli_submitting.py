@@ -127,5 +127,5 @@ def test_a_data_set_with_a_held_out_task_is_refused(tmp_path: Path) -> None:
 
 def test_curriculum_that_is_none_is_said() -> None:
     """Before anything is submitted."""
-    with pytest.raises(ConfigError, match="is no function"):
+    with pytest.raises(ConfigError, match="is not a function"):
         load_curriculum("math:pi")

@@ -31,14 +31,14 @@ def shown(*looks: scheduler_pb2.GetSchedulerStatusResponse) -> str:
 
 def test_run_says_once_why_nothing_is_trained() -> None:
     """And once more when it has come back."""
-    text = "Nothing was trained for 5 min: no runner has called for 90 s."
+    text = "No group was trained for 5 min: no runner has called for 90 s."
     assert shown(STALLED, STALLED).count(text) == 1
     assert shown(STALLED, WELL, STALLED).count(text) == 2
 
 
 def test_run_names_the_shard_that_is_awaited() -> None:
     """Training goes on without it, so nothing else would tell."""
-    assert "Awaited: pool shard 1." in shown(AWAY)
+    assert "Unreachable: pool shard 1." in shown(AWAY)
 
 
 def test_nothing_is_said_while_all_is_well() -> None:
