@@ -5,6 +5,7 @@ from services.gateway.config import GatewayConfig
 
 
 def load_app() -> type:
+    """Returns `GatewayApp`; imported late, so that `--help` is fast."""
     from services.gateway.app import GatewayApp
 
     return GatewayApp

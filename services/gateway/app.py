@@ -41,6 +41,7 @@ class GatewayApp:
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        """Loads the model, then listens on HTTP and gRPC."""
         config = self._context.config
         assert isinstance(config, GatewayConfig)
         keep_freed_memory(KEPT_BYTES, mapped_bytes=MAPPED_BYTES)
@@ -85,9 +86,11 @@ class GatewayApp:
         )
 
     async def drain(self) -> None:
+        """Waits for calls in flight and for durable turns."""
         await self._sessions.drain()
 
     async def stop(self) -> None:
+        """Closes servers, streams and actors."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             await self._http.stop()

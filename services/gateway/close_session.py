@@ -28,6 +28,7 @@ MALFORMED_REWARD = -1.0
 
 
 async def facts_of(session: Session) -> SessionFacts:
+    """Returns the state of a session."""
     facts: SessionFacts = await session.actor.ask(Describe(), timeout_s=ASK_TIMEOUT_S)
     return facts
 

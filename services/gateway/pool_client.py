@@ -70,6 +70,7 @@ class Pool:
         return response.summaries
 
     async def annotate(self, claims: Claims, rewards: Iterable[common_pb2.RewardEvent]) -> None:
+        """Adds reward components to the session's trajectory."""
         await self._remote.call(
             "AppendRewards",
             pool_pb2.AppendRewardsRequest(trajectory_id=claims.trajectory_id, rewards=rewards),
@@ -87,6 +88,7 @@ class Pool:
         abandon_reason: str,
         closing_agent_s: float | None,
     ) -> common_pb2.TrajectorySummary:
+        """Seals or abandons the session's trajectory."""
         state = (
             common_pb2.TRAJECTORY_STATE_ABANDONED
             if abandon_reason

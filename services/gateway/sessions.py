@@ -132,6 +132,7 @@ class Sessions:
         return session
 
     def release_session(self, session: Session) -> None:
+        """Ends a use."""
         session.users -= 1
         session.used_s = self._clock()
         trajectory_id = session.claims.trajectory_id

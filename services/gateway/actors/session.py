@@ -212,6 +212,7 @@ class SessionActor(Actor):
         """True if the pool was read since the last call began."""
 
     async def receive(self, message: Any) -> Any:  # noqa: C901
+        """Handles one message, after a rebuild of the session if necessary."""
         if isinstance(message, IsBusy):
             return bool(self._calls)
         # Not in `started`: an unavailable pool must fail this message, not the session.

@@ -1,16 +1,13 @@
 """Writes the turns of one pool shard, on one stream, and resends them until acknowledged.
 
 Owns the turns of one shard that are not durable yet. A turn leaves the backlog when the pool
-acknowledges it or refuses it permanently; after a refusal its session cannot be sealed. Agents do
-not wait for the pool, except in a close. The backlog limit applies when a call begins
-(`Backlog.check_space`), never to a turn that is already sampled.
+acknowledges it or refuses it permanently; then its session cannot be sealed. The backlog limit
+applies when a call begins (`Backlog.check_space`), never to a sampled turn.
 
-One turn per trajectory is in flight. A turn refers to earlier ones by number. If another gateway
-used its number, no later turn of the trajectory may be stored: the session reads the trajectory
-again and renumbers its waiting turns (`Waiting`, `Replace`).
+One turn per trajectory is in flight. If another gateway used its number, no later turn of the
+trajectory may be stored: the session renumbers its waiting turns (`Waiting`, `Replace`).
 
-While the pool owes an answer, turns gather and are sent together: a message and its answer cost
-more than the turns in them. Under load this makes one message per group commit of the pool.
+While the pool owes an answer, turns gather: under load, one message per group commit of the pool.
 """
 
 from __future__ import annotations
@@ -45,15 +42,10 @@ GATHER_TURNS = 64
 MAX_REFUSALS = 10_000
 """Trajectories with a refused turn that are remembered."""
 _RETRYABLE = frozenset(
-    code.value[0]
-    for code in (
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.CANCELLED,
-    )
+    grpc.StatusCode[name].value[0]
+    for name in ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 )
-"""Statuses after which the same turn may be accepted later, for example a full disk."""
+"""Statuses after which a retry may succeed, for example a full disk."""
 _NUMBER_USED: int = grpc.StatusCode.ABORTED.value[0]
 """Status of a turn whose number another gateway has used."""
 
@@ -61,9 +53,14 @@ _NUMBER_USED: int = grpc.StatusCode.ABORTED.value[0]
 class AppendStream(Protocol):
     """The client side of one AppendTurns call."""
 
-    async def write(self, request: pool_pb2.AppendTurnsRequest) -> None: ...
-    async def read(self) -> Any: ...
-    def cancel(self) -> bool: ...
+    async def write(self, request: pool_pb2.AppendTurnsRequest) -> None:
+        """Sends one message."""
+
+    async def read(self) -> Any:
+        """Returns the next answer."""
+
+    def cancel(self) -> bool:
+        """Ends the call."""
 
 
 OpenStream = Callable[[], Awaitable[AppendStream]]
@@ -143,6 +140,7 @@ class Backlog:
         return f"pool shard {self.pool_shard}{self.rejection and f' ({self.rejection})'}"
 
     def add_turn(self, turn: common_pb2.Turn) -> None:
+        """Adds a sampled turn, without a limit."""
         data = turn.SerializeToString()
         sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
         self.waiting[sequence] = _Waiting(
@@ -155,6 +153,7 @@ class Backlog:
         self.bytes += len(data)
 
     def resend_all(self) -> None:
+        """Marks the first waiting turn of each trajectory as unsent."""
         self.unsent = deque(
             queue[0]
             for trajectory_id, queue in self.by_trajectory.items()
@@ -231,14 +230,17 @@ class ShardWriter(Actor):
         self._pump: asyncio.Task[None] | None = None
 
     async def started(self) -> None:
+        """Starts to send."""
         self._pump = asyncio.get_running_loop().create_task(self._run())
 
     async def stopped(self) -> None:
+        """Stops to send."""
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.wait({self._pump})
 
     async def receive(self, message: Any) -> Any:
+        """Handles one message of a session."""
         match message:
             case Append(turn=turn):
                 self._backlog.add_turn(turn)

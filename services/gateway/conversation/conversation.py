@@ -96,6 +96,7 @@ class Prompt:
 
     @property
     def tokens(self) -> int:
+        """Length of the prompt."""
         return len(self.ids) // TOKEN_BYTES
 
 
@@ -119,6 +120,7 @@ class SampledAnswer:
 
     @property
     def tokens(self) -> int:
+        """Length of the answer."""
         return len(self.ids) // TOKEN_BYTES
 
 
@@ -143,6 +145,7 @@ class Conversation:
 
     @property
     def turns(self) -> int:
+        """Number of recorded turns."""
         return len(self.nodes)
 
     def draft(self, messages: Sequence[Message], tools: Tools, *, opening: str = "") -> Draft:

@@ -14,6 +14,8 @@ from services.gateway.http.edge import Edge, json_response
 
 
 class RewardBody(msgspec.Struct):
+    """A reward component of the request."""
+
     name: str
     value: float
     kind: Literal["outcome", "process", "speed"] = "outcome"
@@ -22,6 +24,8 @@ class RewardBody(msgspec.Struct):
 
 
 class CloseRequest(msgspec.Struct):
+    """The body of the request."""
+
     rewards: list[RewardBody] = []
     abandon_reason: str = ""
     min_turns: int = 0
@@ -29,6 +33,7 @@ class CloseRequest(msgspec.Struct):
 
 
 def rewards_of(request: CloseRequest) -> list[common_pb2.RewardEvent]:
+    """Returns the reward events of the request."""
     kinds = {
         "outcome": common_pb2.REWARD_KIND_OUTCOME,
         "process": common_pb2.REWARD_KIND_PROCESS,
@@ -53,6 +58,7 @@ class Control:
         self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        """As `Endpoints.add_routes`."""
         router.add_post(f"{prefix}/v1/forge/close", self._close)
 
     async def _close(self, request: web.Request) -> web.Response:

@@ -68,6 +68,7 @@ class Edge:
 def json_response(
     value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
+    """Returns a JSON response."""
     return web.Response(
         body=msgspec.json.encode(value),
         status=status,

@@ -66,6 +66,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: ForgeError) -> Failure:
+        """Converts an error."""
         return cls(
             status=error.http_status,
             message=str(error),
@@ -86,12 +87,14 @@ def public_error(error: Exception) -> ForgeError:
 
 
 def openai_error(failure: Failure) -> dict[str, Any]:
+    """Returns the body of an error in OpenAI's format."""
     kind = _OPENAI_TYPES.get(failure.status, "server_error")
     error = {"message": failure.message, "type": kind, "param": None, "code": failure.code}
     return {"error": error}
 
 
 def anthropic_error(failure: Failure, request_id: str) -> dict[str, Any]:
+    """Returns the body of an error in Anthropic's format."""
     kind = _ANTHROPIC_TYPES.get(failure.status, "api_error")
     error = {"type": kind, "message": failure.message}
     return {"type": "error", "error": error, "request_id": request_id}

@@ -21,6 +21,7 @@ class Models:
         self._started_unix_s = int(time.time())
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        """As `Endpoints.add_routes`."""
         router.add_get(f"{prefix}/v1/models", self._list)
         router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
 

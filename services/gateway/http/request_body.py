@@ -76,12 +76,14 @@ def sampling_params(
 
 
 def checked_stops(name: str, stops: list[str]) -> list[str]:
+    """Returns the stop strings; raises `InvalidArgument` for too many."""
     if len(stops) > MAX_STOPS:
         raise InvalidArgument(f"{name} has {len(stops)} strings; at most {MAX_STOPS}")
     return stops
 
 
 def within(name: str, value: float, low: float, high: float) -> float:
+    """Returns `value`; raises `InvalidArgument` out of range."""
     # In this form NaN is refused too.
     if not low <= value <= high:
         raise InvalidArgument(f"{name} = {value:.10g} must be from {low:g} to {high:.10g}")

@@ -63,6 +63,7 @@ class HttpServer:
         return bound
 
     async def stop(self) -> None:
+        """Ends all connections."""
         await self._runner.cleanup()
 
     def _application(self, max_body_bytes: int) -> web.Application:

@@ -39,9 +39,11 @@ _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 class ResponseReceiver(Protocol):
     """Receives the responses to one request."""
 
-    def on_response(self, response: pb.SampleResponse) -> None: ...
+    def on_response(self, response: pb.SampleResponse) -> None:
+        """Receives one response."""
 
-    def on_end(self, error: ForgeError | None) -> None: ...
+    def on_end(self, error: ForgeError | None) -> None:
+        """Receives the end; None for success."""
 
 
 class _UnsentRequest(NamedTuple):
@@ -115,6 +117,7 @@ class RouterStream:
 
     @property
     def lost(self) -> bool:
+        """True after the loss of the stream."""
         return self.lost_s > -math.inf
 
     def send_request(

@@ -174,6 +174,7 @@ class AnswerParser:
         )
 
     def token_logprobs(self) -> list[TokenLogprob]:
+        """Returns the log-prob and text of each token."""
         ids, logprobs = int32_array(bytes(self.ids)), float32_array(bytes(self.logprobs))
         return [
             TokenLogprob(text=self._model.piece(token_id), logprob=logprob, top=top)

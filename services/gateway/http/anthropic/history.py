@@ -49,6 +49,8 @@ class Block(msgspec.Struct):
 
 
 class InputMessage(msgspec.Struct):
+    """A message of the request."""
+
     role: str
     content: str | list[Block]
 

@@ -47,6 +47,7 @@ class AnthropicMessages:
         self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        """As `Endpoints.add_routes`."""
         router.add_post(f"{prefix}/v1/messages", self._create)
         router.add_post(f"{prefix}/v1/messages/count_tokens", self._count)
 

@@ -25,6 +25,8 @@ EDITS_WITHOUT_EFFECT = ("clear_thinking_",)
 
 
 class Tool(msgspec.Struct):
+    """A tool definition."""
+
     name: str = ""
     type: str | None = None
     description: str | None = None
@@ -33,30 +35,42 @@ class Tool(msgspec.Struct):
 
 
 class ToolChoice(msgspec.Struct):
+    """`tool_choice`."""
+
     type: Literal["auto", "any", "tool", "none"]
     name: str = ""
     disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingConfig(msgspec.Struct):
+    """`thinking`."""
+
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     display: Literal["summarized", "omitted"] | None = None
 
 
 class AnswerFormat(msgspec.Struct):
+    """`output_config.format`."""
+
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct):
+    """`output_config`."""
+
     format: AnswerFormat | None = None
 
 
 class ContextEdit(msgspec.Struct):
+    """One edit of `context_management`."""
+
     type: str
 
 
 class ContextManagement(msgspec.Struct):
+    """`context_management`."""
+
     edits: list[ContextEdit] = []
 
 
@@ -120,10 +134,12 @@ def tools_of(request: CountTokensRequest) -> Tools:
 
 
 def calls_tools(request: CountTokensRequest) -> bool:
+    """Returns False for a `tool_choice` of none."""
     return request.tool_choice is None or request.tool_choice.type != "none"
 
 
 def parallel_calls(request: CountTokensRequest) -> bool:
+    """Returns False if the answer may have one call only."""
     choice = request.tool_choice
     return choice is None or not choice.disable_parallel_tool_use
 
@@ -141,6 +157,7 @@ def required_tool(request: CountTokensRequest, tools: Tools, output: OutputForma
 
 
 def sampling_of(request: MessagesRequest) -> common_pb2.SamplingParams:
+    """Returns the sampling parameters; raises `InvalidArgument` out of range."""
     return sampling_params(
         max_tokens=request.max_tokens,
         temperature=request.temperature,
@@ -160,6 +177,7 @@ async def grammar_of(request: CountTokensRequest) -> common_pb2.Grammar | None:
 
 
 def stops_of(request: MessagesRequest) -> Sequence[str]:
+    """Returns the stop strings; raises `InvalidArgument` for too many."""
     return checked_stops("stop_sequences", request.stop_sequences or [])
 
 

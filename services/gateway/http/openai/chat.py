@@ -38,6 +38,7 @@ class ChatCompletions:
         self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        """As `Endpoints.add_routes`."""
         router.add_post(f"{prefix}/v1/chat/completions", self._create)
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
@@ -120,6 +121,7 @@ class Completion:
         return sse(self.envelope("chat.completion.chunk", [], usage=usage(turns))) + done
 
     def envelope(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """Returns an object with the fields that all events share."""
         return {
             "id": self.completion_id,
             "object": kind,
@@ -230,6 +232,7 @@ async def _merged(
 
 
 def finish_reason(turn: Turn) -> str:
+    """Returns OpenAI's finish reason of a turn."""
     if turn.sampled.finish_reason == common_pb2.FINISH_REASON_LENGTH:
         return "length"
     return "tool_calls" if turn.message.tool_calls else "stop"
@@ -255,6 +258,7 @@ def _fingerprint(turns: list[Turn]) -> str:
 
 
 def token_logprobs(turn: Turn) -> list[dict[str, Any]]:
+    """Returns the log-probs of a turn in OpenAI's format."""
     return [
         _logprob(token.text, token.logprob)
         | {"top_logprobs": [_logprob(text, logprob) for text, logprob in token.top]}

@@ -32,23 +32,31 @@ MAX_CHOICES = 128
 
 
 class Part(msgspec.Struct):
+    """A content part."""
+
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
 class CallFunction(msgspec.Struct):
+    """The function of a call."""
+
     name: str
     arguments: str | dict[str, Any] | None = None
     """JSON text; some clients send an object."""
 
 
 class Call(msgspec.Struct):
+    """A tool call."""
+
     function: CallFunction
     id: str | None = None
 
 
 class ChatMessage(msgspec.Struct):
+    """A message of the request."""
+
     role: str
     content: str | list[Part] | None = None
     tool_calls: list[Call] | None = None
@@ -61,29 +69,41 @@ class ChatMessage(msgspec.Struct):
 
 
 class NamedFunction(msgspec.Struct):
+    """The function of a named tool."""
+
     name: str
 
 
 class NamedTool(msgspec.Struct):
+    """A `tool_choice` with a name."""
+
     function: NamedFunction
 
 
 class AnswerSchema(msgspec.Struct):
+    """`response_format.json_schema`."""
+
     name: str
     schema: dict[str, Any] | None = None
     strict: bool | None = None
 
 
 class ResponseFormat(msgspec.Struct):
+    """`response_format`."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: AnswerSchema | None = None
 
 
 class StreamOptions(msgspec.Struct):
+    """`stream_options`."""
+
     include_usage: bool | None = None
 
 
 class ChatCompletionRequest(msgspec.Struct):
+    """The used fields of a request."""
+
     model: str
     messages: msgspec.Raw
     """An array of `ChatMessage`; `messages_of` decodes its new part."""
@@ -142,6 +162,7 @@ def required_tool(request: ChatCompletionRequest, output: OutputFormat) -> str |
 
 
 def sampling_of(request: ChatCompletionRequest) -> common_pb2.SamplingParams:
+    """Returns the sampling parameters; raises `InvalidArgument` out of range."""
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
         max_tokens = request.max_tokens
@@ -176,6 +197,7 @@ async def answer_grammar_of(request: ChatCompletionRequest) -> common_pb2.Gramma
 
 
 def stop_of(request: ChatCompletionRequest) -> list[str]:
+    """Returns the stop strings; raises `InvalidArgument` for too many."""
     stop = request.stop or []
     return checked_stops("stop", [stop] if isinstance(stop, str) else stop)
 

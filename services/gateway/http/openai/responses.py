@@ -55,6 +55,7 @@ class Responses:
         self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        """As `Endpoints.add_routes`."""
         router.add_post(f"{prefix}/v1/responses", self._create)
         router.add_get(f"{prefix}/v1/responses/{{response}}", self._retrieve)
         router.add_delete(f"{prefix}/v1/responses/{{response}}", self._delete)

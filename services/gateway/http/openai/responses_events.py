@@ -62,6 +62,7 @@ class Events:
         self._open: _Open | None = None
 
     def start(self) -> Iterator[Event]:
+        """Yields the first events."""
         response = self._head.response("in_progress", [])
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)

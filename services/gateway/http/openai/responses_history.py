@@ -34,24 +34,32 @@ _Kind = TypeVar("_Kind")
 
 
 class Part(msgspec.Struct):
+    """A content part."""
+
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
 class MessageItem(msgspec.Struct):
+    """A `message` item."""
+
     role: str
     content: str | list[Part] | None = None
     id: str | None = None
 
 
 class ReasoningItem(msgspec.Struct):
+    """A `reasoning` item."""
+
     content: list[Part] | None = None
     summary: list[Part] | None = None
     id: str | None = None
 
 
 class FunctionCallItem(msgspec.Struct):
+    """A `function_call` item."""
+
     call_id: str
     name: str
     arguments: str = ""
@@ -59,6 +67,8 @@ class FunctionCallItem(msgspec.Struct):
 
 
 class FunctionCallOutputItem(msgspec.Struct):
+    """A `function_call_output` item."""
+
     call_id: str
     output: str | list[Part] | None = None
 

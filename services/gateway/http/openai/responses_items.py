@@ -60,6 +60,7 @@ class Head:
 
     @property
     def response_id(self) -> str:
+        """Id of the response."""
         return f"resp_{self.key}"
 
     def item_id(self, kind: str, at: int) -> str:
@@ -105,6 +106,7 @@ def ending(finish_reason: common_pb2.FinishReason.ValueType) -> tuple[str, dict[
 def usage(
     *, prompt_tokens: int, cached_tokens: int, sampled_tokens: int, reasoning_tokens: int
 ) -> dict[str, Any]:
+    """Returns the usage in the format of the Responses API."""
     return {
         "input_tokens": prompt_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
@@ -143,6 +145,7 @@ def with_logprobs(items: Sequence[Item], logprobs: Sequence[Mapping[str, Any]]) 
 
 
 def reasoning_item(item_id: str, text: str | None, *, status: str = "completed") -> Item:
+    """Returns a `reasoning` item."""
     content = [] if text is None else [reasoning_part(text)]
     return {
         "id": item_id,
@@ -159,6 +162,7 @@ def message_item(
     *,
     status: str = "completed",
 ) -> Item:
+    """Returns a `message` item."""
     return {
         "id": item_id,
         "type": "message",
@@ -169,6 +173,7 @@ def message_item(
 
 
 def call_item(item_id: str, call: ToolCall, *, status: str = "completed") -> Item:
+    """Returns a `function_call` item."""
     return {
         "id": item_id,
         "type": "function_call",
@@ -180,8 +185,10 @@ def call_item(item_id: str, call: ToolCall, *, status: str = "completed") -> Ite
 
 
 def reasoning_part(text: str) -> dict[str, Any]:
+    """Returns a content part of a `reasoning` item."""
     return {"type": "reasoning_text", "text": text}
 
 
 def text_part(text: str) -> dict[str, Any]:
+    """Returns a content part of a `message` item."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

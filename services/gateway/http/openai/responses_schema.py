@@ -52,12 +52,16 @@ _ECHOED = (
 
 
 class AnswerFormat(msgspec.Struct):
+    """`text.format`."""
+
     type: Literal["text", "json_object", "json_schema"]
     schema: dict[str, Any] | None = None
     strict: bool | None = None
 
 
 class ResponsesRequest(msgspec.Struct):
+    """The used fields of a request."""
+
     model: str
     input: msgspec.Raw = msgspec.Raw(b"null")
     """A text or items; `responses_history` decodes the new part."""
