@@ -202,7 +202,7 @@ async def test_an_export_goes_past_damage(pool, client, tmp_path):
     file = tmp_path / "hurt.jsonl"
     done = await forge(pool, "export", str(file), "--domain", "hurt")
     assert done.code == 1
-    assert done.stderr == "forge: hurt:1:0 of pool shard s0 is damaged and left out\n"
+    assert done.stderr == "forge: hurt:1:0 of pool shard s0 is damaged and skipped\n"
     assert done.stdout.startswith(f"{file}: 2 trajectories, ") and "freed" not in done.stdout
     rows = [json.loads(line) for line in file.open()]
     assert [row["trajectory_id"] for row in rows] == [names[0], names[2]]
