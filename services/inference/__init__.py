@@ -1,5 +1,4 @@
 """Sampling from the policy: one router role and two worker roles, in one process kind.
 
-`router` and `worker` import `codec` and `engines`, and never each other. A router's host has no
-torch.
+`router` and `worker` import `codec` and `engines`, never each other. A router needs no torch.
 """

@@ -1,4 +1,4 @@
-"""Wiring: which parts make up a router, a prefill or a decode instance."""
+"""Wiring of a router, a prefill or a decode instance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class InferenceApp:
         config: InferenceConfig = context.config
         if not config.model_path:
             raise ConfigError(
-                "model_path is empty: the folder of the model's config.json is needed"
+                "model_path is empty: set it to the folder with the model's config.json"
             )
         self.kind = config.role
         self._context = context

@@ -1,4 +1,4 @@
-"""Between protos and the engine's words, and the checks at the edge. No torch, no I/O."""
+"""Converts between protos and the types of the engines, and checks requests. No torch, no I/O."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from services.inference.engines.base import (
     Tokens,
 )
 
-# Arrays are memory copies on every machine this runs on.
+# `array` has the byte order of the machine.
 assert sys.byteorder == "little", "the wire format is little-endian"
 
 _FINISH = {
@@ -52,7 +52,7 @@ _FROM_FINISH = {reason: finish for finish, reason in _FINISH.items()}
 def read_prompt(
     request_id: str, prompt_ids: bytes, params: SamplingParams, limits: ModelLimits, *, seed: int
 ) -> Prompt:
-    """A checked prompt; `seed` is used when the request has none. Raises InvalidArgument."""
+    """Return a checked prompt; `seed` replaces an absent one. Raises InvalidArgument."""
     check_ids(prompt_ids, limits)
     sampling = read_sampling(params, seed=seed)
     tokens = len(prompt_ids) // TOKEN_BYTES
@@ -118,8 +118,8 @@ def _read_grammar(params: SamplingParams) -> Grammar:
         raise InvalidArgument("sampling.grammar has no kind: json_schema, regex or lark is needed")
     if not params.stop_token_ids:
         raise InvalidArgument(
-            "sampling.grammar needs sampling.stop_token_ids: where an answer is complete there "
-            "may be nothing else to sample"
+            "sampling.grammar needs sampling.stop_token_ids: only a stop token may follow a "
+            "complete answer"
         )
     return Grammar(
         kind=kind,
@@ -164,12 +164,14 @@ def write_tokens(tokens: Tokens) -> SampledTokens:
 
 
 def read_tokens(tokens: SampledTokens) -> Tokens:
-    """Raises InvalidArgument when the columns differ in length."""
+    """Decode sampled tokens. Raises InvalidArgument for columns of different lengths."""
     columns = [tokens.ids, tokens.logprobs, tokens.weight_versions]
     if tokens.allowed_logprobs:
         columns.append(tokens.allowed_logprobs)
     if len({len(column) for column in columns}) != 1 or len(tokens.ids) % TOKEN_BYTES:
-        raise InvalidArgument(f"columns of {[len(column) for column in columns]} bytes disagree")
+        raise InvalidArgument(
+            f"columns disagree in length: {[len(column) for column in columns]} bytes"
+        )
     return Tokens(
         ids=tuple(array("i", tokens.ids)),
         logprobs=tuple(array("f", tokens.logprobs)),
@@ -185,7 +187,7 @@ def _read_top(tokens: SampledTokens) -> tuple[Likeliest, ...]:
     ids, logprobs, sampled = len(tokens.top_ids), len(tokens.top_logprobs), len(tokens.ids)
     if ids != logprobs or not sampled or ids % sampled:
         raise InvalidArgument(
-            f"columns of {ids} and {logprobs} bytes tell the likeliest of "
+            f"columns top_ids ({ids} bytes) and top_logprobs ({logprobs} bytes) do not fit "
             f"{sampled // TOKEN_BYTES} tokens"
         )
     each = ids // sampled
@@ -204,7 +206,7 @@ def read_finish(reason: FinishReason.ValueType) -> Finish | None:
 
 
 def write_span(span: KvSpan, *, slices: bool) -> Iterator[FetchKvResponse]:
-    """Raises FailedPrecondition for a span above 2 GiB that is not to be sent in slices."""
+    """Encode a span. Raises FailedPrecondition for one above 2 GiB without `slices`."""
     array = NamedTensor(name=_KV, dtype=span.dtype, shape=span.shape, data=span.data)
     if slices:
         for piece in tensors.slices(array):
@@ -225,14 +227,14 @@ def write_span(span: KvSpan, *, slices: bool) -> Iterator[FetchKvResponse]:
 
 
 class SpanAssembler:
-    """Puts the responses of one FetchKv together."""
+    """Joins the responses of one FetchKv."""
 
     def __init__(self) -> None:
         self._slices = tensors.SliceAssembler()
         self._joiner = Joiner()
 
     def add(self, response: FetchKvResponse) -> KvSpan | None:
-        """The span when this was its last response. Raises `DataLoss` for one out of place."""
+        """Return the span at its last response. Raises `DataLoss` for a misplaced response."""
         if not response.HasField("slice"):
             whole = self._joiner.add(response.block)
             return None if whole is None else _read_block(whole)

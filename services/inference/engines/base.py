@@ -1,7 +1,7 @@
-"""What the service asks of an engine, whatever it runs on.
+"""The contract of engines.
 
-A prefill engine reads prompts, a decode engine samples; the same engine package gives both. Knows
-neither gRPC nor torch, so that a router can import it and an engine with its own runtime can
+A prefill engine reads prompts, a decode engine samples; an engine package provides both. Imports
+neither gRPC nor torch, so that routers can import it and engines with their own runtime can
 implement it. Token ids are int32 little-endian bytes, as on the wire.
 """
 
@@ -19,38 +19,38 @@ from forge.runtime.actor_system import ActorSystem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """What the answer must match; an engine masks what cannot lead to a match."""
+    """A grammar for the answer; the engine masks all tokens that cannot lead to a match."""
 
     kind: Literal["json_schema", "regex", "lark"]
     text: str
     lenient: bool = False
-    """Ignore what of a JSON Schema cannot be enforced."""
+    """Ignore the parts of a JSON Schema that cannot be enforced."""
     matched_tokens: int = 0
-    """Tokens at the end of the prompt that belong to the answer already."""
+    """Tokens at the end of the prompt that belong to the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to draw; every field is in range already."""
+    """Sampling parameters, checked."""
 
     temperature: float
-    """0 takes the likeliest token."""
+    """0: greedy."""
     top_p: float
     top_k: int
-    """0 keeps all."""
+    """0: no limit."""
     max_tokens: int
     stop_ids: frozenset[int]
     seed: int
-    """The draw at a position depends on this seed and the position alone."""
+    """Seed and position alone determine the draw at a position."""
     grammar: Grammar | None = None
-    """Applied before all other cuts; there are `stop_ids` then, and they can be drawn only where
-    the answer is complete."""
+    """Applied before all other cuts; needs `stop_ids`, which are allowed only after a complete
+    answer."""
     top_logprobs: int = 0
-    """How many of the likeliest tokens to tell with each sampled one."""
+    """Number of the likeliest tokens to return with each sampled one."""
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a grammar or a cut leaves tokens out: then the share that is left is told."""
+        """Whether a grammar, top_k or top_p removes tokens; then `Tokens.allowed` is filled."""
         return self.grammar is not None or self.top_k > 0 or self.top_p < 1
 
 
@@ -69,8 +69,8 @@ class Prompt:
 
 
 Likeliest = tuple[tuple[int, float], ...]
-"""Tokens and their log-probs in the distribution drawn from, the likeliest first; -inf for what a
-cut or a grammar leaves out. Of a greedy token at temperature 1."""
+"""Tokens and their log-probs in the sampled distribution, the likeliest first; -inf for removed
+tokens. For greedy sampling at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +79,13 @@ class Tokens:
 
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    """Of the distribution drawn from."""
+    """Log-probs in the sampled distribution."""
     versions: tuple[int, ...] = ()
-    """Weights that sampled each."""
+    """Version of the weights that sampled each."""
     allowed: tuple[float, ...] = ()
-    """The log of the share of probability that grammar, top_k and top_p left; empty without any of
-    them."""
+    """Log of the probability mass left by grammar, top_k and top_p; empty without any of them."""
     top: tuple[Likeliest, ...] = ()
-    """With `top_logprobs`: that many for each token, or the whole vocabulary; else empty."""
+    """With `top_logprobs`: that many for each token, at most the vocabulary; else empty."""
 
 
 class Finish(Enum):
@@ -98,12 +97,12 @@ class Finish(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilled:
-    """The outcome of reading one prompt; its keys and values are held until released."""
+    """Result of a prefill; the keys and values are held until released."""
 
     first: Tokens
     """Exactly one token."""
     cached_tokens: int
-    """Of the prompt, not computed for this request."""
+    """Tokens of the prompt that came from the prefix cache."""
     queue_s: float
     prefill_s: float
 
@@ -115,7 +114,7 @@ class KvSpan:
     from_token: int
     tokens: int
     version: int
-    """Of the weights that computed it."""
+    """Version of the weights that computed it."""
     dtype: str
     shape: tuple[int, ...]
     """[layers, 2, kv_heads, tokens, head_size]."""
@@ -128,14 +127,14 @@ class Piece:
 
     tokens: Tokens
     finish: Finish | None = None
-    """Set on the last one, as are the times."""
+    """Set on the last piece, as are the times."""
     queue_s: float = 0.0
     decode_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTensor:
-    """A tensor as it travels."""
+    """A tensor as bytes."""
 
     name: str
     dtype: str
@@ -163,17 +162,17 @@ class ModelLimits:
 
 
 class UnfitWeights(ForgeError):
-    """The weights on offer are not this model's; the message says what differs."""
+    """The weights are of another model; the message names the difference."""
 
     code = "FAILED_PRECONDITION"
 
 
 class BrokenWeights(ForgeError):
-    """The model computed something that is not a number; the message names the weights."""
+    """The model computed NaN or infinity; the message names the weights."""
 
 
 FetchKv = Callable[[int], Awaitable[KvSpan]]
-"""Brings a prompt's keys and values from a token on, from wherever it was prefilled."""
+"""Fetches a prompt's keys and values, from a token on, from its prefill worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,16 +209,16 @@ class Engine(Protocol):
         """Capacity of the prefix cache; the router's prefix index has the same."""
 
     async def load(self, tensors: Mapping[str, NamedTensor], *, version: int) -> None:
-        """Serve these weights from the next step on; requests in flight go on with them.
+        """Serve these weights from the next step on, also for requests in flight.
 
-        All of them or none: UnfitWeights leaves the engine as it was. Empties prefix caches.
+        All or nothing: after UnfitWeights the engine is unchanged. Empties the prefix cache.
         """
 
     def status(self) -> EngineStatus:
         """Return version and load."""
 
     async def idle(self) -> None:
-        """Return once nothing is running and nothing is held for others."""
+        """Wait until no request runs and no prompt is held."""
 
     async def close(self) -> None:
         """Stop the engine."""
@@ -229,32 +228,32 @@ class PrefillEngine(Engine, Protocol):
     """Contract of the prefill role."""
 
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
-        """Read the prompt and sample its first token, once there is room to hold it.
+        """Wait for memory, read the prompt, sample its first token, hold the prompt for `hold_s`.
 
-        Raises ResourceExhausted for one too long to be held at all, Unavailable without weights,
-        InvalidArgument for a grammar that does not compile: nothing has been read then.
+        Raises ResourceExhausted for a prompt above the whole memory, Unavailable without weights,
+        and before the read InvalidArgument for a grammar that does not compile.
         """
 
     async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:
-        """NotFound when it was released or held for too long."""
+        """Return keys and values of a held prompt. Raises NotFound after its release."""
 
     def release(self, request_id: str) -> None:
-        """Forget a held prompt; nothing happens when it is unknown."""
+        """Drop a held prompt; an unknown id changes nothing."""
 
 
 class DecodeEngine(Engine, Protocol):
     """Contract of the decode role."""
 
     capacity: int
-    """Most requests that sample at the same time; more wait."""
+    """Most requests that sample at the same time; others wait."""
 
     def decode(
         self, prompt: Prompt, first: Tokens, fetch_kv: FetchKv, *, stream: bool
     ) -> AsyncGenerator[Piece, None]:
-        """Sample after `first`, which prefill did; the last piece has a finish reason.
+        """Sample after `first`, the token of prefill; the last piece has a finish reason.
 
         Closing the iterator aborts the request before the next step. Raises ResourceExhausted when
-        its keys and values no longer fit and it had to give way: prefill it again.
+        the request is evicted because the memory is full: prefill it again.
         """
 
 

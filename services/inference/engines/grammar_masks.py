@@ -1,8 +1,8 @@
-"""Which tokens may come next: compiled grammars, and each answer's place in its own.
+"""Grammar masks: compiled grammars, and the state of each answer in its grammar.
 
-Owns the tokenizer as llguidance sees it, the cache of compiled grammars and their limits. Compiling
-happens on a thread of its own, so that a slow grammar delays none but other new ones. Knows no
-torch: masks are bits, which the engine applies.
+Owns llguidance's tokenizer, the cache of compiled grammars and their limits. A thread of its own
+compiles, so that a slow grammar delays only other new ones. Imports no torch: masks are bits, which
+the engine applies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def mask_words(vocabulary: int) -> int:
 
 
 class Matcher:
-    """One answer's place in its grammar. Belongs to one thread at a time."""
+    """The state of one answer in its grammar. For one thread at a time."""
 
     def __init__(
         self, matcher: LLMatcher, *, stop_ids: frozenset[int], stop: Words, end: Words
@@ -48,14 +48,14 @@ class Matcher:
         self._stop_ids = stop_ids
         self._stop = stop
         self._end = end
-        """What llguidance allows at the end, of its own: the tokenizer's end tokens."""
+        """The tokenizer's end tokens, which llguidance allows at the end by itself."""
 
     def fill(self, mask: Words) -> None:
-        """Write which tokens may come next.
+        """Write the mask of allowed next tokens.
 
-        A stop token may where the answer is complete, or where it is a piece of the answer's text.
-        Raises `InvalidArgument` when the grammar is too complex to go on with, or when no token of
-        the vocabulary can go on with it.
+        A stop token is allowed after a complete answer, or as part of the answer's text. Raises
+        `InvalidArgument` when the grammar exceeds its limits, or when no token of the vocabulary
+        continues it.
         """
         self.check()
         if self._matcher.is_stopped():
@@ -67,15 +67,15 @@ class Matcher:
         if self._matcher.is_accepting():
             mask |= self._stop
         if not mask.any():
-            raise InvalidArgument("no token of the vocabulary can go on with the grammar")
+            raise InvalidArgument("no token of the vocabulary can continue the grammar")
 
     def advance(self, token: int) -> None:
-        """Take a sampled token; one that does not match shows in `check`."""
+        """Take a sampled token; after one that does not match, `check` raises."""
         if token not in self._stop_ids:
             self._matcher.consume_token(token)
 
     def check(self) -> None:
-        """Raises `InvalidArgument` once the answer has left the grammar, or its limits."""
+        """Raises `InvalidArgument` after a token outside the grammar or its limits."""
         if self._matcher.is_error():
             raise InvalidArgument(
                 f"the grammar cannot be followed: {one_line(self._matcher.get_error())}"
@@ -86,7 +86,7 @@ class Grammars:
     """Compiled grammars of one model."""
 
     def __init__(self, model_path: str, *, vocabulary: int) -> None:
-        """Reads nothing yet: most workers never see a grammar."""
+        """Reads no file: most workers never get a grammar."""
         self._model_path = model_path
         self._vocabulary = vocabulary
         self._tokenizer: LLTokenizer | None = None
@@ -95,10 +95,10 @@ class Grammars:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
 
     async def matcher(self, prompt: Prompt, sampled: Sequence[int] = ()) -> Matcher | None:
-        """Where the answer stands behind `sampled`; None without a grammar.
+        """Return the state after `sampled`; None without a grammar.
 
-        Raises `InvalidArgument` for a grammar that does not compile or has not matched so far,
-        `ResourceExhausted` when too many wait to be compiled.
+        Raises `InvalidArgument` for a grammar that does not compile or does not match so far,
+        `ResourceExhausted` when too many grammars wait for compilation.
         """
         grammar = prompt.sampling.grammar
         if grammar is None:
@@ -130,7 +130,7 @@ class Grammars:
         if key not in self._compiling:
             if len(self._compiling) >= MAX_COMPILING:
                 raise ResourceExhausted(
-                    f"{MAX_COMPILING} grammars wait to be compiled already", retry_after_s=1.0
+                    f"{MAX_COMPILING} grammars already wait for compilation", retry_after_s=1.0
                 )
             self._compiling[key] = asyncio.ensure_future(self._compile(key, grammar))
         # Shielded: others may wait for the same grammar.
@@ -156,7 +156,7 @@ class Grammars:
             self._tokenizer = load_tokenizer(self._model_path, vocabulary=self._vocabulary)
         text = source(grammar.kind, grammar.text, lenient=grammar.lenient)
         compiled = LLMatcher(self._tokenizer, text, limits=LIMITS, log_level=0)
-        # The first mask does what is left to do once: not in a step that others share.
+        # The first mask includes one-time work: do it here, not in a shared decode step.
         compiled.deep_copy().compute_bitmask()
         if compiled.is_error():
             raise InvalidArgument(
@@ -174,10 +174,10 @@ class Grammars:
 
 
 def load_tokenizer(model_path: str, *, vocabulary: int) -> LLTokenizer:
-    """Raises `FailedPrecondition` when the model directory has no tokenizer."""
+    """Load llguidance's tokenizer. Raises `FailedPrecondition` without a tokenizer.json."""
     if not (Path(model_path) / "tokenizer.json").is_file():
         raise FailedPrecondition(
-            f"grammars cannot be enforced here: there is no tokenizer.json in {model_path!r}"
+            f"grammars cannot be enforced: there is no tokenizer.json in {model_path!r}"
         )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path)
     return from_tokenizer(tokenizer, n_vocab=vocabulary, slices=LLTokenizer.json_slices())

@@ -1,4 +1,4 @@
-"""What every engine counts."""
+"""Metrics of all engines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from forge.runtime.telemetry import counter
 
 GRAMMARS = counter(
     "forge_inference_grammars_total",
-    "Requests with a grammar by what became of it: cached, compiled or refused.",
+    "Requests with a grammar, by outcome: cached, compiled or refused.",
     ["outcome"],
 )

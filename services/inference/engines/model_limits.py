@@ -1,4 +1,4 @@
-"""What the served model allows, read from its config.json without loading it."""
+"""Limits of the served model, from its config.json."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from services.inference.engines.base import ModelLimits
 
 
 def read_limits(model_path: str, *, context_tokens: int) -> ModelLimits:
-    """`context_tokens` 0 takes the model's own. Raises ConfigError naming what is missing."""
+    """Read the limits; `context_tokens` 0 takes the model's own. Raises ConfigError."""
     file = Path(model_path) / "config.json"
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model_path = {model_path!r}: no model configuration: {error}") from None
-    # Models of several modalities keep the language model's part apart.
+        raise ConfigError(
+            f"model_path = {model_path!r}: config.json cannot be read: {error}"
+        ) from None
+    # Multimodal models have the language model's part in text_config.
     config = {**config, **config.get("text_config", {})}
     vocabulary = config.get("vocab_size")
     if not isinstance(vocabulary, int):
-        raise ConfigError(f"model_path = {model_path!r}: config.json names no vocab_size")
+        raise ConfigError(f"model_path = {model_path!r}: config.json has no vocab_size")
     longest = config.get("max_position_embeddings") or context_tokens
     if not longest:
         raise ConfigError(
-            f"model_path = {model_path!r}: config.json names no max_position_embeddings; "
+            f"model_path = {model_path!r}: config.json has no max_position_embeddings; "
             "set context_tokens"
         )
     return ModelLimits(

@@ -1,9 +1,9 @@
-"""The router: places each request on a prefill and a decode worker, and outlives both.
+"""The router: places each request on a prefill and a decode worker, again if a worker dies.
 
-fleet.py    what is known of the workers; pure
-actor.py    the actor that owns it: admission, placement, suspicion
-request.py  one request, from admission to its last token, over the deaths of workers
+fleet.py    load and caches of the workers; pure
+actor.py    the actor that owns the fleet: admission, placement, suspects
+request.py  one request, from admission to its last token, with its retries
 sample_stream.py  many requests on one stream
 service.py  InferenceService
-metrics.py  what a router counts
+metrics.py  metrics of a router
 """

@@ -1,13 +1,13 @@
-"""The actor that owns the fleet: who may start, where it goes, what came of it.
+"""The actor that owns the fleet: admits requests, places them, observes their outcome.
 
-A request's way through it:
+The messages of a request:
 
-    Admit -> a place in line, granted when decode has room -> PlacePrefill -> Prefilled, which also
-    places it for decode -> Decoded | Failed (then PlacePrefill again) -> Leave
+    Admit -> queued, granted when decode has room -> PlacePrefill -> Prefilled -> PlaceDecode
+    -> Decoded | Failed (then PlacePrefill again) -> Leave
 
-No message waits inside `receive`: an admission is a future. Admission and placement are the
-caller's own objects, which the actor fills in: a caller that leaves before it has the answer can
-still give them back.
+No message waits inside `receive`: an admission is a future. The caller creates the admission and
+the placement, the actor fills them in: so a caller that leaves before the answer can still return
+them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from services.inference.router.fleet import Announced, Fleet, Worker
 from services.inference.router.metrics import MOVED_REQUESTS, QUEUED_REQUESTS, SAMPLED_TOKENS
 
 OVERCOMMIT = 1.25
-"""Requests admitted for each decode slot: some are always in prefill or on their way."""
+"""Requests admitted per decode slot, since some are in prefill or between workers."""
 MIN_ADMITTED = 16
 _RATE_WINDOW_S = 10
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Admission:
-    """A request's place: in line until `granted`, then at work until it leaves."""
+    """A request's place: queued until `granted`, then admitted until it leaves."""
 
     granted: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -45,21 +45,21 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admit:
-    """Ask: a place in line. ResourceExhausted when too many are waiting. Whatever comes of it,
-    Leave has to follow."""
+    """Ask: queue the request. ResourceExhausted when too many wait. Leave must follow in any
+    case."""
 
     admission: Admission = field(default_factory=Admission)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Placement:
-    """A worker that expects the request; to be answered for by Prefilled, Decoded, Failed or
-    Abandoned, whatever came of asking for it."""
+    """A worker that counts the request as load. Prefilled, Decoded, Failed or Abandoned must
+    follow in any case."""
 
     chosen: Worker | None = None
     """None until the request is placed."""
     tokens: int = 0
-    """Counted as its load until it is answered for."""
+    """Tokens counted as its load until the outcome."""
 
     @property
     def worker(self) -> Worker:
@@ -70,7 +70,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacePrefill:
-    """Ask: where to prefill, as the Placement. Unavailable when nobody may be asked."""
+    """Ask: place a prefill. Unavailable without an available worker."""
 
     ids: bytes
     placement: Placement = field(default_factory=Placement)
@@ -78,7 +78,7 @@ class PlacePrefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilled:
-    """Tell: a placement for prefill went well."""
+    """Tell: a prefill has succeeded."""
 
     placement: Placement
     ids: bytes
@@ -88,7 +88,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceDecode:
-    """Ask: where to sample, as the Placement. Unavailable when nobody may be asked."""
+    """Ask: place a decode. Unavailable without an available worker."""
 
     ids: bytes
     placement: Placement = field(default_factory=Placement)
@@ -96,7 +96,7 @@ class PlaceDecode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoded:
-    """Tell: a placement for decode came to its end; `ids` are prompt and answer."""
+    """Tell: a decode has finished; `ids` are prompt and answer."""
 
     placement: Placement
     ids: bytes
@@ -105,7 +105,7 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """Tell: a placement came to nothing. `dead`: the worker did not answer, ask another."""
+    """Tell: a placement failed. `dead`: the worker did not answer."""
 
     placement: Placement
     dead: bool
@@ -113,38 +113,38 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abandoned:
-    """Tell: the caller left a placement, or what it asked for."""
+    """Tell: the caller left before the outcome of a placement."""
 
     placement: Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """Tell: tokens went to a caller."""
+    """Tell: tokens were sampled for a caller."""
 
     tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """Tell: the request is over, however it ended."""
+    """Tell: the request has ended."""
 
     admission: Admission
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Ask: GetInferenceStatusResponse, but for what the model itself says."""
+    """Ask: GetInferenceStatusResponse without the fields of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetChanged:
-    """Tell: discovery shows something else."""
+    """Tell: discovery has changed."""
 
 
 @dataclass(slots=True)
 class _Throughput:
-    """Tokens a second over the last full seconds."""
+    """Tokens per second over the last seconds."""
 
     total: int = 0
     _per_second: deque[tuple[int, int]] = field(default_factory=deque)
@@ -164,7 +164,7 @@ class _Throughput:
 
 
 class RouterActor(Actor):
-    """Owns the fleet and the line in front of it."""
+    """Owns the fleet and the queue of requests."""
 
     mailbox_size = 65_536
 
@@ -189,7 +189,7 @@ class RouterActor(Actor):
 
     async def stopped(self) -> None:
         """Fail the waiting admissions."""
-        # An error, for a cancellation would pass for the caller's own.
+        # An error: a cancellation would look like the caller's own.
         for admission in self._waiting:
             if not admission.granted.done():
                 admission.granted.set_exception(Unavailable("the router stopped"))
@@ -200,9 +200,9 @@ class RouterActor(Actor):
             case Admit(admission=admission):
                 return self._admit(admission)
             case PlacePrefill(ids=ids, placement=placement):
-                # A prompt read while nobody can go on from it would only be held.
+                # Without a decode worker a prefill would only hold memory.
                 if not self._fleet.serves("decode", now_s=self._clock()):
-                    raise Unavailable("no decode instance can be asked right now")
+                    raise Unavailable("no decode instance is available")
                 return self._place("prefill", ids, placement)
             case PlaceDecode(ids=ids, placement=placement):
                 return self._place("decode", ids, placement)
@@ -227,7 +227,7 @@ class RouterActor(Actor):
         return None
 
     def _admit(self, admission: Admission) -> Admission:
-        # A line that moves has nobody behind it who gave up: those left with Leave.
+        # Callers that gave up have left the queue with Leave.
         if len(self._waiting) >= self._queue_limit:
             raise ResourceExhausted(
                 f"{len(self._waiting)} requests are waiting, the most allowed", retry_after_s=1.0
@@ -244,7 +244,7 @@ class RouterActor(Actor):
         self._grant()
 
     def _grant(self) -> None:
-        # Without a decode worker some go ahead all the same: they tell the caller so in time.
+        # MIN_ADMITTED even without a decode worker: these requests report it to their callers.
         most = max(MIN_ADMITTED, round(self._fleet.capacity * OVERCOMMIT))
         while self._waiting and len(self._admitted) < most:
             admission = self._waiting.popleft()
@@ -260,7 +260,7 @@ class RouterActor(Actor):
         worker.running += 1
         worker.pending_tokens += uncached
         if role == "prefill":
-            # The next request of a group that arrives together should follow this one.
+            # Inserted now, so that concurrent requests of the same group follow.
             worker.cached.insert(ids)
         placement.chosen, placement.tokens = worker, uncached
         return placement

@@ -1,7 +1,7 @@
-"""What the router knows of its workers: who is there, how busy, what each has cached.
+"""The fleet: load, rate and cached prefixes of each worker, as one router knows them.
 
-Pure: time is passed in, nothing is awaited. Figures are the router's own: what it sent and what
-came back. With several routers each sees its share, and costs stay comparable.
+Pure. All figures are from this router's own requests and answers. With several routers each sees
+its share, and costs stay comparable.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from forge.core.placement.routing import Candidate, LearnedRate, LoadGuard, choo
 from forge.core.token_columns import TOKEN_BYTES
 
 SUSPECT_S = 2.0
-"""A worker that failed a call is left alone for this long while there is another."""
+"""Time in which a worker that failed a call gets no request."""
 _TRANSFER_S_PER_TOKEN = 20e-6
-"""To bring one token's keys and values from prefill to decode; it only has to weigh locality."""
+"""Transfer of one token's keys and values from prefill to decode; it only has to weigh locality."""
 _GUARD = LoadGuard(ratio=2.0, slack_s=0.25)
 
 
@@ -32,18 +32,18 @@ class Worker:
     """Requests it samples at the same time; 0 for prefill."""
     version: int
     cached: PrefixCache
-    """What it should have cached, as far as this router filled it."""
+    """Prefixes that this router's requests have cached there."""
     rate: LearnedRate
-    """Prefill: seconds per computed token. Decode: seconds a request."""
+    """Prefill: seconds per computed token. Decode: seconds per request."""
     running: int = 0
     pending_tokens: int = 0
-    """Prompt tokens sent there and not answered for."""
+    """Prompt tokens of unfinished placements."""
     computed_tokens: int = 0
     cached_tokens: int = 0
     suspect_until_s: float = 0.0
 
     def candidate(self, ids: bytes) -> Candidate:
-        """It in terms of the routing cost: what would `ids` take here."""
+        """Return the routing cost of `ids` on this worker."""
         cached = self.cached.peek(ids)
         if self.role == "prefill":
             return Candidate(
@@ -52,7 +52,7 @@ class Worker:
                 cached_tokens=cached,
                 prefill_s_per_token=self.rate.seconds,
             )
-        # Every request slows the others by its share; beyond capacity it waits for one to end.
+        # Every request slows the others by its share; beyond the capacity it waits.
         return Candidate(
             worker=self.instance_id,
             queue_delay_s=self.running / self.capacity * self.rate.seconds,
@@ -63,7 +63,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announced:
-    """A worker as it registered."""
+    """A worker's entry in discovery."""
 
     instance_id: str
     role: str
@@ -73,13 +73,13 @@ class Announced:
 
 @dataclass(slots=True)
 class Fleet:
-    """All workers this router can see."""
+    """All workers in discovery."""
 
     workers: dict[str, Worker] = field(default_factory=dict)
     """By instance id, unique over both roles."""
 
     def update(self, announced: Iterable[Announced]) -> list[Worker]:
-        """Take over who is there now; returns those that are gone."""
+        """Apply a view of discovery; return the removed workers."""
         present = {one.instance_id: one for one in announced}
         gone = [
             worker
@@ -95,7 +95,7 @@ class Fleet:
             if known is None:
                 self.workers[one.instance_id] = _new_worker(one, version)
             elif version != known.version:
-                # It emptied its own cache with the swap.
+                # The worker emptied its cache at the swap.
                 known.version = version
                 known.cached.clear()
         return gone
@@ -110,7 +110,7 @@ class Fleet:
         return sum(worker.capacity for worker in self.of("decode"))
 
     def place(self, role: str, ids: bytes, *, now_s: float) -> Worker:
-        """The cheapest worker of a role for a prompt. Raises Unavailable when none may be asked."""
+        """Return the cheapest worker of a role for a prompt. Raises Unavailable without one."""
         workers = {worker.instance_id: worker for worker in self._sound(role, now_s)}
         chosen = choose(
             (worker.candidate(ids) for worker in workers.values()),
@@ -118,18 +118,18 @@ class Fleet:
             guard=_GUARD,
         )
         if chosen is None:
-            raise Unavailable(f"no {role} instance can be asked right now")
+            raise Unavailable(f"no {role} instance is available")
         return workers[chosen.worker]
 
     def serves(self, role: str, *, now_s: float) -> bool:
-        """Whether anybody of a role may be asked."""
+        """Whether a worker of a role is available."""
         return bool(self._sound(role, now_s))
 
     def _sound(self, role: str, now_s: float) -> list[Worker]:
         return [worker for worker in self.of(role) if worker.suspect_until_s <= now_s]
 
     def suspect(self, instance_id: str, *, now_s: float) -> None:
-        """A call to it failed: it may be dead, and its lease not have run out yet."""
+        """Avoid a worker after a failed call: it may be dead, with a lease that has not expired."""
         worker = self.workers.get(instance_id)
         if worker is not None:
             worker.suspect_until_s = now_s + SUSPECT_S

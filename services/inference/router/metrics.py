@@ -1,11 +1,13 @@
-"""What a router counts."""
+"""Metrics of a router."""
 
 from __future__ import annotations
 
 from forge.runtime.telemetry import counter, gauge
 
 SAMPLED_TOKENS = counter("forge_inference_sampled_tokens_total", "Tokens sampled for callers.")
-MOVED_REQUESTS = counter("forge_inference_requests_moved_total", "Requests that went on elsewhere.")
+MOVED_REQUESTS = counter(
+    "forge_inference_requests_moved_total", "Attempts that failed on a worker; the request moved."
+)
 QUEUED_REQUESTS = gauge("forge_inference_queued_requests", "Requests waiting in the router.")
 STREAM_CALLS = counter(
     "forge_inference_stream_calls_total", "Samples on kept streams, by status code.", ["code"]

@@ -1,8 +1,8 @@
-"""One request, from admission to its last token, over the deaths of workers.
+"""One request, from admission to its last token, with its retries.
 
-What has been sampled is kept here: when a worker dies, gives way or loses the keys and values,
-prompt and tokens so far are prefilled again elsewhere and sampling goes on. A draw depends on seed
-and position alone, so that the answer is the one the dead worker would have given.
+Keeps the sampled tokens: when a worker dies, evicts the request or loses the keys and values,
+another worker prefills prompt and tokens so far and continues. Seed and position alone determine a
+draw, so the answer is the same as without the failure.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ASK_TIMEOUT_S = 10.0
 _RETRY_PAUSE_S = 0.2
 _RELEASE_TIMEOUT_S = 1.0
 _MOVES = (Unavailable, DeadlineExceeded, ResourceExhausted, NotFound)
-"""What another worker, or the same one a moment later, can make good."""
+"""Errors that another worker, or a later attempt, can cure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +62,12 @@ class RouterOptions:
 
     request_timeout_s: float
     worker_wait_s: float
-    """How long one attempt after the other may fail before the caller is told."""
+    """Longest time of successive failures; then the caller gets the error."""
     hold_s: float
 
 
 class Run:
-    """Drives one request."""
+    """Runs one request."""
 
     def __init__(
         self,
@@ -87,15 +87,15 @@ class Run:
         self._options = options
         self._deadline_s = time.monotonic() + options.request_timeout_s
         self._sampled = b""
-        """All tokens so far, the caller has them or not."""
+        """All tokens so far, sent to the caller or not."""
         self._unsent: list[SampledTokens] = []
         self._finish: Finish | None = None
         self._timings = TurnTimings()
         self._cached_tokens: int | None = None
 
     async def responses(self) -> AsyncGenerator[pb.SampleResponse, None]:
-        """What the caller gets; the last one has a finish reason. Raises Unavailable when nobody
-        can go on, ResourceExhausted when too many wait."""
+        """Yield the responses; the last one has a finish reason. Raises Unavailable when no worker
+        can continue, ResourceExhausted when too many requests wait."""
         admit = Admit()
         try:
             await self._ask(admit)
@@ -129,7 +129,7 @@ class Run:
         self._timings.queue_s += time.monotonic() - began_s
 
     async def _progress(self) -> AsyncGenerator[None, None]:
-        """One attempt after the other until there is a finish; yields when tokens have come."""
+        """Make attempts until the finish; yield after new tokens."""
         failing_s: float | None = None
         while self._finish is None:
             began_s = time.monotonic()
@@ -140,7 +140,7 @@ class Run:
                         yield
             except _MOVES as error:
                 now_s = time.monotonic()
-                # From the first failure on: what was lost may have been at work for long.
+                # From the first failure on, since the lost attempt may have run for long.
                 failing_s = now_s if failing_s is None else failing_s
                 if now_s - failing_s >= self._options.worker_wait_s or self._left_s() <= 0:
                     raise self._gave_up(error) from error
@@ -150,22 +150,22 @@ class Run:
                     sampled_tokens=len(self._sampled) // TOKEN_BYTES,
                     error=str(error),
                 )
-                # The time a lost attempt took, the request has waited.
+                # A lost attempt counts as waiting.
                 self._timings.queue_s += now_s - began_s
                 await asyncio.sleep(error.retry_after_s or _RETRY_PAUSE_S)
 
     def _gave_up(self, error: ForgeError) -> ForgeError:
         kind = ResourceExhausted if isinstance(error, ResourceExhausted) else Unavailable
         return kind(
-            f"no worker could go on with the request within {self._options.worker_wait_s:g} s; "
-            f"the last error: {error}",
+            f"no worker could continue the request within {self._options.worker_wait_s:g} s; "
+            f"last error: {error}",
             retry_after_s=1.0,
         )
 
     async def _attempt(self) -> AsyncGenerator[None, None]:
         """Prefill prompt and tokens so far, then sample until the end or a failure."""
         request = pb.PrefillRequest(
-            # Of its own: what an earlier attempt left behind must not be taken for this one's.
+            # A new id: the leftovers of an earlier attempt must not be taken for this one's.
             request_id=secrets.token_hex(8),
             prompt_ids=self._prompt.ids + self._sampled,
             sampling=codec.write_sampling(self._sampling_from_here()),
@@ -195,19 +195,19 @@ class Run:
                     fetched = True
                     yield
         except _MOVES:
-            # The prompt is read anew: held as well, it would keep others from being read.
+            # The next attempt prefills again: free the memory of this one.
             if not fetched:
                 await self._release_kv(address, request.request_id)
             raise
 
     async def _release_kv(self, address: str, request_id: str) -> None:
-        """Only memory is at stake, and not for longer than hold_s."""
+        """Free a held prompt; on failure prefill drops it after `hold_s`."""
         release = pb.ReleaseKvRequest(request_id=request_id)
         with suppress(grpc.aio.AioRpcError):
             await self._prefill_stub(address).ReleaseKv(release, timeout=_RELEASE_TIMEOUT_S)
 
     async def _prefill(self, request: pb.PrefillRequest) -> tuple[str, pb.PrefillResponse]:
-        """The address of who read the prompt, and what it said."""
+        """Prefill on the cheapest worker; return its address and response."""
         placement = Placement()
         with self._settling(placement) as settle:
             await self._ask(PlacePrefill(ids=request.prompt_ids, placement=placement))
@@ -246,7 +246,7 @@ class Run:
                         settle(done)
                     yield
             finally:
-                # A caller that leaves stops the decoding within a step.
+                # When the caller leaves, decoding stops within a step.
                 call.cancel()
             if self._finish is None:
                 settle(Failed(placement=placement, dead=False))
@@ -256,8 +256,7 @@ class Run:
     def _settling(
         self, placement: Placement
     ) -> Iterator[Callable[[Prefilled | Decoded | Failed], None]]:
-        """Around the asking for a worker and its call: sees to it that the router hears once how
-        they ended."""
+        """Around a placement and its call: the router actor gets exactly one outcome."""
         settled = False
 
         def settle(outcome: Prefilled | Decoded | Failed) -> None:
@@ -268,7 +267,7 @@ class Run:
         try:
             yield settle
         except grpc.aio.AioRpcError as error:
-            # A worker that gives an error of ours is alive, whatever the error.
+            # A worker that answers with a ForgeError is alive.
             answered = any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ())
             if not settled:
                 settle(Failed(placement=placement, dead=not answered))
@@ -278,7 +277,7 @@ class Run:
                 self._tell(Abandoned(placement=placement))
 
     def _sampling_from_here(self) -> Sampling:
-        """What is still to be sampled; a grammar goes on behind what it has matched."""
+        """Return the parameters of the rest; a grammar continues after its matched tokens."""
         sampling = self._prompt.sampling
         grammar = sampling.grammar
         if grammar is not None:
@@ -296,13 +295,13 @@ class Run:
         self._tell(Sampled(tokens=len(tokens.ids) // TOKEN_BYTES))
 
     def _finish_of(self, first: SampledTokens) -> Finish | None:
-        """Whether the answer ends with the token that prefill sampled."""
+        """Return the finish if the answer ends with the token of prefill."""
         if codec.read_tokens(first).ids[-1] in self._prompt.sampling.stop_ids:
             return Finish.STOP
         return Finish.LENGTH if self._tokens >= self._most_tokens else None
 
     def _flush(self) -> list[SampledTokens]:
-        """What the caller does not have yet, in messages that are not too large."""
+        """Return the unsent tokens, split into messages."""
         unsent, self._unsent = self._unsent, []
         return list(split(joined(unsent)))
 

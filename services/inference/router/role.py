@@ -19,7 +19,7 @@ from services.inference.router.service import InferenceServicer
 
 
 class RouterRole:
-    """The actor, its servicer, and the watch over discovery."""
+    """The actor, its servicer and the watch over discovery."""
 
     def __init__(self, servicer: InferenceServicer, background: Background) -> None:
         self._servicer = servicer
@@ -54,7 +54,7 @@ class RouterRole:
         return cls(servicer, Background(context, watch(discoveries, router), name="fleet-watch"))
 
     async def drain(self) -> None:
-        """Only kept streams have to be told; the server lets open calls finish."""
+        """Drain kept streams; the server finishes the open calls."""
         self._servicer.drain()
 
     async def stop(self) -> None:
@@ -63,7 +63,7 @@ class RouterRole:
 
 
 async def watch(discoveries: Sequence[Discovery], router: ActorRef) -> None:
-    """Tell the router about every change of who is there."""
+    """Send every change of discovery to the router actor."""
     while True:
         changes = [asyncio.ensure_future(discovery.changed()) for discovery in discoveries]
         router.tell(FleetChanged())

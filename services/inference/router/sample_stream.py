@@ -1,8 +1,8 @@
 """Many Samples on one kept stream: the router's side of SampleStream.
 
-Owns the calls of a stream: their deadlines, their aborts, how each ended, and what waits to be
-sent. Each is a task of its own; what they have to say goes out in one message per write, so a
-stream under load costs a write per moment, not per token. Owns no sampling: `sample` does that.
+Owns the calls of a stream: deadlines, aborts, ends and unsent events. Each call is a task. One
+write sends the events of all calls, so a loaded stream does not write once per token. Not here:
+the sampling.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from forge.v1 import inference_pb2 as pb
 from services.inference.router.metrics import STREAM_CALLS
 
 WINDOW_BYTES = 8 << 20
-"""What may wait to be sent; then every call of the stream waits for its reader, and no other is
-taken."""
+"""Most unsent bytes; beyond it all calls of the stream wait for the reader, and none begins."""
 MESSAGE_BYTES = 1 << 20
-"""Most that several events take in one message."""
+"""Most bytes of a message with several events."""
 
 Sample = Callable[[pb.SampleRequest], AsyncGenerator[pb.SampleResponse, None]]
 
@@ -40,7 +39,7 @@ class SampleStreams:
     async def serve(
         self, requests: AsyncIterator[pb.SampleStreamRequest]
     ) -> AsyncGenerator[pb.SampleStreamResponse, None]:
-        """The answers to one stream. Raises InvalidArgument when its calls cannot be told apart."""
+        """Yield the responses of one stream. Raises InvalidArgument for a repeated call number."""
         stream = _Stream(self._sample)
         self._open.add(stream)
         if self._draining:
@@ -66,10 +65,10 @@ class _Stream:
         self._sample = sample
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._waiting: deque[tuple[pb.SampleEvent, int]] = deque()
-        """With the size of each in bytes."""
+        """Events and their sizes in bytes."""
         self._waiting_bytes = 0
         self._more = asyncio.Event()
-        """Set when something waits, or nothing more will come."""
+        """Set when an event waits, and at the end of the requests."""
         self._room = asyncio.Event()
         self._room.set()
         self._last_call = 0
@@ -101,11 +100,11 @@ class _Stream:
             await asyncio.wait(tasks)
 
     def _message(self) -> pb.SampleStreamResponse:
-        """What waits, or as much of it as goes in one message."""
+        """Return the waiting events, as many as fit into one message."""
         message, size = pb.SampleStreamResponse(), 0
         while self._waiting:
             event, event_bytes = self._waiting[0]
-            # One alone may be of any size.
+            # A single event may be larger.
             if message.events and size + event_bytes > MESSAGE_BYTES:
                 break
             self._waiting.popleft()
@@ -123,7 +122,7 @@ class _Stream:
                     self._begin(begin)
                 for call in request.cancel:
                     self._cancel(call)
-                # A refusal takes room, too.
+                # Refusals take memory too.
                 await self._room.wait()
         finally:
             self._taking = False
@@ -156,14 +155,14 @@ class _Stream:
             async with asyncio.timeout(begin.timeout_s) as deadline:
                 await self._answer(begin)
         except TimeoutError as error:
-            late = DeadlineExceeded(f"there was no whole answer after {begin.timeout_s:g} s")
+            late = DeadlineExceeded(f"the answer was not complete after {begin.timeout_s:g} s")
             self._end(begin.call, late if deadline.expired() else error)
         except grpc.aio.AioRpcError as error:
             self._end(begin.call, from_rpc_error(error))
         except asyncio.CancelledError:
-            # What is cancelled here has left before; anything else has to have an end.
+            # A call that the caller cancelled is not in `_calls`; any other needs an end.
             if begin.call in self._calls:
-                self._end(begin.call, Unavailable("the call was cancelled within the router"))
+                self._end(begin.call, Unavailable("the router cancelled the call"))
             raise
         except Exception as error:
             self._end(begin.call, error)

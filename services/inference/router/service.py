@@ -22,7 +22,7 @@ _ASK_TIMEOUT_S = 10.0
 
 
 class InferenceServicer(rpc.InferenceServiceServicer):
-    """The router's side of every call; inference.proto says what each promises."""
+    """The RPCs of a router; inference.proto has their contracts."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a prefill or decode instance counts."""
+"""Metrics of a prefill or decode instance."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ from services.inference.worker.service import DecodeServicer, PrefillServicer, W
 from services.inference.worker.weight_follower import WeightFollower
 
 _FETCH_KV_SILENCE_S = 30.0
-"""Without a piece of the keys and values for so long, the request is prefilled elsewhere."""
+"""Longest silence in a fetch of keys and values; then another worker prefills the request."""
 _MIB = 1 << 20
 
 
 class WorkerRole:
-    """An engine, its servicers and the weights it follows."""
+    """An engine, its servicers and its weight follower."""
 
     def __init__(self, engine: Engine, background: Background) -> None:
         self._engine = engine
@@ -34,12 +34,12 @@ class WorkerRole:
             WeightServicer(follower),
             full_name="forge.v1.WeightService",
         )
-        # Without weights there is nothing to be found for.
+        # Not in discovery until it has weights.
         context.ready = False
         return cls(engine, Background(context, follower.run(), name="weights"))
 
     async def drain(self) -> None:
-        """Let requests finish and held prompts be fetched; the bootstrap limits for how long."""
+        """Wait for running requests and held prompts; the bootstrap limits the time."""
         await self._engine.idle()
 
     async def stop(self) -> None:

@@ -1,6 +1,6 @@
-"""The RPCs of a worker: decode, ask the engine, encode.
+"""The RPCs of a worker: decode, call the engine, encode.
 
-PrefillService and DecodeService are served by the role of that name, WeightService by both.
+The role prefill serves PrefillService, the role decode DecodeService, both serve WeightService.
 """
 
 from __future__ import annotations
@@ -117,13 +117,13 @@ class DecodeServicer(rpc.DecodeServiceServicer):
                 raise Unavailable(str(error)) from error
             finally:
                 call.cancel()
-            raise Unavailable(f"{address} ended its stream before the keys and values were whole")
+            raise Unavailable(f"{address} ended its stream before the last keys and values")
 
         return fetch
 
 
 class WeightServicer(rpc.WeightServiceServicer):
-    """Passes the weights held here on to other workers."""
+    """Sends the weights of this worker to other workers."""
 
     def __init__(self, follower: WeightFollower) -> None:
         self._follower = follower
@@ -132,9 +132,9 @@ class WeightServicer(rpc.WeightServiceServicer):
         self, request: pb.FetchWeightsRequest, context: Any
     ) -> AsyncIterator[pb.FetchWeightsResponse]:
         """Send the tensors of one version. Raises NotFound for another version."""
-        held = self._follower.held
-        if held is None or held.version != request.weight_version:
-            has = "none" if held is None else f"version {held.version}"
-            raise NotFound(f"weights {request.weight_version} are not here; held: {has}")
-        async for response in weight_responses(request, tuple(held.tensors.values())):
+        weights = self._follower.held
+        if weights is None or weights.version != request.weight_version:
+            has = "none" if weights is None else f"version {weights.version}"
+            raise NotFound(f"weights {request.weight_version} are not here; this worker has {has}")
+        async for response in weight_responses(request, tuple(weights.tensors.values())):
             yield response

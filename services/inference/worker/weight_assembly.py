@@ -1,4 +1,4 @@
-"""One version of the weights while it arrives, from any number of sources in turn."""
+"""One version of the weights during its transfer, from successive sources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WeightAssembly:
 
     def __init__(self, version: int, names: Sequence[str], *, total_bytes: int) -> None:
         self.tensors: dict[str, NamedTensor] = {}
-        """Whole ones, by name."""
+        """Complete tensors, by name."""
         self.version = version
         self._names = names
         self._total_bytes = total_bytes
@@ -28,7 +28,7 @@ class WeightAssembly:
 
     @property
     def received_bytes(self) -> int:
-        """Data from the first byte on, without a gap."""
+        """Received data, contiguous from the first byte."""
         return self._whole_bytes + self._slices.pending_bytes
 
     @property
@@ -37,8 +37,8 @@ class WeightAssembly:
         return len(self.tensors) == len(self._names)
 
     def request(self) -> pb.FetchWeightsRequest:
-        """Asks a source for all that is missing."""
-        # A message of an earlier source that was cut short is of no use.
+        """Return the request for all missing bytes."""
+        # Drops an incomplete message of an earlier source.
         self._joiner = Joiner(max_bytes=self._total_bytes + (1 << 20))
         self._chunked = False
         return pb.FetchWeightsRequest(
@@ -49,7 +49,7 @@ class WeightAssembly:
         )
 
     def add(self, response: pb.FetchWeightsResponse) -> None:
-        """Raises `DataLoss` for a response that does not continue what has been received."""
+        """Add a response. Raises `DataLoss` if it does not continue the received data."""
         tensor = (
             self._of_slice(response) if response.HasField("slice") else self._of_chunk(response)
         )
@@ -67,7 +67,7 @@ class WeightAssembly:
         return NamedTensor(name=whole.name, dtype=whole.dtype, shape=whole.shape, data=whole.data)
 
     def _of_chunk(self, response: pb.FetchWeightsResponse) -> NamedTensor | None:
-        """From a source of an earlier release, which always begins with the first tensor."""
+        """Add a chunk of an earlier release's source, which begins with the first tensor."""
         if not self._chunked:
             self._chunked = True
             self._restart()

@@ -1,10 +1,10 @@
-"""Follows the weights announced in etcd: fetches, verifies, has them swapped in, passes them on.
+"""Follows the weights announced in etcd: fetches, verifies and swaps them in.
 
-The manifest under weights/<policy>/latest says what is wanted. The bytes come from a worker that
-serves that version already, else from the trainer. A source that sends nothing for
-`weight_silence_s` is given up; the next one continues where it stopped. Whatever goes wrong, the
-old version stays in service, and each new attempt fetches the newest version announced. Owns the
-bytes as published, since only these match the digest for the next one in the relay.
+The manifest is at weights/<policy>/latest. The bytes come from a worker with that version, else
+from the trainer. After `weight_silence_s` without data the next source continues at the first
+missing byte. On any failure the old version stays in service; each new attempt fetches the newest
+announced version. Keeps the bytes as published, since other workers fetch them and check their
+digest.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from services.inference.worker.weight_assembly import WeightAssembly
 from services.inference.worker.weight_sources import WeightSources
 
 _NAMED = 3
-"""Failed sources that an error names; the log has all."""
+"""Failed sources in an error; the log has all."""
 ERROR_KEY = "weights_error"
-"""Metadata of a worker that cannot get the newest weights: version, sources and reasons."""
+"""Metadata of a worker after a failed weight fetch: version, sources and reasons."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """WeightManifest as announced: JSON in etcd."""
+    """WeightManifest, JSON in etcd."""
 
     weight_version: int
     step: int = 0
     tensor_names: list[str]
     total_bytes: int
     digest: str
-    """sha256 over the tensors' data, in order, in hexadecimal."""
+    """SHA-256 over the tensors' data, in order, in hexadecimal."""
     source: str
-    """The trainer that published it, host:port."""
+    """Address of the trainer, host:port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldWeights:
-    """One whole version, as published."""
+    """One complete version, as published."""
 
     version: int
     tensors: dict[str, NamedTensor]
@@ -76,17 +76,17 @@ class WeightFollower:
         self._wanted: Manifest | None = None
         self._assembly: WeightAssembly | None = None
         self._unmixed_version = 0
-        """A version whose bytes were wrong once: each source begins anew."""
+        """A version with a wrong digest; each source then begins at the first byte."""
         self._news = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._listen())
             tasks.create_task(self._keep_up())
 
     async def _listen(self) -> None:
-        # Before any weights are: who does not know its peers asks the trainer.
+        # Peers first: with an empty view it would fetch from the trainer.
         for peers in self._peers:
             await peers.known()
         async with aclosing(self._context.coordinator.follow(self._key)) as announced:
@@ -122,7 +122,7 @@ class WeightFollower:
                     error=str(error),
                 )
                 await self._announce_error(f"version {manifest.weight_version}: {error}")
-                # Newer weights end the wait: they may be easier to get.
+                # Newer weights end the wait.
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), pause_s)
 
@@ -152,8 +152,8 @@ class WeightFollower:
         await self._context.announce()
 
     async def _fetch_from_any(self, manifest: Manifest) -> tuple[dict[str, NamedTensor], str]:
-        """The tensors and the address of the source. Raises `Unavailable` when no source has
-        delivered them, or when a source sent nothing and newer weights are announced."""
+        """Return the tensors and the address of the source. Raises `Unavailable` when all sources
+        have failed, or when one sent nothing and newer weights are announced."""
         failures = []
         for address in self._sources.of(manifest.weight_version, trainer=manifest.source):
             assembly = self._assembly_of(manifest)
@@ -165,7 +165,7 @@ class WeightFollower:
                 failures.append(f"{address}: {error}")
                 self._give_up(address, manifest, error)
                 if isinstance(error, DataLoss):
-                    # Which source sent wrong bytes is unknown: the next ones are not mixed.
+                    # The source of the wrong bytes is unknown: do not mix sources.
                     self._assembly, self._unmixed_version = None, manifest.weight_version
                 progress = self._assembly is assembly and assembly.received_bytes > before_bytes
                 if self._wanted is not manifest and not progress:
@@ -184,12 +184,12 @@ class WeightFollower:
             weight_version=manifest.weight_version,
             error=str(error),
         )
-        # A source that has moved on to another version is sound.
+        # NotFound: the source serves another version and is healthy.
         if not isinstance(error, NotFound):
             self._sources.avoid(address)
 
     async def _fetch(self, assembly: WeightAssembly, address: str) -> None:
-        """Add what is missing to `assembly`, as far as the source gets."""
+        """Fetch the missing bytes into `assembly`."""
         stub = rpc.WeightServiceStub(self._context.channels.get(address))
         call: Any = stub.FetchWeights(assembly.request())
         try:
@@ -201,7 +201,7 @@ class WeightFollower:
             call.cancel()
 
     def _assembly_of(self, manifest: Manifest) -> WeightAssembly:
-        """What earlier sources delivered of this version, or an empty one."""
+        """Return the assembly of this version, with the data of earlier sources, or a new one."""
         version = manifest.weight_version
         kept = self._assembly is not None and self._assembly.version == version
         if self._assembly is None or not kept or version == self._unmixed_version:
@@ -212,7 +212,7 @@ class WeightFollower:
 
 
 def _verify(manifest: Manifest, tensors: dict[str, NamedTensor]) -> None:
-    """Exactly what was announced, bit for bit. Raises DataLoss."""
+    """Check names, order and digest. Raises DataLoss."""
     version = manifest.weight_version
     if list(tensors) != manifest.tensor_names:
         raise DataLoss(

@@ -1,4 +1,4 @@
-"""Which source a worker asks for a version of the weights, and in which order."""
+"""Sources of a version of the weights, in the order of use."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from forge.runtime.coordination import Discovery
 
 AVOID_S = 60.0
-"""How long a source that failed comes after all others."""
+"""Time in which a failed source comes last."""
 
 
 class WeightSources:
-    """Workers that hold a version, then the trainer; those that failed lately come last."""
+    """Workers with the version, then the trainer; recently failed sources come last."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class WeightSources:
         self._avoided_until_s: dict[str, float] = {}
 
     def of(self, version: int, *, trainer: str) -> list[str]:
-        """Addresses in the order to try them: workers spare the trainer's network."""
+        """Return addresses in the order of use: workers first, to spare the trainer's network."""
         now_s = self._clock()
         self._avoided_until_s = {
             address: until_s
@@ -47,5 +47,5 @@ class WeightSources:
         return sorted([*holders, trainer], key=self._avoided_until_s.__contains__)
 
     def avoid(self, address: str) -> None:
-        """After a failure of the source."""
+        """Record a failure of a source."""
         self._avoided_until_s[address] = self._clock() + AVOID_S

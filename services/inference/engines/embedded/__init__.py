@@ -1,18 +1,18 @@
 """The embedded engine: any causal LM of transformers, in this process, on CPU or one GPU.
 
-engine.py        what the service sees of both roles
+engine.py        the engines of both roles
 prefill.py       the actor that reads prompts
 decode.py        the actor that samples, with continuous batching
-messages.py      messages that both actors take
-sampler.py       from logits to tokens, grammars applied
+messages.py      messages of both actors
+sampler.py       from logits to tokens, with grammars
 model.py         the model: its architecture, its forward pass, its weights
-held_prompts.py  prompts that no decode worker has fetched yet
+held_prompts.py  prompts that wait for the fetch of a decode worker
 tensor_bytes.py  tensors as bytes and back
 
 kv/shape.py             the shape of keys and values, and the bytes of one token
-kv/attention.py         how transformers' attention layers reach keys and values kept here
-kv/prefix_cache.py      keys and values of prefixes that may be used again
+kv/attention.py         connects transformers' attention layers to the engine's keys and values
+kv/prefix_cache.py      keys and values of cached prefixes
 kv/slabs.py             keys and values of running sequences, in slabs by length
-kv/shared_prefixes.py   keys and values that running sequences share, kept once
+kv/shared_prefixes.py   keys and values that running sequences share
 kv/decode_attention.py  a decode step's attention over slabs and shared prefixes
 """

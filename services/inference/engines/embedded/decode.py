@@ -1,11 +1,11 @@
-"""The actor that samples: continuous batching, one forward pass a step for every running request.
+"""The actor that samples: continuous batching, one forward pass per step for all running requests.
 
-Requests join and leave between steps, and so do weights. A request's life:
+Requests join and leave between steps; weights change between steps. The life of a request:
 
-    Reserve (what of its prompt is cached here) -> the caller fetches the rest -> Join -> waiting
-    -> running -> a finish reason | Abort | it gives way because the slabs are full
+    Reserve (pins the cached part of its prompt) -> the caller fetches the rest -> Join -> waiting
+    -> running -> a finish reason | Abort | eviction because the slabs are full
 
-Owns the running sequences and the prefix cache; what they hold of older weights is never cached.
+Owns the running sequences and the prefix cache; keys and values of older weights are never cached.
 """
 
 from __future__ import annotations
@@ -35,49 +35,49 @@ from services.inference.engines.embedded.tensor_bytes import from_bytes
 from services.inference.engines.grammar_masks import Matcher
 
 STREAM_INTERVAL_S = 0.05
-"""Streamed tokens are sent together when they come faster than this."""
+"""Shortest time between two pieces of a streamed request."""
 CHECKPOINT_TOKENS = 64
-"""Unstreamed tokens are sent on in such portions, so that a dying worker loses few of them."""
+"""Tokens in a piece of an unstreamed request; a crash loses at most so many."""
 _MIXED = -1
-"""Version of keys and values that are of several weights, or of none: never used again."""
+"""Version of keys and values computed by several weights, or with NaN; never cached."""
 _LOOKAHEAD_TOKENS = 512
-"""A sequence is placed for at most this many tokens to come; it moves if it gets longer."""
+"""A new sequence gets a row for at most this many further tokens; a longer one moves."""
 
 Deliver = Callable[[Piece | ForgeError], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Ask: how many tokens of the prompt are cached here; pinned until Join or Abort."""
+    """Ask: number of cached tokens of the prompt; pinned until Join or Abort."""
 
     prompt: Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """Ask: sample this request; `deliver` is called on the event loop, last with a finish."""
+    """Ask: sample this request; calls `deliver` on the event loop, last with a finish."""
 
     prompt: Prompt
     first: Tokens
     span: KvSpan
-    """The keys and values after those reserved."""
+    """Keys and values after the reserved ones."""
     stream: bool
     asked_s: float
     deliver: Deliver
     matcher: Matcher | None = None
-    """Of a prompt with a grammar: where its answer stands behind `first`."""
+    """State of the grammar after `first`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """Tell: forget a request, wherever it is in its life."""
+    """Tell: drop a request in any state."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Arrived:
-    """Where a prompt's keys and values are: some cached here, and pinned, the rest fetched."""
+    """A prompt's keys and values: the cached, pinned part and the fetched part."""
 
     cached: Match
     fetched: torch.Tensor
@@ -85,33 +85,33 @@ class _Arrived:
 
 @dataclass(frozen=True, slots=True)
 class _Reservation:
-    """A prefix kept for a request whose other tokens are still on their way."""
+    """A pinned prefix of a request that fetches its other keys and values."""
 
     match: Match
     version: int
-    """Of the weights that computed the prefix."""
+    """Version of the weights that computed the prefix."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Sequence(Branch):
-    """A request that waits or runs."""
+    """A waiting or running request."""
 
     prompt: Prompt
     stream: bool
     deliver: Deliver
     asked_s: float
     sampled: array[int]
-    """From the first token on, which prefill drew; the last one is not in the slabs yet."""
+    """All sampled tokens, the first from prefill; the slabs do not have the last one yet."""
     most_sampled: int
     version: int
-    """Of all its keys and values."""
+    """Version of all its keys and values."""
     arrived: _Arrived | None
-    """Until it has its row."""
+    """Set until it has its row."""
     matcher: Matcher | None
     began_s: float = 0.0
     sent_s: float = 0.0
     unsent: list[tuple[DrawnToken, int]] = field(default_factory=list)
-    """With the version of the weights that sampled each."""
+    """Tokens with the version of the weights that sampled each."""
 
     @property
     def ids(self) -> bytes:
@@ -201,7 +201,7 @@ class DecodeActor(ThreadActor):
                 raise Unavailable("no weights have been loaded yet")
             if len(self._waiting) >= self._max_waiting:
                 raise ResourceExhausted(
-                    f"{self._max_waiting} requests wait for a slot already", retry_after_s=1.0
+                    f"{self._max_waiting} requests already wait for a slot", retry_after_s=1.0
                 )
             assert match.tokens + span.tokens == prompt.tokens
             fetched = from_bytes(span.data, dtype=span.dtype, shape=span.shape)
@@ -211,7 +211,7 @@ class DecodeActor(ThreadActor):
             raise
         del self._reserved[prompt.request_id]
         blocks = None
-        # What was read by other weights than what continues it makes a whole of none.
+        # A prefix and its continuation by different weights belong to no version.
         of_one = not match.tokens or span.version == reserved.version
         if of_one and span.version == self._policy.version:
             self._cache.store(prompt.ids, fetched, from_token=match.tokens)
@@ -259,7 +259,7 @@ class DecodeActor(ThreadActor):
             self._waiting.popleft()
 
     def _place(self, sequence: _Sequence) -> bool:
-        """Give a sequence its row; False when there is no room for it now."""
+        """Give a sequence its row; return False without room."""
         if self._trunks is not None:
             self._trunks.seat(sequence, self._running)
         own = sequence.prompt.tokens - sequence.base
@@ -273,7 +273,7 @@ class DecodeActor(ThreadActor):
         return True
 
     def _fill(self, sequence: _Sequence) -> None:
-        """Move a prompt's keys and values, but for what is in the trunk, to its row."""
+        """Copy a prompt's keys and values to its row, without those in its trunk."""
         assert sequence.arrived is not None
         cached, fetched = sequence.arrived.cached, sequence.arrived.fetched
         kv = sequence.slab.kv(sequence)
@@ -298,7 +298,7 @@ class DecodeActor(ThreadActor):
             step.positions_N,
             step,
         )
-        # All at once: a sequence that leaves makes another one move with all it holds.
+        # Before any leaves: the removal of one sequence moves another one in its slab.
         for sequence in sequences:
             sequence.tokens += 1
         positions = [sequence.base + sequence.tokens for sequence in sequences]
@@ -314,13 +314,13 @@ class DecodeActor(ThreadActor):
                 self._advance(sequence, drawn.row(row), now_s)
 
     def _make_room(self) -> None:
-        """Room for a token each, oldest first; when the slabs are full the youngest give way."""
+        """Make room for a token each, oldest first; full slabs evict the youngest."""
         by_age = sorted(self._running, key=lambda sequence: sequence.began_s)
         for sequence in by_age:
             while not self._running.promote(sequence):
                 youngest = by_age.pop()
                 self._leave(youngest)
-                self._refuse(youngest, "gave way to older requests: the slabs are full")
+                self._refuse(youngest, "was evicted for older requests: the slabs are full")
                 if youngest is sequence:
                     break
 
@@ -330,7 +330,7 @@ class DecodeActor(ThreadActor):
             sequence.version = _MIXED
         if not math.isfinite(drawn.logprob):
             self._leave(sequence)
-            broken = BrokenWeights(f"weights {version} gave a logit that is not a number")
+            broken = BrokenWeights(f"weights {version} gave a log-prob that is not finite")
             self._send_error(sequence, broken)
             return
         sequence.sampled.append(drawn.token)
@@ -364,7 +364,7 @@ class DecodeActor(ThreadActor):
         return len(sequence.unsent) >= CHECKPOINT_TOKENS
 
     def _leave(self, sequence: _Sequence) -> None:
-        """Give the row back; what it computed with today's weights may be used again."""
+        """Free the row; cache its keys and values if the present weights computed them."""
         if sequence.version == self._policy.version:
             known = prefix(sequence.ids, sequence.base + sequence.tokens)
             kv = sequence.slab.kv(sequence)

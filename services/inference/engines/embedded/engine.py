@@ -40,7 +40,7 @@ from services.inference.engines.embedded.model import Policy
 from services.inference.engines.embedded.prefill import HeldPrompt, PrefillActor, Read
 from services.inference.engines.grammar_masks import Grammars
 
-# A crash in the model leaves its state unknown: the process ends, and its supervisor starts anew.
+# A crash leaves the model in an unknown state: the process ends, its supervisor starts a new one.
 _NEVER_RESTART = Restart(max_restarts=0)
 _MAX_WAITING = 1024
 
@@ -69,20 +69,20 @@ def _slabs(options: EngineOptions, policy: Policy) -> Slabs[Any]:
 
 
 def _trunks(options: EngineOptions, policy: Policy, cache: KvCache) -> Trunks | None:
-    """None where the merge of two reads is not available, or would see too much."""
+    """Return None on a GPU, and for models with a sliding window: neither can merge two reads."""
     if policy.device.type != "cpu" or policy.kv_shape.windowed:
         return None
     return Trunks(
         policy.kv_shape,
         cache,
         context_tokens=policy.limits.context_tokens,
-        # A trunk is a copy of what is cached and pinned.
+        # A trunk is a copy of pinned blocks of the prefix cache.
         capacity_bytes=options.cache_bytes,
     )
 
 
 class _Work:
-    """Counts what is not finished."""
+    """Counts unfinished requests."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -98,7 +98,7 @@ class _Work:
 
 
 class _Embedded:
-    """What both roles share: the policy's limits and the way weights get in."""
+    """Shared by both roles: limits, weights and the count of requests."""
 
     def __init__(self, policy: Policy, actor: ActorRef, options: EngineOptions) -> None:
         self.limits: ModelLimits = policy.limits
@@ -118,7 +118,7 @@ class _Embedded:
 
     @property
     def cache_tokens(self) -> int:
-        """Most tokens whose keys and values are kept for use again."""
+        """Capacity of the prefix cache."""
         block_bytes = self._options.block_tokens * self._policy.kv_shape.token_bytes
         return self._options.cache_bytes // block_bytes * self._options.block_tokens
 
@@ -138,7 +138,7 @@ class _Embedded:
 
 
 class EmbeddedPrefill(_Embedded):
-    """Reads prompts; holds their keys and values until they are fetched and released."""
+    """Reads prompts; holds their keys and values until a decode worker has fetched them."""
 
     def __init__(self, policy: Policy, actor: ActorRef, options: EngineOptions) -> None:
         super().__init__(policy, actor, options)
@@ -215,7 +215,7 @@ class EmbeddedPrefill(_Embedded):
 
 
 class EmbeddedDecode(_Embedded):
-    """Samples; fetches what of a prompt it does not have."""
+    """Samples; fetches the keys and values that its prefix cache lacks."""
 
     def __init__(self, policy: Policy, actor: ActorRef, options: EngineOptions) -> None:
         super().__init__(policy, actor, options)
@@ -284,15 +284,15 @@ class EmbeddedDecode(_Embedded):
 
     @asynccontextmanager
     async def _missing(self, prompt: Prompt) -> AsyncIterator[int]:
-        """The first token whose keys and values are not here; those before it are pinned.
+        """Yield the first token whose keys and values are absent; those before it are pinned.
 
-        Of several requests that lack the same next block one fetches it, while the others wait for
-        it to be cached: a group of rollouts moves its common prompt once.
+        If several requests lack the same next block, one fetches it and the others wait until it is
+        cached: a group of rollouts transfers its common prompt once.
         """
         cached: int = await self._ask(Reserve(prompt=prompt))
         if (other := self._fetching.get(self._next_block(prompt, cached))) is not None:
             await other.wait()
-            # Once only: what the other brought may not have been worth caching.
+            # Only once: the other's blocks may not have been cached.
             cached = await self._ask(Reserve(prompt=prompt))
         block = self._next_block(prompt, cached)
         if not block or block in self._fetching:
@@ -306,7 +306,7 @@ class EmbeddedDecode(_Embedded):
             fetched.set()
 
     def _next_block(self, prompt: Prompt, cached_tokens: int) -> bytes:
-        """The prefix that ends with the first block not cached; empty without a whole block."""
+        """Return the prefix up to the first uncached block; empty without a whole block."""
         end = cached_tokens + self._options.block_tokens
         return prefix(prompt.ids, end) if end <= prompt.tokens else b""
 

@@ -1,7 +1,7 @@
-"""The prompts of a prefill instance: those being read, those held for a decode instance.
+"""The prompts of a prefill instance, during the read and until a decode instance fetches them.
 
-Owns their memory: a prompt whose keys and values do not fit waits, in the order of arrival, until
-others were fetched, released or held for too long. Equal prompts are read once and counted once.
+Owns the limit on their memory: a prompt that does not fit waits, in the order of arrival, until
+others are fetched, released or expired. Equal prompts are read once and counted once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Held:
 
 
 class HeldPrompts:
-    """At most `capacity_bytes` of keys and values, read or being read."""
+    """At most `capacity_bytes` of keys and values, held or during the read."""
 
     def __init__(
         self, *, capacity_bytes: int, token_bytes: int, on_release: Callable[[], None]
@@ -35,7 +35,7 @@ class HeldPrompts:
         self._on_release = on_release
         self._held: dict[str, _Held] = {}
         self._reading: Counter[bytes] = Counter()
-        """By ids: how many wait for the same read."""
+        """Number of requests for the same read, by ids."""
         self._line: deque[tuple[Prompt, asyncio.Future[None]]] = deque()
 
     def __len__(self) -> int:
@@ -43,9 +43,9 @@ class HeldPrompts:
 
     @asynccontextmanager
     async def reading(self, prompt: Prompt) -> AsyncIterator[None]:
-        """Around the reading of a prompt, once there is room for it.
+        """Wait for memory; around the read of a prompt.
 
-        Raises ResourceExhausted for one that has no room even alone.
+        Raises ResourceExhausted for a prompt above the whole capacity.
         """
         needed = prompt.tokens * self._token_bytes
         if needed > self._capacity_bytes:
@@ -66,7 +66,7 @@ class HeldPrompts:
             self._advance()
 
     def hold(self, prompt: Prompt, read: HeldPrompt, *, hold_s: float) -> None:
-        """Keep it for `hold_s`. To be called while it counts as being read."""
+        """Hold a prompt for `hold_s`. Call it inside `reading`."""
         expiry = asyncio.get_running_loop().call_later(hold_s, self.release, prompt.request_id)
         self._held[prompt.request_id] = _Held(read, expiry)
 
@@ -91,7 +91,7 @@ class HeldPrompts:
     def _advance(self) -> None:
         while self._line:
             prompt, granted = self._line[0]
-            # Done here means that its caller has gone.
+            # Done: its caller has left.
             if not granted.done():
                 own = 0 if prompt.ids in self._reading else prompt.tokens * self._token_bytes
                 if self._bytes() + own > self._capacity_bytes:

@@ -1,4 +1,4 @@
-"""Messages that both actors of the embedded engine take."""
+"""Messages of both actors of the embedded engine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from services.inference.engines.embedded.model import StagedWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """Ask: serve other weights."""
+    """Ask: serve these weights."""
 
     weights: StagedWeights

@@ -1,7 +1,7 @@
 """The policy model: its architecture from config.json, its forward pass, its weights.
 
-Reads no weight file: weights come through `stage` and `swap` alone. Not thread-safe, but for
-`stage`, which touches nothing that is served.
+Reads no weight file: weights come through `stage` and `swap` alone. Only `stage` is thread-safe: it
+does not change the served weights.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class StagedWeights:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weight:
     names: tuple[str, ...]
-    """More than one when it is tied."""
+    """Several names for tied weights."""
     served: torch.Tensor
 
     @classmethod
     def all_of(cls, model: torch.nn.Module) -> tuple[_Weight, ...]:
-        """Every parameter and persistent buffer once, in the model's order."""
+        """Return every parameter and persistent buffer once, in the model's order."""
         names: dict[int, list[str]] = {}
         served: dict[int, torch.Tensor] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -62,11 +62,11 @@ class Policy:
 
     @classmethod
     def build(cls, model_path: str, *, dtype: str, device: str, context_tokens: int = 0) -> Policy:
-        """The architecture in `model_path`/config.json, with weights still undefined.
+        """Build the architecture of `model_path`/config.json, with undefined weights.
 
         `dtype` "auto" takes the config's, or float32 where the device has no bfloat16;
-        `context_tokens` 0 takes the config's. Raises InvalidArgument
-        when the path holds no causal LM that this engine can run.
+        `context_tokens` 0 takes the config's. Raises InvalidArgument for a path without a causal LM
+        that this engine supports.
         """
         if not (Path(model_path) / "config.json").is_file():
             raise InvalidArgument(f"model_path = {model_path!r}: there is no config.json in it")
@@ -96,7 +96,7 @@ class Policy:
         *,
         logits_at: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [rows, vocabulary] of the packed tokens, or of those at `logits_at` alone."""
+        """Return logits [rows, vocabulary] of the packed tokens, or of those at `logits_at`."""
         outcome = self._model(
             input_ids=ids_N[None],
             position_ids=positions_N[None],
@@ -108,10 +108,10 @@ class Policy:
         return logits
 
     def stage(self, tensors: Mapping[str, NamedTensor], *, version: int) -> StagedWeights:
-        """Check and convert a set of weights without touching what is served.
+        """Check and convert a set of weights; the served weights stay.
 
-        Tied weights may come under any of their names or under all; heads that draft are left
-        aside. Raises UnfitWeights.
+        Tied weights may have any or all of their names; drafting heads are ignored. Raises
+        UnfitWeights.
         """
         known = {name for weight in self._weights for name in weight.names}
         unknown = sorted(
@@ -136,14 +136,14 @@ class Policy:
         return StagedWeights(version=version, tensors=tuple(staged))
 
     def swap(self, staged: StagedWeights) -> None:
-        """Serve `staged` from the next forward on: pointers change, no byte is copied."""
+        """Serve `staged` from the next forward pass on; changes pointers, copies nothing."""
         for weight, tensor in zip(self._weights, staged.tensors, strict=True):
             weight.served.data = tensor
         self.version = staged.version
 
 
 class _Recorder:
-    """A KvPass that looks at shapes only."""
+    """A KvPass that records shapes."""
 
     def __init__(self) -> None:
         self.seen: dict[int, tuple[int, int, int]] = {}
@@ -171,7 +171,7 @@ def _fast_type(configured: torch.dtype | None, device: str) -> torch.dtype:
 
 
 def _probe(policy: Policy) -> KvShape:
-    """Find the shape of the cache by running one token, whatever the config calls its fields."""
+    """Run one token to find the shape of keys and values, independent of the config's names."""
     recorder = _Recorder()
     one = torch.zeros(1, dtype=torch.long, device=policy.device)
     try:

@@ -1,7 +1,7 @@
 """The actor that reads prompts: batches of prompts, each with its own cached part.
 
-What several prompts of a batch have in common is computed once too: the later one copies, layer by
-layer and in the same forward pass, from the earlier one.
+A prefix that prompts of a batch share is computed once: the later prompt copies it, layer by layer
+and in the same forward pass, from the earlier one.
 
 Shape suffixes as in kv/slabs.py; S = tokens computed for one prompt in one pass.
 """
@@ -28,23 +28,23 @@ from services.inference.engines.embedded.sampler import DrawnToken, draw
 from services.inference.engines.grammar_masks import Matcher
 
 _MASK_ELEMENTS = 1 << 24
-"""Most elements of one prompt's attention mask in one pass: long prompts go in smaller steps."""
+"""Most elements of one prompt's attention mask in one pass; longer prompts take several passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """Ask: compute a prompt. Answered by a HeldPrompt."""
+    """Ask: read a prompt; the answer is a HeldPrompt."""
 
     prompt: Prompt
     asked_s: float
-    """On the monotonic clock."""
+    """Monotonic time of the request."""
     matcher: Matcher | None = None
-    """Of a prompt with a grammar: where its answer begins."""
+    """State of the grammar at the start of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldPrompt:
-    """A prompt with all its keys and values; immutable from here on."""
+    """A prompt with all its keys and values; immutable."""
 
     prefilled: Prefilled
     kv: torch.Tensor
@@ -54,7 +54,7 @@ class HeldPrompt:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Reading:
-    """A prompt being computed."""
+    """A prompt during its computation."""
 
     prompt: Prompt
     ids: torch.Tensor
@@ -67,11 +67,11 @@ class _Reading:
     """An earlier prompt of the batch that shares its first `shared` tokens."""
     shared: int = 0
     logits: torch.Tensor | None = None
-    """Of the last token computed, shape [vocabulary]."""
+    """Logits of the last computed token, shape [vocabulary]."""
 
     @property
     def start(self) -> int:
-        """The first token it computes itself."""
+        """First token that is computed."""
         return max(self.cached, self.shared)
 
 
@@ -79,7 +79,7 @@ class PrefillActor(ThreadActor):
     """Owns the model and the prefix cache of a prefill instance."""
 
     batch_size: ClassVar[int] = 64
-    # A group's rollouts start together: after a moment's wait their prompts are one batch.
+    # The rollouts of a group start together; a short wait joins their prompts.
     batch_wait_s: ClassVar[float] = 0.002
 
     def __init__(
@@ -96,7 +96,7 @@ class PrefillActor(ThreadActor):
         torch.set_num_threads(self._threads)
 
     def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
-        """Consecutive prompts form a batch; a swap stands between batches."""
+        """Read consecutive prompts as one batch; a swap separates batches."""
         outcomes: list[Any] = []
         waiting: list[Read] = []
         for message in messages:
@@ -133,9 +133,9 @@ class PrefillActor(ThreadActor):
         ]
 
     def _compute(self, prompts: Sequence[Prompt]) -> list[_Reading]:
-        """One reading for each prompt; equal prompts share it.
+        """Return one reading per prompt; equal prompts share it.
 
-        A group's rollouts begin with the same prompt: it is read once and drawn from by each.
+        The rollouts of a group have the same first prompt: it is computed once and sampled by each.
         """
         distinct: dict[bytes, Prompt] = {}
         for prompt in prompts:
@@ -158,7 +158,7 @@ class PrefillActor(ThreadActor):
     ) -> HeldPrompt | ForgeError:
         version = self._policy.version
         if not math.isfinite(drawn.logprob):
-            return BrokenWeights(f"weights {version} gave a logit that is not a number")
+            return BrokenWeights(f"weights {version} gave a log-prob that is not finite")
         its_own = reading.prompt is message.prompt
         if its_own:
             self._cache.store(reading.prompt.ids, reading.kv)
@@ -180,7 +180,7 @@ class PrefillActor(ThreadActor):
         )
 
     def _plan(self, prompts: Sequence[Prompt]) -> list[_Reading]:
-        """What of each prompt is in the cache, and what an earlier one of the batch will have."""
+        """Find each prompt's part in the cache, and its part in an earlier prompt."""
         shape = self._policy.kv_shape
         batch_index = PrefixCache(
             block_tokens=self._block_tokens,
@@ -189,7 +189,7 @@ class PrefillActor(ThreadActor):
         owners: dict[int, _Reading] = {}
         readings = []
         for prompt in prompts:
-            # The last token is always computed: its logits are what the first answer is drawn from.
+            # The last token is always computed: its logits give the first token of the answer.
             limit = prompt.tokens - 1
             match = self._cache.match(prompt.ids, limit_tokens=limit)
             reading = _Reading(
@@ -211,9 +211,9 @@ class PrefillActor(ThreadActor):
         return readings
 
     def _pass(self, pending: Sequence[_Reading]) -> list[_Reading]:
-        """One forward over as many tokens as fit, in order; returns what is not yet read whole.
+        """Compute as many tokens as fit, in order; return the unfinished readings.
 
-        In order, so that whoever shares with an earlier prompt finds it in this pass or done.
+        The order ensures that the source of a shared prefix is in this pass or finished.
         """
         spans = []
         room = self._pass_tokens
@@ -242,7 +242,7 @@ class PrefillActor(ThreadActor):
 
 
 def _most_tokens(done: int) -> int:
-    """How many tokens may follow `done` ones in one pass, for their mask to stay small."""
+    """Return the most tokens after `done` ones whose mask has at most _MASK_ELEMENTS."""
     return max(1, int((math.sqrt(done * done + 4 * _MASK_ELEMENTS) - done) / 2))
 
 
@@ -299,7 +299,7 @@ class _PrefillPass:
         return read_NQD
 
     def _bias_for(self, index: int, window: int | None) -> torch.Tensor | None:
-        """Causal, counted from the span's start: [1, 1, S, end]; None where the kernel knows."""
+        """Return the causal mask [1, 1, S, end]; None where the kernel's own causal mask fits."""
         if self._spans[index].start == 0 and window is None:
             return None
         if (index, window) not in self._bias:

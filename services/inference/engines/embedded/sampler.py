@@ -1,7 +1,7 @@
-"""From logits to tokens: grammars first, then each request's own settings and random stream.
+"""From logits to tokens: grammars first, then each request's own parameters and random stream.
 
-Owns the application of masks, and the share of probability that masks and cuts left. What a
-grammar allows is `services.inference.engines.grammar_masks`'s, the drawing `forge.rl.sampling`'s.
+Owns the application of masks, and the probability mass left by masks and cuts. Not here: the masks
+(`services.inference.engines.grammar_masks`), the draw (`forge.rl.sampling`).
 
 Shape suffixes: R rows, M rows with a grammar, V vocabulary.
 """
@@ -26,11 +26,11 @@ class DrawnToken(NamedTuple):
 
     token: int
     logprob: float
-    """In the distribution drawn from."""
+    """Log-prob in the sampled distribution."""
     allowed: float
-    """The log of the share of probability that grammar, top-k and top-p left; 0 without any."""
+    """Log of the probability mass left by grammar, top-k and top-p; 0 without any."""
     top: Likeliest
-    """Empty where nobody asked for it."""
+    """Empty without `top_logprobs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,11 @@ class Drawn:
     ids: list[int]
     logprobs: list[float]
     allowed: Mapping[int, float]
-    """Of rows with a grammar or a cut, and maybe of others."""
+    """Of rows with a grammar or a cut, and perhaps of others."""
     top: Mapping[int, Likeliest]
-    """Of rows that asked for it alone."""
+    """Of rows with `top_logprobs`."""
     failed: Mapping[int, ForgeError]
-    """Rows whose grammar cannot be gone on with; what was drawn there means nothing."""
+    """Rows whose grammar cannot be continued; their tokens have no meaning."""
 
     def row(self, row: int) -> DrawnToken:
         """Return the token of one row."""
@@ -60,7 +60,7 @@ def draw(
     positions: Sequence[int],
     matchers: Sequence[Matcher | None],
 ) -> Drawn:
-    """Masks `logits_RV` in place where there is a grammar, and draws."""
+    """Sample one token per row; masks `logits_RV` in place for rows with a grammar."""
     device = logits_RV.device
     settings = [prompt.sampling for prompt in prompts]
     allowed: Mapping[int, float] = {}
@@ -76,7 +76,7 @@ def draw(
         keep_all=any(s.top_logprobs for s in settings),
     )
     if drawn.kept_logprobs is not None:
-        # The cuts are of what the grammar left: shares multiply.
+        # The cuts apply after the grammar: shares multiply.
         kept = drawn.kept_logprobs.tolist()
         allowed = {row: share + allowed.get(row, 0.0) for row, share in enumerate(kept)}
     return Drawn(
@@ -89,7 +89,7 @@ def draw(
 
 
 def _likeliest(logprobs_RV: torch.Tensor | None, counts: Sequence[int]) -> dict[int, Likeliest]:
-    """The `counts` likeliest tokens of each row that wants any."""
+    """Return the `counts` likeliest tokens of each row with a count above 0."""
     if logprobs_RV is None:
         return {}
     rows = [row for row, count in enumerate(counts) if count]
@@ -106,7 +106,7 @@ def _mask(
     matchers: Sequence[Matcher | None],
     temperatures: Sequence[float],
 ) -> tuple[dict[int, float], dict[int, ForgeError]]:
-    """Forbids what the grammars do; gives each row's allowed share and its failure."""
+    """Apply the grammars; return each row's allowed share and its failure."""
     vocabulary = logits_RV.shape[-1]
     rows: list[int] = []
     failed: dict[int, ForgeError] = {}
@@ -127,12 +127,12 @@ def _mask(
     logits_MV = logits_RV[rows]
     masked_MV = logits_MV.masked_fill(~allowed_MV, -torch.inf)
     logits_RV[rows] = masked_MV
-    # A greedy row has no distribution: any temperature will do, and the share is not looked at.
+    # A greedy row has no distribution: any temperature works, and its share is unused.
     heat_M = [temperatures[row] or 1.0 for row in rows]
     heat_M1 = torch.tensor(heat_M, device=logits_RV.device)[:, None]
     left_M = (masked_MV.float() / heat_M1).logsumexp(-1)
     all_M = (logits_MV.float() / heat_M1).logsumexp(-1)
-    # Rounding may leave a little more than everything.
+    # Rounding may exceed 1.
     shares = (left_M - all_M).clamp(max=0).tolist()
     allowed = {
         row: share if temperatures[row] > 0 else 0.0

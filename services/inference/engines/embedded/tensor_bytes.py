@@ -1,4 +1,4 @@
-"""Tensors as bytes and back, without a copy where memory order allows it."""
+"""Converts tensors to bytes and back, without a copy where the memory layout allows it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from services.inference.engines.base import NamedTensor, UnfitWeights
 
-# Tensors made from received bytes are only ever read.
+# Tensors of received bytes are never written.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 DTYPES = {
@@ -23,13 +23,13 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
-    """Little-endian, C order; one copy."""
+    """Return the data, little-endian, in C order; one copy."""
     flat = tensor.cpu().view(torch.uint8) if tensor.dim() else tensor.cpu().reshape(1)
     return flat.view(torch.uint8).numpy().tobytes()
 
 
 def from_bytes(data: bytes | memoryview, *, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A read-only view of `data`. Raises UnfitWeights when size and shape disagree."""
+    """Return a read-only view of `data`. Raises UnfitWeights when size and shape disagree."""
     if dtype not in DTYPES:
         raise UnfitWeights(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
     kind = DTYPES[dtype]

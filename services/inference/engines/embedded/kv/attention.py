@@ -1,8 +1,8 @@
-"""How the attention layers of any transformers model reach the keys and values kept by the engine.
+"""Connects the attention layers of any transformers model to the engine's keys and values.
 
-A forward pass is packed: all tokens of all sequences in one row of length N, without padding. Each
-attention layer hands its q, k and v to the `KvPass` of the forward, which stores k and v and
-attends over what is kept.
+A forward pass is packed: all tokens of all sequences are one row of length N, without padding. Each
+attention layer passes q, k and v to the `KvPass` of the forward pass, which stores k and v and
+attends over all stored ones.
 
 Shape suffixes: N packed tokens, Q query heads, H key-value heads, D head size.
 """
@@ -21,7 +21,7 @@ IMPLEMENTATION = "forge_kv"
 
 
 class KvPass(Protocol):
-    """What one forward pass does with keys and values."""
+    """Storage and attention of one forward pass."""
 
     def attend(
         self,
@@ -33,7 +33,7 @@ class KvPass(Protocol):
         scale: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """Store this layer's keys and values; returns what the queries read, shape NQD."""
+        """Store this layer's keys and values; return the attention output, shape NQD."""
 
 
 def grouped_attention(
@@ -45,7 +45,7 @@ def grouped_attention(
     scale: float | None,
     causal: bool = False,
 ) -> torch.Tensor:
-    """Attention of G query rows per key-value head: grouped heads without repeating a key."""
+    """Attention of G query rows per key-value head, without repeated keys."""
     return scaled_dot_product_attention(
         q_BHGD, k_BHTD, v_BHTD, attn_mask=bias, is_causal=causal, scale=scale
     )
@@ -68,7 +68,7 @@ def _attention(  # noqa: PLR0913
     if softcap is not None or s_aux is not None:
         raise InvalidArgument(
             f"{type(module).__name__} caps its attention logits or has attention sinks, "
-            "which the embedded engine does not compute"
+            "which the embedded engine does not support"
         )
     layer = module.layer_idx
     assert isinstance(layer, int)
@@ -84,7 +84,7 @@ def _attention(  # noqa: PLR0913
 
 
 def register() -> None:
-    """Make the implementation known to transformers; harmless when done twice."""
+    """Register the implementation with transformers; idempotent."""
     AttentionInterface.register(IMPLEMENTATION, _attention)
-    # Which token sees which is the KvPass's business: no mask is built.
+    # The KvPass owns the mask.
     AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)

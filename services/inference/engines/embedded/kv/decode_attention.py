@@ -1,7 +1,7 @@
 """One decode step's attention: a new token for every running sequence.
 
-Each sequence reads its own slab row; those on a trunk read that too, all sequences of a trunk
-together, and the two results are merged by their log-sum-exp.
+Each sequence reads its own slab row. All sequences of a trunk read it together, and the two results
+are merged by their log-sum-exp.
 
 Shape suffixes: N sequences, R rows of a slab, K sequences of one trunk, M sequences that
 read trunks, H key-value heads, G query
@@ -20,11 +20,11 @@ from services.inference.engines.embedded.kv.shared_prefixes import Trunk
 from services.inference.engines.embedded.kv.slabs import ALIGNMENT_TOKENS, Slab
 
 _PADDED_SEQUENCES = 16
-"""Trunks with more sequences than this are read alone, the others padded to the largest of them."""
+"""A trunk with more sequences is read alone; the others are padded to the largest of them."""
 
 
 class SlabStep:
-    """The KvPass of one step: token i of the pass is the i-th sequence of the slabs, in order."""
+    """The KvPass of one step: token i of the pass is of the i-th sequence of the slabs."""
 
     def __init__(self, slabs: Sequence[Slab], trunk_slabs: Sequence[Slab]) -> None:
         device = slabs[0].kv_L2RHTD.device
@@ -110,7 +110,7 @@ class SlabStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TrunkRead:
-    """Some trunks of one slab, read in one call by all their sequences."""
+    """Trunks of one slab that all their sequences read in one call."""
 
     slab: Slab
     rows: slice
@@ -118,15 +118,15 @@ class _TrunkRead:
     bias: torch.Tensor | None
     """[R, 1, 1, T]; None when all trunks have the same length."""
     table: torch.Tensor
-    """[R, K], the number of the sequence that asks there; beyond a trunk's own it is in vain."""
+    """[R, K], the number of the sequence that reads there; padding beyond a trunk's own."""
     asking: torch.Tensor
-    """[M], the numbers of the sequences that ask, each once."""
+    """[M], the numbers of the reading sequences, each once."""
     places: torch.Tensor
-    """[M], where each one asks in the flattened table."""
+    """[M], the place of each in the flattened table."""
 
     @classmethod
     def of(cls, slab: Slab, trunks: Sequence[Trunk], numbers: Mapping[int, int]) -> _TrunkRead:
-        """`numbers`: of each sequence, by its id()."""
+        """`numbers`: the number of each sequence by its id()."""
         kv = slab.kv_L2RHTD
         widest = max(len(trunk.sequences) for trunk in trunks)
         table: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Keys and values of prefixes that may be used again: the store behind a `PrefixCache`.
+"""Keys and values of cached prefixes: the storage of a `PrefixCache`.
 
 Bounded in bytes, emptied when the weights change. Owned by one engine actor.
 """
@@ -13,14 +13,14 @@ from services.inference.engines.embedded.kv.shape import KvShape
 
 
 class KvCache:
-    """Blocks of keys and values in one tensor, indexed by the tokens they were computed from."""
+    """Blocks of keys and values in one tensor, indexed by their tokens."""
 
     def __init__(self, shape: KvShape, *, block_tokens: int, capacity_bytes: int) -> None:
         self.block_tokens = block_tokens
         blocks = capacity_bytes // (block_tokens * shape.token_bytes)
         self._index = PrefixCache(block_tokens=block_tokens, capacity_tokens=blocks * block_tokens)
-        # [layers, 2, heads, slots, block_tokens, head_size]: reading slots gives a sequence's
-        # layout at once. Memory is taken from the system page by page as slots fill.
+        # [layers, 2, heads, slots, block_tokens, head_size]: slots have a sequence's layout.
+        # The system allocates pages as slots fill.
         self._blocks = torch.empty(
             (shape.layers, 2, shape.heads, blocks, block_tokens, shape.head_size),
             dtype=shape.dtype,
@@ -56,9 +56,9 @@ class KvCache:
             out[:, :, :, : len(slots) * size] = blocks.flatten(3, 4)
 
     def store(self, ids: bytes, kv: torch.Tensor, *, from_token: int = 0) -> None:
-        """Keep the whole blocks of `ids`, whose keys and values stand at the front of `kv`.
+        """Cache the whole blocks of `ids`; their keys and values are at the front of `kv`.
 
-        `kv` may begin at `from_token` when what is before it is cached and pinned already.
+        `kv` may begin at `from_token` if all tokens before it are cached and pinned.
         """
         placed = self._index.insert(ids)
         if placed:
@@ -67,7 +67,7 @@ class KvCache:
             end = placed[-1].start_token + size - from_token
             assert start >= 0
             slots = torch.tensor([block.slot for block in placed], device=self._blocks.device)
-            # New blocks are consecutive: they are the part of the prefix that was not known.
+            # New blocks are consecutive: they are the uncached part of the prefix.
             layers, two, heads, _, head_size = kv.shape
             blocks = kv[:, :, :, start:end].view(layers, two, heads, len(placed), size, head_size)
             self._blocks.index_copy_(3, slots, blocks)

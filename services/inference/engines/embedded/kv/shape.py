@@ -1,4 +1,4 @@
-"""The shape of keys and values: what the model has, and what one token takes of it."""
+"""The shape of a model's keys and values."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
-    """What the keys and values of one token look like."""
+    """Shape, type and device of the keys and values of one token."""
 
     layers: int
     windowed: bool
-    """Whether some layer sees only the last tokens."""
+    """Whether some layer has a sliding window."""
     heads: int
     head_size: int
     dtype: torch.dtype
@@ -25,7 +25,7 @@ class KvShape:
         return self.layers * 2 * self.heads * self.head_size * self.dtype.itemsize
 
     def empty(self, tokens: int) -> torch.Tensor:
-        """Room for one sequence: [layers, 2, heads, tokens, head_size]."""
+        """Allocate one sequence: [layers, 2, heads, tokens, head_size]."""
         return torch.empty(
             (self.layers, 2, self.heads, tokens, self.head_size),
             dtype=self.dtype,

@@ -1,12 +1,12 @@
-"""Trunks: keys and values that several running sequences share, kept once and read once a step.
+"""Trunks: keys and values that running sequences share, stored once and read once per step.
 
-The rollouts of a group have their prompt in common, and groups of a domain its examples. What
-running sequences share is one row here; each sequence's own slab row holds only what comes after.
-A step then reads a trunk once for all its sequences instead of once for each, and on a CPU it is
-this reading that a step's attention consists of.
+The rollouts of a group share their prompt, the groups of a domain its examples. A shared prefix is
+one row here; each sequence's own slab row has only the tokens after it. A step then reads a trunk
+once for all its sequences instead of once for each; on a CPU these reads are most of a step's
+attention.
 
-What is shared is known from the prefix cache: every running sequence pins the blocks of its prompt,
-and a block pinned by two is shared.
+The prefix cache shows shared prefixes: every running sequence pins the blocks of its prompt, and a
+block with two pins is shared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.kv.slabs import Slab, SlabRow, Slabs
 
 MIN_TRUNK_TOKENS = 64
-"""Sharing less than this costs more than it saves."""
+"""A shorter shared prefix costs more than it saves."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -28,16 +28,16 @@ class Trunk(SlabRow):
     """One shared prefix."""
 
     key: int
-    """The cache's slot of its last block, which all its sequences have pinned."""
+    """Slot of its last block in the cache; all its sequences have pinned it."""
     sequences: list[Branch] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Branch(SlabRow):
-    """A sequence as seen from here: it may stand on a trunk."""
+    """A sequence that may have a trunk."""
 
     prompt_blocks: Match | None = None
-    """The cached, pinned part of its prompt; None when its keys and values are not those cached."""
+    """The cached, pinned part of its prompt; None if its keys and values differ from those."""
     trunk: Trunk | None = None
 
 
@@ -59,9 +59,9 @@ class Trunks:
         return self._slabs.occupied
 
     def seat(self, branch: Branch, running: Iterable[Branch]) -> None:
-        """Put a sequence that is about to run on a trunk, if it shares enough with others.
+        """Give a sequence a trunk before it runs, if it shares enough with others.
 
-        A new trunk takes those of `running` that share it along.
+        Sequences of `running` that share a new trunk join it.
         """
         blocks = branch.prompt_blocks
         if blocks is None:
@@ -79,7 +79,7 @@ class Trunks:
             _join(branch, trunk)
 
     def leave(self, branch: Branch) -> None:
-        """A trunk without sequences is cut down."""
+        """Remove a sequence from its trunk, and a trunk without sequences."""
         trunk, branch.trunk, branch.base = branch.trunk, None, 0
         if trunk is None:
             return
@@ -117,7 +117,7 @@ def _join(branch: Branch, trunk: Trunk) -> None:
 
 
 def _shorten(branch: Branch, tokens: int) -> None:
-    """Drop the first `tokens` of a sequence's own keys and values: they are in a trunk now."""
+    """Drop the first `tokens` of a sequence's own keys and values, which its trunk has."""
     kv = branch.slab.kv(branch)
     kept = branch.tokens - tokens
     kv[:, :, :, :kept] = kv[:, :, :, tokens : branch.tokens].clone()

@@ -1,9 +1,9 @@
-"""Keys and values of running sequences, laid out so that a decode step copies none of them.
+"""Keys and values of running sequences, in a layout that a decode step reads without a copy.
 
-A slab holds the sequences of one length class, one row each, rows without gaps; classes double. A
-step attends over a view of each slab, cut at its longest sequence: padding costs less than half,
-and a long context does not make short ones pay. Growing, moving up a class and closing the gap that
-a finished sequence leaves are the only copies.
+A slab has the sequences of one length class, one row each, without gaps; each class is twice the
+one before. A step attends over a view of each slab, cut at its longest sequence: less than half of
+it is padding, and a long context does not slow short ones. Only growth, the move to a larger class
+and the removal of a sequence copy.
 
 Shape suffixes: L layers, R rows, H key-value heads, T tokens, D head size.
 """
@@ -21,17 +21,17 @@ from services.inference.engines.embedded.kv.shape import KvShape
 SMALLEST_CLASS_TOKENS = 64
 _FIRST_ROWS = 4
 ALIGNMENT_TOKENS = 16
-"""Lengths of slabs and of views into them are multiples of this, which vector kernels like."""
+"""Lengths of slabs and views are multiples of this, for vector kernels."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SlabRow:
-    """A sequence's place. Subclass it with what else is known of the sequence."""
+    """A sequence's place in a slab; base class of sequences."""
 
     tokens: int = 0
-    """How many tokens have their keys and values here."""
+    """Tokens with keys and values in this row."""
     base: int = 0
-    """How many tokens before them have theirs in a trunk."""
+    """Tokens before them, with keys and values in a trunk."""
     slab: Slab = field(init=False)
     row: int = field(init=False)
 
@@ -63,7 +63,7 @@ class Slab:
         return self.kv_L2RHTD.shape[2]
 
     def kv(self, row: SlabRow) -> torch.Tensor:
-        """The row's keys and values, [L, 2, H, class_tokens, D]; writable."""
+        """Return the row's keys and values, [L, 2, H, class_tokens, D]; writable."""
         return self.kv_L2RHTD[:, :, row.row]
 
     def resize(self, rows: int) -> None:
@@ -80,7 +80,7 @@ class Slab:
         self.rows.append(row)
 
     def remove(self, row: SlabRow) -> None:
-        """The last row fills the gap."""
+        """Remove a row; the last row fills the gap."""
         last = self.rows.pop()
         if last is not row:
             filled = self.kv_L2RHTD[:, :, :, :, : last.tokens]
@@ -106,7 +106,7 @@ class Slabs(Generic[Row]):
         self._slabs = [Slab(shape, tokens) for tokens in _classes(context_tokens)]
 
     def __iter__(self) -> Iterator[Row]:
-        """In the order of a step's rows."""
+        """Yield the sequences in the order of a step's rows."""
         for slab in self._slabs:
             yield from slab.rows  # type: ignore[misc]
 
@@ -119,9 +119,9 @@ class Slabs(Generic[Row]):
         return sum(slab.bytes for slab in self._slabs)
 
     def add(self, row: Row, *, tokens: int, expected_tokens: int) -> bool:
-        """Place a sequence that has `tokens` now and may get to `expected_tokens`.
+        """Place a sequence of `tokens` that may grow to `expected_tokens`; False: no room.
 
-        It gets a class for the latter if there is room, else for the former. False: no room.
+        Its class fits the latter if there is room, else the former.
         """
         for needed in (expected_tokens, tokens + 1):
             slab = self._class_for(needed)
@@ -138,7 +138,7 @@ class Slabs(Generic[Row]):
             row.slab.resize(0)
 
     def promote(self, row: Row) -> bool:
-        """See to it that one more token fits; False when there is no room for a larger class."""
+        """Make room for one more token; return False without room in a larger class."""
         if row.tokens < row.slab.class_tokens:
             return True
         slab = self._class_for(row.tokens + 1)
@@ -152,7 +152,7 @@ class Slabs(Generic[Row]):
 
     @property
     def occupied(self) -> list[Slab]:
-        """The slabs that hold anything, in order."""
+        """The slabs with sequences, in order."""
         return [slab for slab in self._slabs if slab.rows]
 
     def _class_for(self, tokens: int) -> Slab:
