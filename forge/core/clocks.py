@@ -1,4 +1,4 @@
-"""Which clocks of a cluster are off: every clock against the median of all."""
+"""Finds the wrong clocks of a cluster: compares every clock with the median of all."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 AGREE_S = 5.0
-"""Clocks that differ by less agree; a call on a busy machine measures no better."""
+"""Clocks that differ by less agree; a measurement on a busy machine is no more precise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """One clock as an observer measured it."""
+    """One clock, measured by an observer."""
 
     name: str
     offset_s: float
     """This clock minus the observer's."""
     error_s: float = 0.0
-    """The offset is exact to so much: half the round trip of the measurement."""
+    """Error of the offset: half the round trip of the measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Some clocks against their median."""
+    """Clocks compared with their median."""
 
     reference: Clock
-    """The median one."""
+    """The median clock."""
     off: tuple[Clock, ...]
-    """Those that differ from the median, with their offset to it."""
+    """Clocks that differ from the median, with their offset from it."""
     decided: bool
-    """Whether most clocks agree with the median; otherwise nobody knows which are off."""
+    """Whether most clocks agree with the median; otherwise the wrong clocks are unknown."""
 
     def lines(self) -> list[str]:
-        """One sentence for each clock that is off."""
+        """Return one sentence per wrong clock."""
         return [self._line(clock) for clock in self.off]
 
     def _line(self, clock: Clock) -> str:
@@ -44,8 +44,8 @@ class Comparison:
 
 
 def compare(clocks: Sequence[Clock]) -> Comparison:
-    """At least one clock, the observer's among them. The lower median decides a tie, so that
-    every observer of the same clocks comes to the same result."""
+    """Compare clocks, the observer's among them. The lower median decides a tie, so that all
+    observers of the same clocks get the same result."""
     reference = sorted(clocks, key=lambda clock: clock.offset_s)[(len(clocks) - 1) // 2]
     off = tuple(
         Clock(name=clock.name, offset_s=clock.offset_s - reference.offset_s, error_s=clock.error_s)

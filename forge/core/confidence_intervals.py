@@ -1,15 +1,15 @@
 """95 % confidence intervals of means over tasks.
 
 A task is the unit: its value is the mean over its attempts, so attempts at one task, which are not
-independent, count once. Tasks come in strata (domains), and the mean over all is the mean of the
-strata weighted by their number of tasks.
+independent, count once. Tasks are in strata (domains); the mean over all is the mean of the strata
+weighted by their number of tasks.
 
-The interval is Student's, with pseudo-observations at the ends of the scale added first. Without
+The interval is Student's, with additional pseudo-observations at the ends of the scale. Without
 them 24 equal values would give an interval of width 0. For one proportion these are Agresti and
 Coull's two successes and two failures ("Approximate is better than exact", The American
 Statistician 52, 1998); for a paired difference Agresti and Min's, half a task at each end and one
 at 0 ("Simple improved confidence intervals for comparing matched proportions", Statistics in
-Medicine 24, 2005). They are shared out to the strata by weight. The degrees of freedom of several
+Medicine 24, 2005). The strata share them by weight. The degrees of freedom of several
 strata are Welch and Satterthwaite's.
 
 Pure.
@@ -42,8 +42,8 @@ class _Pseudo(NamedTuple):
 
 
 def mean_interval(strata: Sequence[Sequence[float]]) -> Interval | None:
-    """Of the mean of values that lie in [0, 1], or in what the values themselves span if that is
-    more. None without any value."""
+    """Return the interval of the mean of values in [0, 1], or in their own range if it is larger.
+    None without a value."""
     values = [value for stratum in strata for value in stratum]
     low, high = min([0.0, *values]), max([1.0, *values])
     pseudo = _Pseudo(number=4.0, mean=(low + high) / 2, square=(low**2 + high**2) / 2)
@@ -51,8 +51,8 @@ def mean_interval(strata: Sequence[Sequence[float]]) -> Interval | None:
 
 
 def change_interval(strata: Sequence[Sequence[float]]) -> Interval | None:
-    """Of the mean of paired differences, after less before of the same task: values in [-1, 1], or
-    in what they span if that is more. None without any value."""
+    """Return the interval of the mean of paired differences, after less before of the same task:
+    values in [-1, 1], or in their own range if it is larger. None without a value."""
     widest = max([1.0, *(abs(value) for stratum in strata for value in stratum)])
     pseudo = _Pseudo(number=2.0, mean=0.0, square=widest**2 / 2)
     return _interval(strata, pseudo, low=-widest, high=widest)
@@ -73,7 +73,7 @@ def _interval(
         count = len(stratum) + added
         mean = (math.fsum(stratum) + added * pseudo.mean) / count
         square = (math.fsum(value**2 for value in stratum) + added * pseudo.square) / count
-        # Fewer than one degree of freedom cannot be: one task has pseudo-observations, too.
+        # At least one degree of freedom: one task has pseudo-observations too.
         freedom = max(1.0, count - 1.0)
         own = share**2 * max(0.0, square - mean**2) / freedom
         center += share * mean
@@ -84,8 +84,8 @@ def _interval(
 
 
 def _student_t(freedom: float) -> float:
-    """The quantile of Student's distribution that `CONFIDENCE` asks for, by its expansion in
-    1 / freedom (Abramowitz and Stegun 26.7.5); from 2 degrees of freedom on within one percent."""
+    """Return the quantile of Student's distribution for `CONFIDENCE`, by its expansion in
+    1 / freedom (Abramowitz and Stegun 26.7.5); within one percent from 2 degrees of freedom on."""
     z = _Z
     terms = (
         (z**3 + z) / 4,

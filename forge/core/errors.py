@@ -1,24 +1,23 @@
-"""The one error tree.
+"""The error tree.
 
     ForgeError
       InvalidArgument      a field is wrong: the message names field and value
-        ConfigError        a setting is wrong: names file, key, value and what is allowed
+        ConfigError        a setting is wrong: names file, key, value and the allowed values
       Unauthenticated      no credential, a forged or an expired one
-      PermissionDenied     a genuine credential without the scope needed
+      PermissionDenied     a genuine credential without the required scope
       NotFound             an unknown task, trajectory, batch, session, model or version
-      FailedPrecondition   the record's state forbids it: sealed, not all turns arrived
-        StaleFence         a deposed leader's write, or a lost compare-and-swap
-        LeaseLost          the claim this rests on has expired
-      Conflict             somebody else was first: read again, then decide anew
+      FailedPrecondition   the record's state forbids it: sealed, turns are missing
+        StaleFence         a former leader's write, or a lost compare-and-swap
+        LeaseLost          the claim behind the call has expired
+      Conflict             another writer was first: read, then try again
       ResourceExhausted    a bounded queue, the disk or the budget is full: retry later
-        MailboxFull        the actor asked has too much to do
-      Unavailable          starting, draining, or gone: retry
-        ActorStopped       the actor asked is no longer there
+        MailboxFull        the actor's mailbox is full
+      Unavailable          the process starts, drains or is unreachable: retry
+        ActorStopped       the actor has stopped
       DeadlineExceeded     no answer in time; the outcome is unknown
-      DataLoss             a checksum failed: an operator must look
+      DataLoss             a checksum failed: an operator must act
 
-The gRPC status of an error is its `code`; `forge.runtime.rpc` does the translation, both ways,
-and nothing else does.
+The gRPC status of an error is its `code`; only `forge.runtime.rpc` translates, in both directions.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class ForgeError(Exception):
     """Name of the gRPC status code."""
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
-    """Whether the same call may succeed later without any change to it."""
+    """Whether the same call, unchanged, may succeed later."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)

@@ -1,10 +1,10 @@
-"""Planning of prefix trees: which tokens of a batch's samples are the same computation.
+"""Plans prefix trees: finds the computations that samples of a batch share.
 
 Owns the compressed radix trie over token ids, its depth-first layout and the partition of a batch
-into trees within a token budget. Executing a plan (attention, log-probs, losses) is `forge.rl`.
+into trees within a token budget. Not here: the execution of a plan (`forge.rl`).
 
-A token's hidden state depends on the tokens before it alone, so samples that share a prefix
-share that prefix's states. A plan lays every distinct prefix out once, in depth-first order:
+A token's hidden state depends only on the tokens before it, so samples with a common prefix share
+the states of that prefix. A plan has every distinct prefix once, in depth-first order:
 
     samples  a b c d      layout    a b c d x y e      position 0 1 2 3 2 3 1
              a b x y      nodes     [a) [b) [c d) [x y) [e)
@@ -39,12 +39,12 @@ Span = tuple[int, int]
 STEP_COST = 3.0
 """Forward and backward, in forwards."""
 RELAY_COST = 1.0
-"""What a relayed token costs beyond that: its forward is run again on the way back."""
+"""Additional cost of a relayed token: its forward runs again in the backward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One trainable sequence: a context and what was sampled in it.
+    """One trainable sequence: a context and its sampled tokens.
 
     The three columns have one entry per trained token, in the order of the sequence.
     """
@@ -52,18 +52,18 @@ class Sample:
     ids: bytes
     """int32: the whole sequence."""
     trained: tuple[Span, ...]
-    """Ranges of the tokens that carry loss: ascending, disjoint, from index 1 on."""
+    """Ranges of the tokens with loss: ascending, disjoint, from index 1 on."""
     behavior_logprobs: bytes
-    """float32: log-probability in the distribution sampled from."""
+    """float32: log-prob in the sampled distribution."""
     weight_versions: bytes
-    """int32: version of the weights that sampled the token."""
+    """int32: weight version of each sampled token."""
     advantages: bytes
     """float32."""
     temperature: float = 1.0
-    """Of the distribution sampled from."""
+    """Temperature of sampling."""
     returns: bytes = b""
-    """float32: what was earned from the turn on, for a critic; empty without one. The advantages
-    are then weights of those that the critic estimates."""
+    """float32: return-to-go of the turn, for a critic; empty without one. With a critic,
+    `advantages` are weights on the critic's estimates."""
     domain: str = ""
 
     @property
@@ -73,11 +73,11 @@ class Sample:
 
     @property
     def trained_tokens(self) -> int:
-        """How many tokens carry loss."""
+        """Number of tokens with loss."""
         return sum(end - start for start, end in self.trained)
 
     def validate(self) -> None:
-        """Raise `InvalidArgument` when the columns do not fit the sequence."""
+        """Raises `InvalidArgument` when the columns do not fit the sequence."""
         if len(self.ids) % TOKEN_BYTES or not self.ids:
             raise InvalidArgument(
                 f"ids has {len(self.ids)} bytes; must be a positive multiple of 4"
@@ -125,16 +125,16 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreePlan:
-    """The merged layout of some of a batch's samples; one forward pass, or several if relayed."""
+    """The merged layout of samples of a batch; one forward pass, or several if relayed."""
 
     ids: bytes
     """int32: the distinct tokens, depth first."""
     nodes: tuple[Node, ...]
     """In layout order; they tile the layout."""
     samples: tuple[int, ...]
-    """Which samples of the batch are in this tree, by index."""
+    """Indices of the batch's samples in this tree."""
     trained: tuple[tuple[Span, ...], ...]
-    """Per sample, where its trained tokens lie in the layout, in the order of the sequence."""
+    """Per sample, the layout ranges of its trained tokens, in the order of the sequence."""
     lasts: tuple[int, ...]
     """Per sample, the place of its last token in the layout."""
     parts: tuple[Span, ...]
@@ -142,7 +142,7 @@ class TreePlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens to compute."""
+        """Number of tokens to compute."""
         return len(self.ids) // TOKEN_BYTES
 
 
@@ -151,10 +151,10 @@ def plan_trees(
 ) -> list[TreePlan]:
     """Merge samples into trees at the least cost, in passes of at most `token_budget` tokens.
 
-    Every sample is in exactly one tree, so losses and gradients add up over trees without any
-    correction; a prefix shared across two trees is computed in both. `pair_cost` is what one
-    query-key pair costs in a model, relative to all that a token costs without attention. Without
-    `relay` each tree is one pass, and a sample longer than the budget a tree that exceeds it.
+    Every sample is in exactly one tree, so losses and gradients of trees add up without correction;
+    a prefix shared by two trees is computed in both. `pair_cost` is the cost of one query-key pair,
+    relative to a token's cost without attention. Without `relay` each tree is one pass, and a
+    sample above the budget is a tree that exceeds it.
     """
     order = sorted(range(len(samples)), key=lambda index: samples[index].ids)
     shared = [0] * len(order)
@@ -264,7 +264,7 @@ class _Trie:
         self._closed: list[Node] = []
 
     def insert(self, ids: bytes, shared: int) -> None:
-        """Add a sequence of which the first `shared` tokens are the previous one's."""
+        """Add a sequence; its first `shared` tokens are those of the previous one."""
         self._close(shared)
         tokens = len(ids) // TOKEN_BYTES
         if shared == tokens:
@@ -279,7 +279,7 @@ class _Trie:
         self._size = grown
 
     def locate(self, spans: Sequence[Span]) -> Iterator[Span]:
-        """Layout ranges of sequence ranges of the sequence just inserted."""
+        """Yield the layout ranges of ranges of the last inserted sequence."""
         for start, end in spans:
             for node_start, node_end, depth, _ in self._path:
                 low = max(start, depth)
@@ -288,7 +288,7 @@ class _Trie:
                     yield node_start + low - depth, node_start + high - depth
 
     def nodes(self) -> tuple[Node, ...]:
-        """All nodes, in layout order; ends the building."""
+        """Close the trie; return all nodes in layout order."""
         self._close(0)
         return tuple(sorted(self._closed))
 

@@ -1,7 +1,7 @@
 """Columns of tokens: little-endian int32 and float32 bytes, one entry per token.
 
 Owns the conversion from and to numbers, and the comparison of two columns of ids. Columns travel,
-are stored and are compared as bytes; numbers are unpacked only where something computes with them.
+are stored and are compared as bytes; only computations unpack the numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 Number = TypeVar("Number", int, float)
 TOKEN_BYTES = 4
-"""Of one entry of every column: an int32 id, a float32 log-prob, an int32 weight version."""
+"""Bytes of one entry: an int32 id, a float32 log-prob, an int32 weight version."""
 _BIG_ENDIAN = sys.byteorder == "big"
 
 
@@ -51,9 +51,9 @@ def _to_column(numbers: array[Number]) -> bytes:
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
-    """How many leading ids two sequences share."""
+    """Return the number of leading ids that two sequences share."""
     low, high = 0, min(len(left), len(right)) // TOKEN_BYTES
-    # The usual cases first: everything agrees, or nothing does.
+    # The usual cases first: all ids agree, or none.
     if left[: high * TOKEN_BYTES] == right[: high * TOKEN_BYTES]:
         return high
     if left[:TOKEN_BYTES] != right[:TOKEN_BYTES]:

@@ -1,9 +1,8 @@
-"""Trajectories as data: their names, their turns, and the token sequences the turns spell.
+"""Trajectories as data: their names, their turns, and the token sequences of the turns.
 
-Owns how an id is built and read, the rule by which a turn extends another, and the
-reconstruction of full sequences from turns that hold only what was new. Owns no storage, no
-protobuf and no tensors: numbers stay the little-endian bytes they travel as, and are sliced
-and joined, never unpacked one by one.
+Owns the format of ids, the rule by which a turn extends another, and the reconstruction of full
+sequences from turns that have only their new tokens. Owns no storage, no protobuf and no tensors:
+columns stay little-endian bytes, are sliced and joined, never unpacked one by one.
 
 The rule, as on `Turn` in common.proto:
 
@@ -24,7 +23,7 @@ TaskId = NewType("TaskId", str)
 TrajectoryId = NewType("TrajectoryId", str)
 
 NO_PARENT = -1
-"""`parent_turn` of a turn whose context starts from nothing."""
+"""`parent_turn` of a turn without a parent."""
 MAX_NUMBER = 2**32 - 1
 """Largest rollout index and attempt."""
 
@@ -34,13 +33,13 @@ _TRAJECTORY_ID = re.compile(r"([A-Za-z0-9._-]{1,200}):(0|[1-9][0-9]{0,9}):(0|[1-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryName:
-    """A trajectory id taken apart. `str()` gives the id, and parsing that gives an equal name."""
+    """The parts of a trajectory id; `str()` returns the id."""
 
     task_id: TaskId
     rollout_index: int
-    """Which member of the group, from 0."""
+    """Rollout of the group, from 0."""
     attempt: int
-    """Which try at that rollout, from 0."""
+    """Attempt at the rollout, from 0."""
 
     def __str__(self) -> str:
         return f"{self.task_id}:{self.rollout_index}:{self.attempt}"
@@ -52,14 +51,14 @@ class TrajectoryName:
 
 
 def check_task_id(task_id: str) -> TaskId:
-    """`task_id` itself if it is well-formed; raises `InvalidArgument` otherwise."""
+    """Return `task_id`. Raises `InvalidArgument` for a malformed one."""
     if not _TASK_ID.fullmatch(task_id):
         raise InvalidArgument(f"task_id {task_id[:220]!r} must be 1 to 200 of [A-Za-z0-9._-]")
     return TaskId(task_id)
 
 
 def parse_trajectory_id(trajectory_id: str) -> TrajectoryName:
-    """Reads `{task_id}:{rollout_index}:{attempt}`; raises `InvalidArgument`."""
+    """Parse `{task_id}:{rollout_index}:{attempt}`. Raises `InvalidArgument`."""
     match = _TRAJECTORY_ID.fullmatch(trajectory_id)
     if match is None or max(numbers := [int(match[2]), int(match[3])]) > MAX_NUMBER:
         raise InvalidArgument(
@@ -70,7 +69,7 @@ def parse_trajectory_id(trajectory_id: str) -> TrajectoryName:
 
 
 class TurnShape(Protocol):
-    """How a turn hangs in its trajectory, whatever else is known about it."""
+    """A turn's place in the tree of its trajectory."""
 
     @property
     def turn_index(self) -> int:
@@ -91,22 +90,22 @@ class TurnShape(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTokens:
-    """The tokens one LLM call added to its trajectory's tree."""
+    """The tokens that one LLM call added to its trajectory's tree."""
 
     turn_index: int
-    """Counts from 0 in the order the calls ended."""
+    """From 0, in the order of the calls' ends."""
     parent_turn: int = NO_PARENT
-    """The turn whose sequence this context extends."""
+    """Turn that this context extends."""
     prefix_tokens: int = 0
-    """How many tokens of the parent's sequence are shared."""
+    """Tokens shared with the parent's sequence."""
     prompt_ids: bytes
-    """int32 ids rendered for this turn alone."""
+    """int32 ids of the prompt behind the shared prefix."""
     sampled_ids: bytes
-    """int32 ids the policy sampled."""
+    """int32 sampled ids."""
     logprobs: bytes
     """float32 behavior log-prob of each sampled id."""
     weight_versions: bytes
-    """int32 version of the weights that sampled each id."""
+    """int32 weight version of each sampled id."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -127,7 +126,7 @@ class TurnTokens:
 def check_columns(
     *, prompt_ids: bytes, sampled_ids: bytes, logprobs: bytes, weight_versions: bytes
 ) -> None:
-    """Raises `InvalidArgument` unless the columns of one turn are whole and of equal count."""
+    """Raises `InvalidArgument` for truncated columns, or columns of different counts."""
     if len(prompt_ids) % TOKEN_BYTES:
         raise InvalidArgument(f"prompt_ids has {len(prompt_ids)} bytes, not a multiple of 4")
     if len(sampled_ids) % TOKEN_BYTES:
@@ -141,11 +140,11 @@ def check_columns(
 
 
 def sequence_lengths(turns: Sequence[TurnShape]) -> list[int]:
-    """Tokens in the full sequence of every turn, checking that the turns form a tree.
+    """Return the length of every turn's full sequence; check that the turns form a tree.
 
-    `turns` are all turns of one trajectory in order. Raises `InvalidArgument` naming the first
-    turn that is out of place, has a parent that does not come before it, or shares more
-    tokens than its parent has.
+    `turns` are all turns of one trajectory in order. Raises `InvalidArgument` with the first
+    misplaced turn, the first with a later parent, or the first that shares more tokens than its
+    parent has.
     """
     lengths: list[int] = []
     for position, turn in enumerate(turns):
@@ -167,14 +166,14 @@ def sequence_lengths(turns: Sequence[TurnShape]) -> list[int]:
 
 
 class TokenTree:
-    """All turns of one trajectory, and the sequence each of them spells.
+    """All turns of one trajectory, and the token sequence of each.
 
-    Nothing is copied until a sequence is asked for; then its pieces are joined once, so the cost
-    is the length of the answer however long the chain of parents.
+    Copies nothing before a request for a sequence; then joins its pieces once, so the cost is the
+    length of the result, independent of the number of parents.
     """
 
     def __init__(self, turns: Sequence[TurnTokens]) -> None:
-        """Raises `InvalidArgument` if the turns do not form a tree (see `sequence_lengths`)."""
+        """Raises `InvalidArgument` if the turns form no tree (see `sequence_lengths`)."""
         for turn in turns:
             check_columns(
                 prompt_ids=turn.prompt_ids,
@@ -187,16 +186,16 @@ class TokenTree:
         """Tokens in each turn's full sequence, sampled ones included."""
 
     def context(self, turn_index: int) -> bytes:
-        """int32 ids of s_t: what the policy was shown, without what it sampled."""
+        """Return the int32 ids of s_t: the prompt, without the sampled ids."""
         turn = self.turns[turn_index]
         return self._join(turn_index, turn.prefix_tokens + turn.prompt_tokens)
 
     def sequence(self, turn_index: int) -> bytes:
-        """int32 ids of s_t and a_t: the context, then the sampled tokens."""
+        """Return the int32 ids of s_t and a_t: the context, then the sampled ids."""
         return self._join(turn_index, self.lengths[turn_index])
 
     def _join(self, turn_index: int, tokens: int) -> bytes:
-        """The first `tokens` ids of the sequence of `turn_index`."""
+        """Return the first `tokens` ids of the sequence of `turn_index`."""
         pieces: list[memoryview] = []
         while tokens > 0:
             turn = self.turns[turn_index]

@@ -1,2 +1,2 @@
-"""Grammars that an answer is held to, in llguidance's terms, for those who take one and those who
-enforce it. Imports `forge.core` alone."""
+"""Grammars of answers for llguidance, shared by the gateway, which accepts them, and the engines,
+which enforce them. Imports `forge.core` alone."""

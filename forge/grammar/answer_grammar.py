@@ -1,7 +1,7 @@
-"""Grammars that an answer can be held to: their bounds, and what is wrong with one.
+"""Grammars of answers: their limits, and the errors of a wrong one.
 
-Owns the translation into llguidance's terms and the wording of what it refuses, so that who takes
-a schema from an agent and who enforces it judge alike. Matching tokens is the engine's.
+Owns the translation for llguidance and the texts of its errors, so that gateway and engine accept
+the same schemas. Not here: matching tokens, which is the engine's.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ KINDS: tuple[Kind, ...] = ("json_schema", "regex", "lark")
 
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_PROPERTIES = 500
-"""In one object: leaving out any of n properties takes of the order of n^2 rules."""
+"""Most properties of one object: n optional properties take on the order of n^2 rules."""
 MAX_LOCATING_TRIES = 200
-"""Compilations spent on finding out where in a schema the trouble is."""
+"""Most compilations to locate an error in a schema."""
 LIMITS = LLParserLimits(
-    # About 1.5 KiB each, kept for as long as the compiled grammar is.
+    # About 1.5 KiB each, for the life of the compiled grammar.
     max_lexer_states=10_000,
     # Per token: a few milliseconds; an answer that needs more ends with an error.
     step_lexer_fuel=100_000,
@@ -31,20 +31,20 @@ LIMITS = LLParserLimits(
     # Once: some tens of milliseconds.
     initial_lexer_fuel=1_000_000,
     max_grammar_size=200_000,
-    # The grammar may hold what the agent's prompt holds; logs must not.
+    # A grammar may have text of the agent's prompt; logs must not.
     verbose_errors=False,
 )
 
 _SPACE = r"[ \n\t\r]{0,64}"
-"""Between JSON's tokens. Bounded, for a model may like white space better than an end."""
+"""White space between JSON's tokens; bounded, since a model may never end it."""
 _ONE_BELOW = ("additionalProperties", "items", "not", "if", "then", "else", "contains")
 _LIST_BELOW = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _MAP_BELOW = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
 
 
 def source(kind: Kind, text: str, *, lenient: bool = False) -> str:
-    """The grammar as llguidance's matcher takes it. Raises `InvalidArgument`, before anything is
-    compiled, for what is too large or no JSON Schema at all."""
+    """Return the grammar for llguidance's matcher. Raises `InvalidArgument`, before compilation,
+    for a too large grammar and for a text that is no JSON Schema."""
     if len(text) > MAX_GRAMMAR_BYTES or len(text.encode()) > MAX_GRAMMAR_BYTES:
         raise InvalidArgument(f"the grammar is longer than {MAX_GRAMMAR_BYTES} bytes")
     match kind:
@@ -62,14 +62,14 @@ def source(kind: Kind, text: str, *, lenient: bool = False) -> str:
 
 
 def guided(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[str, Any]:
-    """The schema with the options it is compiled by; what it says of those itself is ignored."""
+    """Return the schema with our compile options in place of its own."""
     return {**schema, "x-guidance": {"whitespace_pattern": _SPACE, "lenient": lenient}}
 
 
 def check_schema(schema: Mapping[str, Any], *, field: str, lenient: bool = False) -> None:
-    """Raises `InvalidArgument` naming the place in `field` that cannot be enforced.
+    """Raises `InvalidArgument` with the place in `field` that cannot be enforced.
 
-    Blocks for up to a second or so: not for an event loop.
+    Blocks for up to about a second: not for an event loop.
     """
     check_shape(schema, field=field)
     wrong = _wrong_with(schema, lenient=lenient)
@@ -79,8 +79,8 @@ def check_schema(schema: Mapping[str, Any], *, field: str, lenient: bool = False
 
 
 def check_shape(schema: Mapping[str, Any], *, field: str) -> None:
-    """Raises `InvalidArgument` for an object with so many properties that it would take too long
-    to find out whether it can be enforced."""
+    """Raises `InvalidArgument` for an object with too many properties to check it in reasonable
+    time."""
     for place, below in _walk(schema):
         properties = below.get("properties")
         if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
@@ -100,7 +100,7 @@ def _loaded(text: str) -> dict[str, Any]:
 
 
 def _wrong_with(schema: Mapping[str, Any], *, lenient: bool) -> str:
-    """ "" or what llguidance says."""
+    """Return llguidance's error, or ""."""
     try:
         compilable = _compilable(schema, lenient=lenient)
     except (ValueError, RecursionError) as error:
@@ -114,7 +114,7 @@ def _compilable(schema: Mapping[str, Any], *, lenient: bool) -> str:
 
 
 def _located(schema: Mapping[str, Any], wrong: str, *, lenient: bool) -> tuple[str, str]:
-    """The innermost part that cannot be enforced by itself, and why; references are kept whole."""
+    """Return the innermost part that cannot be enforced, and the reason; references stay whole."""
     try:
         root = _rebased(schema)
     except RecursionError:
@@ -123,7 +123,7 @@ def _located(schema: Mapping[str, Any], wrong: str, *, lenient: bool) -> tuple[s
     descending = True
     while descending:
         descending = False
-        # What only refers to another part comes last, so that the other one is named.
+        # References last, so that the error names the referenced part.
         below = sorted(_walk(_at(schema, place), deep=False), key=lambda found: "$ref" in found[1])
         for step, _ in below:
             tries += 1
@@ -140,8 +140,8 @@ def _located(schema: Mapping[str, Any], wrong: str, *, lenient: bool) -> tuple[s
 def _walk(
     schema: Mapping[str, Any], place: str = "", *, deep: bool = True
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every schema in a schema, itself first, with its JSON pointer; not `deep`: those directly
-    below it alone."""
+    """Yield every schema in a schema, itself first, with its JSON pointer; not `deep`: only its
+    direct parts."""
     pending = [(place, schema)]
     while pending:
         at, one = pending.pop()
@@ -169,7 +169,7 @@ def _at(schema: Mapping[str, Any], place: str) -> Mapping[str, Any]:
 
 
 def _rebased(value: Any) -> Any:
-    """The schema for its new place below #/$defs/root: references within it still hit."""
+    """Return the schema for its new place below #/$defs/root, with adapted references."""
     if isinstance(value, list):
         return [_rebased(one) for one in value]
     if not isinstance(value, dict):
@@ -186,6 +186,6 @@ def _escaped(name: str) -> str:
 
 
 def one_line(message: str) -> str:
-    """What llguidance says, fit for an error message."""
+    """Return llguidance's message as one line."""
     plain = message.partition(" while processing json-schema:")[0].replace("<non-verbose/>", "")
     return " ".join(plain.split())[:300]

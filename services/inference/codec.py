@@ -188,7 +188,7 @@ def _read_top(tokens: SampledTokens) -> tuple[Likeliest, ...]:
     if ids != logprobs or not sampled or ids % sampled:
         raise InvalidArgument(
             f"columns top_ids ({ids} bytes) and top_logprobs ({logprobs} bytes) do not fit "
-            f"{sampled // TOKEN_BYTES} tokens"
+            f"the likeliest of {sampled // TOKEN_BYTES} tokens"
         )
     each = ids // sampled
     pairs = list(zip(array("i", tokens.top_ids), array("f", tokens.top_logprobs), strict=True))

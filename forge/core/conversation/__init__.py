@@ -1,1 +1,1 @@
-"""Messages of a session, their prefix tree, and the exact tokens that a request continues."""
+"""Messages of a session, their prefix tree, and the exact tokens behind a request."""

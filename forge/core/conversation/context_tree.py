@@ -1,13 +1,13 @@
 """The prefix tree of contexts of one session.
 
-Owns which message boundaries a session has been at: a node is a message behind a path of
-messages, and an assistant's node knows the turn that sampled it. Owns no token: a node names a
-turn, and `TokenPrefixes` has its ids; and no template: see `continuation`.
+Owns the message boundaries of a session: a node is a message behind a path of messages; a node of
+an assistant names the turn that sampled it. Owns no tokens (`TokenPrefixes` has the ids of a turn)
+and no template (`continuation`).
 
-A request is matched to the deepest node whose messages agree with it (`messages` has the rules).
-What the agent did to its history needs no detection: appending goes deeper, a fork or an edit
-leaves the path where it differs, a truncated or summarized history starts a path of its own.
-Sub-agents and parallel calls are further paths of the same tree.
+A request matches the deepest node whose messages agree with it (`messages` has the rules). Changes
+of the history need no detection: an appended message goes deeper, a fork or an edit leaves the path
+where it differs, a truncated or summarized history starts a new path. Sub-agents and parallel calls
+are further paths of the same tree.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from forge.core.conversation.messages import Message, MessageKey, agree, same
 from forge.core.trajectory import NO_PARENT
 
 SHARED_OPENINGS = 2
-"""Messages at the start of a context that many sessions have: system prompt and task. Their text
-is kept once."""
+"""Messages at the start of a context that sessions share: system prompt and task. Their text is
+stored once."""
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A boundary behind a message. A `Root` stands before the first."""
+    """A boundary behind a message; a `Root` is before the first."""
 
     parent: Node | None
     depth: int
     """Messages from the root to here."""
     message: Message | None
-    """None at a root. At a sampled node it is what the model said, not what agents repeat."""
+    """None at a root. At a sampled node the model's own message, not the agent's copy."""
     turn: int = NO_PARENT
     """The turn that sampled this message."""
     opening: str = ""
-    """Text put into the model's mouth before it sampled this message."""
+    """Text of the answer that the prompt forced before the sampled text."""
     prompted: int = NO_PARENT
-    """The first turn whose prompt ended here, with nothing put into the model's mouth."""
+    """First turn whose prompt ended here without an opening."""
     child: Node | None = None
-    """The only child; most nodes have one, and a hundred thousand sessions are many nodes."""
+    """The only child, without a dict: most nodes have one, and there are millions of nodes."""
     children: dict[MessageKey, list[Node]] | None = None
-    """Once there are more. Several under one key when parallel samples said the same, or thought
-    differently."""
+    """Set for several children. Several have one key if parallel samples are equal, or differ
+    only in their reasoning."""
 
     def below(self, message: Message) -> Iterable[Node]:
-        """The children that agree with `message`."""
+        """Return the children that agree with `message`."""
         if self.child is not None:
             return (self.child,) if same(_said(self.child), message) else ()
         if self.children is None:
@@ -56,7 +56,7 @@ class Node:
         return [child for child in found if agree(_said(child), message)]
 
     def add(self, message: Message) -> tuple[Node, bool]:
-        """A new child, and whether another has the same key."""
+        """Add a child; return it, and whether another has the same key."""
         new = Node(parent=self, depth=self.depth + 1, message=message)
         if self.child is None and self.children is None:
             self.child = new
@@ -70,7 +70,7 @@ class Node:
         return new, len(alike) > 1
 
     def path(self) -> list[Node]:
-        """The nodes from the first message to this one; empty at a root."""
+        """Return the nodes from the first message to this one; empty at a root."""
         nodes: list[Node] = []
         node = self
         while node.parent is not None:
@@ -80,11 +80,11 @@ class Node:
         return nodes
 
     def messages(self) -> list[Message]:
-        """Those from the first one to this one."""
+        """Return the messages from the first to this one."""
         return [_said(node) for node in self.path()]
 
     def ancestors(self) -> Iterator[Node]:
-        """This node and those above it, upward, without the root."""
+        """Yield this node and its ancestors, upward, without the root."""
         node = self
         while node.parent is not None:
             yield node
@@ -93,7 +93,7 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Root(Node):
-    """Where conversations with one set of tools begin; they are part of every prompt."""
+    """Root of the conversations with one set of tools; every prompt has the tools."""
 
     tools_json: str = ""
 
@@ -106,27 +106,27 @@ class ContextTree:
     def __init__(self) -> None:
         self._roots: list[Root] = []
         self.twins = False
-        """Whether some request may ever have agreed with more than one path."""
+        """Whether a request may agree with several paths."""
 
     def root(self, tools_json: str) -> Root:
-        """Where conversations with these tools begin."""
+        """Return the root of conversations with these tools."""
         for known in self._roots:
             if known.tools_json == tools_json:
                 return known
-        # Interned, as a hundred thousand sessions have the same few sets of tools.
+        # Interned: all sessions have the same few sets of tools.
         root = Root(parent=None, depth=0, message=None, tools_json=sys.intern(tools_json))
         self._roots.append(root)
         return root
 
     def has(self, root: Root) -> bool:
-        """Whether it is this tree's."""
+        """Whether `root` is in this tree."""
         return any(known is root for known in self._roots)
 
     def match(self, start: Node, messages: Sequence[Message]) -> Node:
-        """The deepest node below `start` whose messages agree with the first of `messages`.
+        """Return the deepest node below `start` whose path agrees with the first of `messages`.
 
-        Where several do (parallel samples that said the same), the one that the call ids speak
-        for wins, then the one sampled last. A message taken from the tree speaks for its node.
+        Of several (equal parallel samples) the one with most equal call ids wins, then the one
+        sampled last. A message object of the tree counts for its own node.
         """
         # (votes of call ids, last turn, node)
         frontier = [(0, NO_PARENT, start)]
@@ -142,14 +142,14 @@ class ContextTree:
         return max(frontier, key=itemgetter(0, 1))[2]
 
     def extend(self, node: Node, messages: Sequence[Message]) -> Node:
-        """The node behind `messages` after `node`, adding what is not there."""
+        """Return the node behind `messages` after `node`; add the missing ones."""
         for message in messages:
             known = tuple(node.below(message))
             node = known[-1] if known else self._add(node, message)
         return node
 
     def answer(self, node: Node, message: Message, *, turn: int, opening: str = "") -> Node:
-        """Adds what turn `turn` sampled behind `node`; never shared with another turn's."""
+        """Add the message of turn `turn` behind `node`, always as a new node."""
         if node.prompted == NO_PARENT and not opening:
             node.prompted = turn
         child = self._add(node, message)
@@ -166,7 +166,7 @@ class ContextTree:
 
 
 def common_depth(left: Node, right: Node) -> int:
-    """How many messages two nodes have in common, counted from the root."""
+    """Return the number of messages that two nodes share, from the root on."""
     while left is not right:
         if left.depth >= right.depth and left.parent is not None:
             left = left.parent

@@ -1,21 +1,20 @@
-"""What a chat template writes behind an answer that the model sampled.
+"""The text that a chat template writes behind a sampled answer.
 
-Owns the question on which exact tokens rest: given the ids of a prompt and what was sampled from
-it, which text follows when the agent comes back with more messages? Rendering the whole history
-again and encoding it would re-tokenize the model's own words, which rarely gives its ids back.
-Owns no tokenizer and no template: rendering is a function passed in.
+Exact tokens depend on it: which text follows the sampled ids when the agent sends more messages?
+Encoding the whole rendered history again would re-tokenize the model's own text, which rarely gives
+the same ids. Owns no tokenizer and no template: rendering is a function argument.
 
 Call P the rendering of the history with a generation prompt, A the sampled text, G the history
 and the answer rendered alone, and F everything rendered, generation prompt included. Then
 
     F = P + A + rest    the template repeats the answer as it was sampled;
-    F = G + more        it repeats it in its own spelling (white space in a tool call, say): the
-                        sampled spelling stays, rest = closing(G) + more, where closing is what
-                        stands behind an answer, from the end-of-turn token on.
+    F = G + more        it repeats it in its own spelling (e.g. white space in a tool call): the
+                        sampled spelling stays, rest = closing(G) + more, where closing is the text
+                        behind an answer, from the end-of-turn token on.
 
-In any other case the template rewrites history once there is more of it (drops earlier
-reasoning, numbers rounds anew), and the context has to branch. So it does when the template
-drops the reasoning in G already: that is its author's decision, and what it was trained with.
+In all other cases the template rewrites the history (drops earlier reasoning, renumbers rounds),
+and the context must branch. It also branches when the template drops the reasoning already in G,
+since the model was trained so.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from collections.abc import Callable, Sequence
 from forge.core.conversation.messages import Message, ToolCall
 
 Render = Callable[[Sequence[Message], bool], str]
-"""Text of messages; with the flag, followed by the generation prompt. May raise `TemplateRefused`,
-which is for messages that the template does not take."""
+"""Returns the text of messages; with the flag, followed by the generation prompt. May raise
+`TemplateRefused`."""
 
 STUB = (Message(role="user", content="."),)
-"""Stands for the whole history before an answer, for templates that do not look back further."""
+"""Replaces the whole history before an answer, for templates that depend on the answer alone."""
 
 
 class TemplateRefused(Exception):
-    """The template does not take these messages; the text says why."""
+    """The template refuses these messages; the text has the reason."""
 
 
 def continuation(
@@ -45,9 +44,9 @@ def continuation(
     *,
     end_texts: Sequence[str],
 ) -> str | None:
-    """The text behind `sampled_text`, from the end-of-turn token on; None calls for a branch.
+    """Return the text behind `sampled_text`, from the end-of-turn token on; None: branch.
 
-    `sampled_text` is without the end-of-turn token, `end_texts` are the spellings of those.
+    `sampled_text` has no end-of-turn token; `end_texts` are the texts of those tokens.
     """
     before = render(history, True)
     everything = render([*history, answer, *following], True)
@@ -66,17 +65,17 @@ def continuation(
 
 
 def closing(body: str, end_texts: Sequence[str]) -> str:
-    """What stands behind an answer: from its end-of-turn token on, or the white space there."""
+    """Return the end of an answer: from its end-of-turn token on, or its trailing white space."""
     start = max((body.rfind(text) for text in end_texts if text), default=-1)
     return body[start:] if start >= 0 else body[len(body.rstrip()) :]
 
 
 def looks_back_one_answer(render: Render, stub: Render, *, end_texts: Sequence[str]) -> bool:
-    """Whether `STUB` may stand for the history of every answer: tried out on sample histories.
+    """Whether `STUB` may replace the history before any answer; tests sample histories.
 
-    If so, following up costs only what is new, however long the session. `stub` renders behind
-    the stub: without tools, where a template that repeats them behind every question must be seen
-    to do so. Samples that the template refuses either way prove nothing and are passed over.
+    If so, the cost of a continuation depends only on the new messages. `stub` renders behind the
+    stub, without tools, so that a template that repeats tools behind every question shows a
+    difference. Samples that the template refuses in full are skipped.
     """
     return all(
         _same_behind(render, stub, history, answer, following, end_texts)
@@ -122,7 +121,7 @@ _HISTORIES: tuple[tuple[Message, ...], ...] = (
     (_user("One?"), Message(role="assistant", content="1"), _user("Two?")),
     (_SYSTEM, _user("One?"), _THOUGHT, _user("Two?"), _CALL, _RESULT),
     (_user("One?"), _CALL, _RESULT, _THOUGHT, _user("Two?"), _THOUGHT, _user("Three?")),
-    # What is thought before a call may stay until there is an answer, and go then.
+    # Some templates keep the reasoning before a call only until the answer.
     (_user("One?"), _THOUGHT_CALL, _RESULT),
 )
 _ANSWERS = (

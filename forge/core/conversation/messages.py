@@ -1,10 +1,10 @@
 """Chat messages in one canonical form, and when two of them are the same message.
 
-Owns the tolerance rules of history matching. Owns no protocol: the edges translate OpenAI, gRPC
-and others to and from `Message`; and no template: rendering is elsewhere.
+Owns the tolerance rules of history matching. Owns no protocol (the edges translate OpenAI, gRPC and
+others to and from `Message`) and no template.
 
-Agents rarely send back exactly what they were given: they drop the reasoning, re-serialize tool
-arguments, make up new call ids, trim text. Two messages are the same when
+Agents rarely return exactly the message they got: they drop the reasoning, re-serialize tool
+arguments, invent new call ids, trim text. Two messages are the same when
 
 - their roles are equal, "developer" counting as "system";
 - their contents are equal; an assistant's contents are compared without white space at the ends,
@@ -12,11 +12,11 @@ arguments, make up new call ids, trim text. Two messages are the same when
 - their tool calls have the same names, in the same order, and arguments equal as JSON: key order,
   white space, escapes and 1.0 against 1 do not matter. Arguments that are not JSON are compared
   as text. Call ids do not matter, here and in tool results;
-- their `name` fields are equal, or one of two assistants has none: frameworks put the name of
-  their agent on what the model said;
-- they carry equal reasoning, or one of them carries none.
+- their `name` fields are equal, or one of two assistants has none: frameworks add the name of
+  their agent to the model's message;
+- their reasoning is equal, or one of them has none.
 
-What one may leave out is for `agree` to compare, all else makes the `key`.
+`agree` compares the optional fields, the `key` has all others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ToolCall:
 
     name: str
     arguments: str
-    """JSON text; an object unless the agent made it up."""
+    """JSON text; an object unless an agent invented it."""
     call_id: str = ""
 
 
@@ -61,7 +61,7 @@ class Message:
 
     @property
     def key(self) -> MessageKey:
-        """Equal for messages that are the same but for what one of them may leave out."""
+        """Equal for messages that differ at most in optional fields."""
         if self.role != "assistant":
             return (self.role, self.content, (), self.name)
         calls = tuple((call.name, canonical_json(call.arguments)) for call in self.tool_calls)
@@ -74,7 +74,7 @@ class Message:
 
 
 def normal_role(role: str) -> str:
-    """The role as templates know it; raises `InvalidArgument` for one that nobody knows."""
+    """Return the role's name in templates. Raises `InvalidArgument` for an unknown role."""
     role = ALIASES.get(role, role)
     if role not in ROLES:
         raise InvalidArgument(f"role {role[:40]!r} is none of system, user, assistant, tool")
@@ -82,7 +82,7 @@ def normal_role(role: str) -> str:
 
 
 def agree(ours: Message, theirs: Message) -> bool:
-    """Whether messages with equal keys are the same message: what both carry is equal."""
+    """Whether messages with equal keys are the same: their common optional fields are equal."""
     if ours.name and theirs.name and ours.name != theirs.name:
         return False
     if not ours.reasoning or not theirs.reasoning:
@@ -91,7 +91,7 @@ def agree(ours: Message, theirs: Message) -> bool:
 
 
 def same(ours: Message, theirs: Message) -> bool:
-    """Whether two messages are the same; cheap where they are spelt alike, as most are."""
+    """Whether two messages are the same; cheap for equal texts, the usual case."""
     alike = (
         ours.content == theirs.content
         and ours.role == theirs.role
@@ -103,7 +103,7 @@ def same(ours: Message, theirs: Message) -> bool:
 
 
 def canonical_json(text: str) -> str:
-    """One spelling for all texts of the same JSON value; text that is not JSON, trimmed."""
+    """Return one text for all texts of a JSON value; other texts are trimmed."""
     try:
         value = json.loads(text or "{}", parse_float=_number)
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
@@ -112,13 +112,13 @@ def canonical_json(text: str) -> str:
 
 
 def _number(digits: str) -> float | int:
-    """1.0 and 1 are the same number to everybody but Python's JSON writer."""
+    """Read 1.0 as 1: Python's JSON writer distinguishes them."""
     value = float(digits)
     return int(value) if value.is_integer() else value
 
 
 def to_openai(message: Message) -> dict[str, Any]:
-    """The message as an OpenAI chat message; what is empty is left out, content never is."""
+    """Return an OpenAI chat message, without empty fields except content."""
     plain: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
         plain["reasoning_content"] = message.reasoning
@@ -139,7 +139,7 @@ def to_openai(message: Message) -> dict[str, Any]:
 
 
 def from_openai(plain: Mapping[str, Any]) -> Message:
-    """Reads what `to_openai` wrote."""
+    """Read the output of `to_openai`."""
     return Message(
         role=plain["role"],
         content=plain["content"],

@@ -1,13 +1,12 @@
-"""The messages of one request, read only as far as they are new.
+"""The messages of one request; decodes only the new ones.
 
-An agent sends its whole history with every request, and hardly ever changes what it sent before.
-A `Mark` recognizes the bytes of an earlier request at the beginning of a later one by their
-SHA-256, so that what stands there need not be decoded and compared again. Different bytes are not
-mistaken for equal ones: nobody has ever found two with the same SHA-256, and who looked for two
-would need 2**128 attempts to spoil a session of their own.
+An agent sends its whole history with every request and rarely changes earlier messages. A `Mark`
+recognizes the bytes of an earlier request at the start of a later one by their SHA-256, so they are
+not decoded and compared again. Two different texts with the same SHA-256 are unknown; a search
+would take 2**128 attempts, and spoil only the searcher's own session.
 
-Owns no protocol: how messages are decoded is a function passed in, and where one may end among the
-bytes is that of a JSON array, which a subclass may change.
+Owns no protocol: the decoder is a function argument. Message boundaries are those of a JSON array;
+a subclass may change them.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from typing import overload
 from forge.core.conversation.messages import Message
 
 Read = Callable[[bytes, int], list[Message]]
-"""Decodes messages, here a JSON array of them; the number says how many stand before them."""
+"""Decodes a JSON array of messages; the number counts the messages before them."""
 
 _SPACE = b" \t\r\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """What a request began with, up to and with its last message."""
+    """The first bytes of a request, up to the end of its last message."""
 
     size_bytes: int
     digest: bytes
@@ -36,7 +35,7 @@ class Mark:
 
 
 class History(Sequence[Message]):
-    """A sequence of messages over the JSON array they came as."""
+    """A sequence of messages over their JSON array."""
 
     __slots__ = ("_all", "_behind", "_end", "_hash", "_hashed", "_raw", "_read")
 
@@ -51,7 +50,7 @@ class History(Sequence[Message]):
         self._hashed = 0
 
     def known(self, marks: Iterable[Mark]) -> Mark | None:
-        """The longest of `marks` that this request begins with."""
+        """Return the longest of `marks` at the start of this request."""
         found = None
         for mark in sorted(marks, key=lambda mark: mark.size_bytes):
             if self._ends_message(mark.size_bytes) and self._digest(mark.size_bytes) == mark.digest:
@@ -59,7 +58,7 @@ class History(Sequence[Message]):
         return found
 
     def behind(self, mark: Mark | None) -> list[Message]:
-        """The messages that come after those of `mark`; all of them without one."""
+        """Return the messages after those of `mark`; all messages without one."""
         if mark is None:
             return self._whole()
         if self._behind is None or self._behind[0] != mark.messages:
@@ -68,7 +67,7 @@ class History(Sequence[Message]):
         return self._behind[1]
 
     def mark(self) -> Mark:
-        """Recognizes this request at the beginning of later ones."""
+        """Return a mark that recognizes this request at the start of later ones."""
         digest = self._digest(self._end)
         return Mark(size_bytes=self._end, digest=digest, messages=len(self))
 
@@ -90,11 +89,11 @@ class History(Sequence[Message]):
         return self._all
 
     def _rest(self, size_bytes: int) -> bytes:
-        """The messages behind so many bytes, as `read` takes them."""
+        """Return the messages behind `size_bytes`, as a JSON array."""
         return b"[" + bytes(self._raw[size_bytes:]).lstrip(_SPACE).removeprefix(b",")
 
     def _last_message_end(self) -> int:
-        """Where the last message ends: before the bracket and the white space around it."""
+        """Return the end of the last message, before the bracket and the white space around it."""
         end = len(self._raw)
         while end and self._raw[end - 1] in _SPACE:
             end -= 1
@@ -104,14 +103,14 @@ class History(Sequence[Message]):
         return end
 
     def _ends_message(self, size_bytes: int) -> bool:
-        """Whether a message may end there: only then can a digest of so much be a mark's."""
+        """Whether a message may end there; only then a mark of that size can match."""
         return size_bytes <= self._end and (
             size_bytes == self._end
             or bytes(self._raw[size_bytes : size_bytes + 64]).lstrip(_SPACE).startswith(b",")
         )
 
     def _digest(self, size_bytes: int) -> bytes:
-        """Of the first bytes; asked for in growing order, each byte is hashed once."""
+        """Return the digest of the first bytes; in growing order each byte is hashed once."""
         if size_bytes < self._hashed:
             return hashlib.sha256(self._raw[:size_bytes]).digest()
         self._hash.update(self._raw[self._hashed : size_bytes])

@@ -1,8 +1,8 @@
-"""The token sequences of one growing trajectory, and the longest prefix a new one shares.
+"""The token sequences of one growing trajectory, and the longest prefix that a new one shares.
 
-Owns the storage rule of `Turn` while a session is live: each turn keeps only its own tail behind
-the prefix it shares with its parent. Ids are little-endian int32 bytes throughout; they are
-compared and joined as memory, so that a turn costs what is new in it and not what is old.
+Owns the storage rule of `Turn` in a live session: each turn has only its tail behind the prefix
+shared with its parent. Ids are little-endian int32 bytes, compared and joined as memory, so the
+cost of a turn depends on its new tokens alone.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class _Entry:
     start: int
     """Tokens shared with the parent's sequence."""
     tail: bytes
-    """Ids behind the shared prefix: the rest of the prompt, then what was sampled."""
+    """Ids behind the shared prefix: the rest of the prompt, then the sampled ids."""
     prompt_tokens: int
     """Length of the whole prompt, the shared part included."""
     children: list[int] | None = None
-    """None where there are none: most turns of most sessions."""
+    """None without children, as in most turns."""
 
     @property
     def tokens(self) -> int:
@@ -42,7 +42,7 @@ class _Entry:
 
 
 class TokenPrefixes:
-    """Sequences by turn index; turns are only ever added."""
+    """Sequences by turn index; append-only."""
 
     __slots__ = ("_entries", "_repeats", "_roots")
 
@@ -50,13 +50,13 @@ class TokenPrefixes:
         self._entries: list[_Entry] = []
         self._roots: list[int] = []
         self._repeats = False
-        """Whether a prompt was met twice: what was sampled from it then may be the same twice."""
+        """Whether a prompt came twice; then sampled ids may repeat too."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def append(self, shared: SharedPrefix, prompt_tail: bytes, sampled: bytes) -> int:
-        """Adds a turn and returns its index."""
+        """Add a turn; return its index."""
         turn = len(self._entries)
         self._repeats = self._repeats or not prompt_tail
         if shared.turn == NO_PARENT:
@@ -75,31 +75,31 @@ class TokenPrefixes:
         return turn
 
     def prompt(self, turn: int) -> bytes:
-        """Ids the turn was sampled from."""
+        """Return the ids of a turn's prompt."""
         return self._join(turn, self._entries[turn].prompt_tokens)
 
     def sampled(self, turn: int) -> bytes:
-        """Ids the turn sampled."""
+        """Return a turn's sampled ids."""
         entry = self._entries[turn]
         return entry.tail[(entry.prompt_tokens - entry.start) * TOKEN_BYTES :]
 
     def sequence(self, turn: int) -> bytes:
-        """Prompt and sampled ids."""
+        """Return a turn's prompt and sampled ids."""
         return self._join(turn, self._entries[turn].tokens)
 
     def whole(self, turn: int) -> SharedPrefix:
-        """The whole sequence of a turn, as a prefix that is known to be shared."""
+        """Return the whole sequence of a turn as a shared prefix."""
         return SharedPrefix(turn=turn, tokens=self._entries[turn].tokens)
 
     def whole_prompt(self, turn: int) -> SharedPrefix:
-        """The whole prompt of a turn, likewise."""
+        """Return the whole prompt of a turn as a shared prefix."""
         return SharedPrefix(turn=turn, tokens=self._entries[turn].prompt_tokens)
 
     def longest(self, ids: bytes, *, known: SharedPrefix = NOTHING_SHARED) -> SharedPrefix:
-        """The longest prefix that `ids` shares with any turn; among equals the earliest turn.
+        """Return the longest prefix that `ids` shares with a turn; of equals the earliest turn.
 
-        `known` is a prefix that `ids` is known to share. Follows only turns that branch off where
-        `ids` still agrees, and compares of each only its tail.
+        `known` is a prefix that `ids` shares. Follows only turns that branch off where `ids` still
+        agrees, and compares only their tails.
         """
         if self._repeats or not known.tokens:
             known, waiting = NOTHING_SHARED, list(reversed(self._roots))
@@ -123,11 +123,10 @@ class TokenPrefixes:
         return best
 
     def _first_with(self, known: SharedPrefix) -> int:
-        """The turn that brought the last token of a prefix, where no prompt was met twice.
+        """Return the turn that added the last token of a prefix, if no prompt came twice.
 
-        Then the tail of each turn begins with a token that no other had there. So whoever has
-        the whole prefix is that turn, or a descendant that parts from it no earlier than the
-        prefix ends.
+        Then the tail of each turn begins with a token that no other turn has there. So only that
+        turn has the whole prefix, and descendants that branch off at its end or later.
         """
         turn = known.turn
         while self._entries[turn].start >= known.tokens:
@@ -135,7 +134,7 @@ class TokenPrefixes:
         return turn
 
     def _join(self, turn: int, tokens: int) -> bytes:
-        """The first `tokens` ids of the sequence of `turn`."""
+        """Return the first `tokens` ids of the sequence of `turn`."""
         pieces: list[bytes] = []
         while tokens > 0:
             entry = self._entries[turn]

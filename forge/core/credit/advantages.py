@@ -1,12 +1,12 @@
-"""Advantages: how much better a turn did than was expected of it.
+"""Advantages: the return of a turn above its baseline.
 
 Owns the baselines `B_i` of `A_it = (G_it - B_i) / spread + speed_it`, the optional scaling by a
 spread of returns, and the weights of domains. Baseline, spread and flatness are of outcome and
 process alone. Returns come from `forge.core.credit.rewards`; losses take the advantages as
 given.
 
-A token that several samples contain is credited once for each of them: their advantages add up
-in the gradient, since the same log-prob enters the loss with each.
+A token of several samples is credited once per sample: their advantages add up in the gradient,
+since the same log-prob enters the loss with each.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "none"]
 Spread = Literal["none", "group", "batch", "domain"]
 
 SPREAD_FLOOR = 0.01
-"""Default of the least spread that is divided by. One malformed call (0.2) in a group of up to 400
-rollouts has a larger spread and is normalized in full; a smaller one is noise of graded rewards."""
+"""Default of the smallest divisor. One malformed call (0.2) in a group of up to 400 rollouts has a
+larger spread and is normalized in full; a smaller spread is noise of graded rewards."""
 _FLAT = 1e-9
-"""A spread of total returns below this is rounding: the returns have nothing to tell."""
+"""A spread of total returns below this is rounding: the group has no signal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageRules:
-    """How returns become advantages."""
+    """Rules that turn returns into advantages."""
 
     baseline: Baseline = "group_mean"
     """B: mean total return of the group, of the others in it (leave-one-out; RLOO, arXiv
@@ -38,27 +38,27 @@ class AdvantageRules:
     """Divide by the standard deviation of the total returns: of the group, as GRPO does (arXiv
     2402.03300), or, less the baselines, of the whole batch or of the domain's share of it."""
     spread_floor: float = SPREAD_FLOOR
-    """A smaller spread is taken as this, so advantages are at most `1 / spread_floor` times the
-    differences of returns."""
+    """Smallest divisor: advantages are at most `1 / spread_floor` times the differences of
+    returns."""
     domain_weights: Mapping[str, float] = field(default_factory=dict)
     """Factor on the advantages of a domain; 1 unless named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReturns:
-    """What the rollouts of one task earned."""
+    """Returns of the rollouts of one task."""
 
     returns: Sequence[Sequence[float]]
     """Per rollout i and turn t the return-to-go `G_it` of outcome and process; `G_i0` is the total
     return."""
     speed: Sequence[Sequence[float]] = ()
-    """Per rollout and turn what speed adds to the advantage, weighted and net of the group's mean
-    (`forge.core.credit.rewards.speed_credits`); empty: nothing."""
+    """Per rollout and turn the part of speed in the advantage, weighted and net of the group's mean
+    (`forge.core.credit.rewards.speed_credits`); empty: none."""
     domain: str = ""
 
     @property
     def totals(self) -> list[float]:
-        """Of the rollouts that have turns: the others take no part."""
+        """Total returns of the rollouts with turns; the others are ignored."""
         return [returns_T[0] for returns_T in self.returns if returns_T]
 
 
@@ -69,16 +69,16 @@ class GroupAdvantages:
     advantages: list[list[float]]
     """Per rollout, per turn."""
     flat: bool
-    """Every rollout's total return is the same: outcome and process teach nothing about this task.
-    Speeds may differ."""
+    """Whether all total returns are equal: outcome and process give no signal. Speeds may
+    differ."""
 
 
 def batch_advantages(
     groups: Sequence[GroupReturns], rules: AdvantageRules
 ) -> list[GroupAdvantages]:
-    """Advantages of a batch's groups, in their order.
+    """Return the advantages of a batch's groups, in order.
 
-    A rollout without others to compare with is its own baseline. A spread of zero scales nothing.
+    A single rollout is its own baseline. A spread of zero does not scale.
     """
     batch_totals = [total for group in groups for total in group.totals]
     baselines = [_baselines(group, rules.baseline, batch_totals) for group in groups]
@@ -120,7 +120,7 @@ def _baselines(
 def _scales(
     groups: Sequence[GroupReturns], baselines: Sequence[Sequence[float]], rules: AdvantageRules
 ) -> list[float]:
-    """One factor per group."""
+    """Return one factor per group."""
     spread, floor = rules.spread, rules.spread_floor
     if spread == "none":
         return [1.0] * len(groups)

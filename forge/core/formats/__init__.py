@@ -1,7 +1,7 @@
-"""How models write reasoning and tool calls: the vocabulary, and formats by name.
+"""Formats of reasoning and tool calls in a model's text.
 
-Owns no format itself: `base` has the vocabulary, `registry` the names, and each format a module
-or, where only tags differ, a class.
+`base` has the contract, `registry` the names. Each format is a module or, where only tags differ, a
+class.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What an output format is: how a model writes reasoning and tool calls into its text.
+"""The contract of output formats: reasoning and tool calls in a model's text.
 
-Owns the vocabulary of parsers. A format makes one parser per answer; the parser takes text as it
-is sampled, in whatever pieces, and gives deltas; fed all at once it gives the same answer.
+A format makes one parser per answer. The parser takes sampled text in any pieces and returns
+deltas; the pieces do not change the answer.
 
-A parser never raises for what a model wrote and never swallows any of it. What is malformed
-comes out as text, and `error` says what was wrong with it.
+A parser never raises for a model's text and drops none of it. Malformed parts become text, and
+`error` has the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 Tools = Sequence[Mapping[str, Any]]
-"""Tool definitions as OpenAI's protocol has them: `{"type": "function", "function": {...}}`."""
+"""Tool definitions of OpenAI's protocol: `{"type": "function", "function": {...}}`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +33,14 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallDelta:
-    """One whole tool call, as soon as its end was seen."""
+    """One complete tool call."""
 
     name: str
     arguments: str
     """A JSON object."""
     call_id: str = ""
-    """What the model itself called the call, where its format has that; else whoever hands the
-    call to an agent makes one up."""
+    """The model's own id, in formats that have one; otherwise the gateway invents an id for the
+    agent."""
 
 
 Delta = TextDelta | ReasoningDelta | CallDelta
@@ -51,51 +51,51 @@ class Parser(Protocol):
 
     @property
     def error(self) -> str:
-        """ "" or what was malformed so far; the first finding stays."""
+        """Return the first error so far, or ""."""
 
     def feed(self, text: str) -> list[Delta]:
-        """Takes more text and gives what is certain by now."""
+        """Take more text; return the deltas that are certain by now."""
 
     def finish(self) -> list[Delta]:
-        """The text has ended: gives what was held back."""
+        """End the text; return the deltas of the text held back."""
 
 
 class OutputFormat(Protocol):
-    """A way of writing tool calls."""
+    """A format of tool calls."""
 
     name: str
     signs: tuple[str, ...]
-    """What stands in every chat template that asks for this format; () for what shows no sign."""
+    """Texts in every chat template of this format; () if there are none."""
     takes_tools: bool
 
     @property
     def marks(self) -> frozenset[str]:
-        """Tags; where a tokenizer has them as special tokens, they are kept in the text."""
+        """Return the tags; decoding keeps them even if they are special tokens."""
 
     def parser(self, tools: Tools = ()) -> Parser:
-        """A parser for one answer. `tools` say of which types arguments are, where the format
-        does not."""
+        """Return a parser for one answer. `tools` give the types of arguments in formats without
+        types."""
 
     def opening(self, tool: str | None) -> str:
-        """Text that leaves the model no choice but to call `tool` (None: any tool)."""
+        """Return the text that forces a call of `tool` (None: any tool)."""
 
     def write(self, calls: Sequence[CallDelta]) -> str:
-        """The calls as a model that masters the format writes them: parsed, they are the same."""
+        """Write the calls as the model does; the parser reads the same calls back."""
 
 
 @runtime_checkable
 class ElementFormat(Protocol):
-    """A format that writes each argument as a text, nothing of it escaped, between tags."""
+    """A format with each argument as an unescaped text between tags."""
 
     argument_end: str
-    """What ends an argument, and stands in none."""
+    """Text that ends an argument and is in none."""
     inner: tuple[str, ...]
     """Beginnings of other elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A whole answer, parsed."""
+    """A parsed answer."""
 
     content: str
     reasoning: str
@@ -104,7 +104,7 @@ class Answer:
 
 
 def collect(deltas: Iterable[Delta], error: str) -> Answer:
-    """Puts an answer together from its deltas."""
+    """Join the deltas of an answer."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[CallDelta] = []

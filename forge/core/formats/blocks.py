@@ -1,8 +1,8 @@
-"""Content with blocks of calls in it: the parser behind every format that has tags.
+"""Text with blocks of calls: the parser of every format with tags.
 
-Owns the stream: where a block begins and ends, and whose the white space around it is (nobody's).
-What a block says is read by the format that describes it. A block that cannot be read, one without
-an end, and tags that only belong inside of one come out as the text they are, flagged.
+Finds the start and the end of blocks and drops the white space around them; the format reads the
+text of a block. An unreadable block, a block without an end, and tags outside of a block become
+text with an error.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from forge.core.formats.tags import first_tag, held_back
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """How a format marks its calls."""
+    """The tags of a format's calls."""
 
     open: str
     close: str
     """"" for a block that lasts until the next begins, or the text ends."""
     read: Callable[[str], Sequence[CallDelta]]
-    """Calls of what stands between the tags; raises `MalformedCall`."""
+    """Reads the calls between the tags; raises `MalformedCall`."""
     complete: Callable[[str], bool]
-    """Whether a closing tag behind this text closes the block: arguments may contain the tag."""
+    """Whether a closing tag after this text closes the block: arguments may contain the tag."""
     inner: tuple[str, ...] = ()
-    """Tags that are malformed outside of a block, as is `close`."""
+    """Tags that are errors outside of a block, as is `close`."""
 
 
 class BlockParser:
@@ -39,10 +39,10 @@ class BlockParser:
         self._outside = tuple(tag for tag in (block.open, block.close, *block.inner) if tag)
         self._buffer = ""
         self._searched = 0
-        """Where in the buffer a closing tag may still begin."""
+        """First place in the buffer where a closing tag may begin."""
         self._in_block = False
         self._space = ""
-        """White space not yet known to be content: dropped if a block comes next."""
+        """White space that is dropped if a block comes next."""
         self._after_call = False
 
     def feed(self, text: str) -> list[Delta]:
@@ -68,7 +68,7 @@ class BlockParser:
         return self._text(self._block.open + rest) + self._flush_space()
 
     def _content(self) -> list[Delta] | None:
-        """Text up to the next tag, if there is one."""
+        """Return the text up to the next tag; None without one."""
         found = first_tag(self._buffer, self._outside)
         if found is None:
             return None
@@ -81,11 +81,11 @@ class BlockParser:
         return self._text(before + tag)
 
     def _inside(self) -> list[Delta] | None:
-        """The calls of a block, once its end has come."""
+        """Return the calls of a complete block; None before its end."""
         end = self._block.close or self._block.open
         while (position := self._buffer.find(end, self._searched)) >= 0:
             if self._block.complete(self._buffer[:position]):
-                # Where blocks have no end of their own, the next one has begun.
+                # Without a closing tag, the next block has begun.
                 self._in_block = not self._block.close
                 return self._read(self._take(position + len(end))[:position])
             self._searched = position + len(end)
@@ -103,7 +103,7 @@ class BlockParser:
         return [*calls]
 
     def _text(self, text: str) -> list[Delta]:
-        """Content, its trailing white space withheld, for it may stand before a block."""
+        """Return content without its trailing white space, which may precede a block."""
         text = self._space + text
         solid = text.rstrip()
         self._space = text[len(solid) :]
@@ -119,7 +119,7 @@ class BlockParser:
         return [TextDelta(text=space)] if space and not self._after_call else []
 
     def _take(self, count: int) -> str:
-        """The first `count` characters, taken off the buffer."""
+        """Remove the first `count` characters from the buffer and return them."""
         taken, self._buffer = self._buffer[:count], self._buffer[count:]
         self._searched = 0
         return taken

@@ -1,13 +1,12 @@
-"""One tool call out of the text between two tags: what makes it one, and what is wrong with it.
+"""Reads one tool call from the text between two tags, and names its errors.
 
-Owns the reading of arguments, for all formats: JSON as it stands, or texts that the schema of the
-tool gives a type. Owns no tags.
+Owns the arguments of all formats: JSON, or texts with types from the tool's schema. Owns no tags.
 
-The rule for texts without a type, of each parameter by itself:
+The rule for a text without a type:
 
-1. where its schema allows strings only, the text is the value;
-2. else, where the text is JSON (or `True`, `False`, `None`) of a type that the schema allows, or
-   the schema is silent about types, that is the value; but quotes do not make a string;
+1. if its schema allows only strings, the text is the value;
+2. else, if the text is JSON (or `True`, `False`, `None`) of a type that the schema allows, or the
+   schema has no types, that is the value; but quotes do not make a string;
 3. else the text is the value.
 """
 
@@ -73,7 +72,7 @@ def outside_strings(text: str) -> bool:
 
 
 def typed_arguments(pairs: Iterable[tuple[str, str]], *, tool: str, tools: Tools) -> dict[str, Any]:
-    """Arguments from texts, by the rule above; raises `MalformedCall` for one given twice."""
+    """Return the arguments of texts, by the rule above. Raises `MalformedCall` for a repeat."""
     properties = _properties(tools, tool)
     arguments: dict[str, Any] = {}
     for key, text in pairs:
@@ -84,7 +83,7 @@ def typed_arguments(pairs: Iterable[tuple[str, str]], *, tool: str, tools: Tools
 
 
 def typed(text: str, schema: object) -> Any:
-    """The value that `text` stands for where `schema` is asked for."""
+    """Return the value of `text` for a parameter with `schema`."""
     types = _types(schema)
     if types == {"string"}:
         return text
@@ -102,12 +101,12 @@ def typed(text: str, schema: object) -> Any:
 
 
 def read_as(schema: object) -> set[str]:
-    """The types besides strings that a text may be read as where `schema` is asked for."""
+    """Return the types besides strings that a text may have for a parameter with `schema`."""
     return (_types(schema) or _ALL_TYPES) - {"string"}
 
 
 def untyped(value: Any) -> str:
-    """The text that `typed` reads as `value`: a string as it is, all else as JSON."""
+    """Return the text that `typed` reads as `value`: a string unchanged, other values as JSON."""
     return value if isinstance(value, str) else spelt(value)
 
 
@@ -122,7 +121,7 @@ def _properties(tools: Tools, name: str) -> Mapping[str, Any]:
 
 
 def _types(schema: object) -> set[str]:
-    """JSON types that a schema allows; empty where it does not say."""
+    """Return the JSON types that a schema allows; empty if it has none."""
     if not isinstance(schema, Mapping):
         return set()
     declared = schema.get("type")

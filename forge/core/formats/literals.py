@@ -1,7 +1,7 @@
 """A list of calls in Python's notation, with literals as arguments: `[look(at="a", n=[1, 2])]`.
 
-Owns a reader of its own: Python's parser can be made to crash by what a model may write, and
-takes more than literals. JSON's `true`, `false` and `null` are read as well.
+Has its own reader: a model's text can crash Python's parser, which also accepts more than literals.
+Also reads JSON's `true`, `false` and `null`.
 """
 
 from __future__ import annotations

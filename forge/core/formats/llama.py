@@ -1,11 +1,11 @@
-"""Llama 3's JSON calls, and its and Llama 4's Python lists of calls.
+"""Llama 3's JSON calls; Python lists of calls of Llama 3 and Llama 4.
 
     llama3_json   {"name": "look", "parameters": {"at": "a"}}
     pythonic      [look(at="a"), look(at="b")]
 
-Several objects may follow one another, with semicolons between. The first may stand behind
-`<|python_tag|>` anywhere in the answer, the second between `<|python_start|>` and
-`<|python_end|>`; without these the call is the whole answer.
+Several JSON objects may follow one another, with semicolons between. JSON may come after
+`<|python_tag|>` anywhere in the answer, a list between `<|python_start|>` and `<|python_end|>`;
+without these tags the call is the whole answer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Mistral: calls behind a token, to the end of the answer.
+"""Mistral: calls after a token, up to the end of the answer.
 
     mistral       [TOOL_CALLS][{"name": "look", "arguments": {"at": "a"}, "id": "123456789"}]
     mistral_v11   [TOOL_CALLS]look[ARGS]{"at": "a"}[TOOL_CALLS]look[ARGS]{"at": "b"}
 
-An id of the model's own may follow the name of the second behind `[CALL_ID]`.
+In `mistral_v11` the model's own id may follow the name after `[CALL_ID]`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""No tool calls at all: every text is content."""
+"""The format without tool calls: all text is content."""
 
 from __future__ import annotations
 

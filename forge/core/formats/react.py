@@ -4,8 +4,8 @@
     Action: look
     Action Input: {"at": "a"}
 
-The answer ends there: what follows an `Observation:` the model has made up, and is flagged. What
-stands before the action, and a final answer, is content as it is.
+The answer ends there; an `Observation:` after it is the model's invention and an error. The text
+before the action, and a final answer, are content.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CALL = re.compile(r"\s*(?P<name>\S+)[ \t]*\nAction Input:(?P<arguments>.*)", re
 
 
 class LineParser:
-    """Lets tags that begin with a line break match on the first line too."""
+    """Matches tags that begin with a line break also on the first line."""
 
     def __init__(self, inner: Parser) -> None:
         self._inner = inner

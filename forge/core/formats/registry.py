@@ -1,12 +1,11 @@
-"""Formats by name, and which of them a chat template speaks.
+"""Formats by name, and the detection of a chat template's format.
 
-Owns the registry. Another package adds a format without touching this one: an entry point in the
-group `forge.formats` that names an `OutputFormat` class, or one in `forge.reasoning` that names a
-`ReasoningFormat`.
+Another package adds a format with an entry point: in the group `forge.formats` it names an
+`OutputFormat` class, in `forge.reasoning` a `ReasoningFormat`.
 
-A template's format is the one that reads back a call as the template writes it. Templates that
-write none, or refuse to, are searched for what every template of a format has in it. Formats that
-packages have added are asked first.
+A template's format is the one that reads a call back from the template's own text. For templates
+without a call, the search is for the signs that every template of a format has. Formats of packages
+come first.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FORMATS_GROUP = "forge.formats"
 REASONING_GROUP = "forge.reasoning"
 NO_REASONING = "none"
 
-# Signs are looked for in this order: what is more particular comes first.
+# The order of the search for signs: special formats first.
 BUILT_IN: dict[str, Callable[[], OutputFormat]] = {
     "minimax_m2": MiniMaxFormat,
     "kimi_k2": KimiFormat,
@@ -62,11 +61,11 @@ SAMPLE_TOOLS: Tools = (
     },
 )
 SAMPLE_CALL = ToolCall(name="look", arguments='{"at": "a"}', call_id="call000a1")
-"""A call that templates are made to write; they differ in which ids they take, not in this one."""
+"""A call that templates render; all templates accept its id."""
 
 
 def get_format(name: str) -> OutputFormat:
-    """The format called `name`; raises `ConfigError` naming those there are."""
+    """Return the format `name`. Raises `ConfigError` with the known names."""
     if name in BUILT_IN:
         return BUILT_IN[name]()
     added = installed(FORMATS_GROUP)
@@ -77,9 +76,9 @@ def get_format(name: str) -> OutputFormat:
 
 
 def detect_format(template: str, written: str = "") -> str:
-    """Name of the format that a chat template asks models to write calls in.
+    """Return the name of a chat template's format.
 
-    `written` is how the template writes `SAMPLE_CALL`; "" if it does not.
+    `written` is `SAMPLE_CALL` as the template writes it; "" if it writes none.
     """
     for output in _all_formats():
         if written and _reads(output, written):
@@ -91,9 +90,9 @@ def detect_format(template: str, written: str = "") -> str:
 
 
 def get_reasoning(name: str) -> ReasoningFormat | None:
-    """The reasoning format called `name`, or made of two tags with a space between.
+    """Return the reasoning format `name`, or one of two tags with a space between.
 
-    None for "none". Raises `ConfigError` naming those there are.
+    None for "none". Raises `ConfigError` with the known names.
     """
     if name == NO_REASONING:
         return None
@@ -113,7 +112,7 @@ def get_reasoning(name: str) -> ReasoningFormat | None:
 
 
 def detect_reasoning(template: str) -> str:
-    """Name of the reasoning format whose closing tag a chat template has."""
+    """Return the name of the reasoning format whose closing tag a chat template has."""
     added = (load_entry_point(entry) for entry in installed(REASONING_GROUP).values())
     for reasoning in (*added, THINK, MISTRAL_THINK):
         if reasoning.close in template:

@@ -1,7 +1,7 @@
-"""Sections of calls whose arguments are JSON, set off by tokens: DeepSeek and Kimi.
+"""Sections of calls with JSON arguments, between tokens: DeepSeek and Kimi.
 
-Owns the shape they share: one section at the end of the answer, in it one call after another, of
-each what stands before its JSON, with the name in it, and what stands behind.
+The shared shape: one section at the end of the answer with all calls; each call has a text with its
+name, then its JSON, then a closing text.
 
     deepseek_v3    <|tool calls begin|><|tool call begin|>function<|tool sep|>look
                    ```json
@@ -13,8 +13,8 @@ each what stands before its JSON, with the name in it, and what stands behind.
                    <|tool_call_argument_begin|>{"at": "a"}<|tool_call_end|>
                    <|tool_calls_section_end|>
 
-(with no line breaks between the tokens of the last two, and in DeepSeek's tokens other characters
-for bars and spaces).
+The last two have no line breaks between tokens. DeepSeek's tokens have other characters for bars
+and spaces.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from forge.core.formats.calls import MalformedCall, call_of, outside_strings, re
 
 
 class SectionFormat:
-    """What the formats of this kind have in common."""
+    """Base of the formats with sections."""
 
     name: str
     begin: str
@@ -39,7 +39,7 @@ class SectionFormat:
     signs: tuple[str, ...]
     takes_tools = True
     before: re.Pattern[str]
-    """What stands before the arguments of a call: groups `name` and perhaps `id`."""
+    """Text before the arguments of a call: groups `name` and optionally `id`."""
     behind: re.Pattern[str]
 
     @property

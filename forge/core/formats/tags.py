@@ -1,7 +1,6 @@
-"""Splitting a stream of text at tags that may arrive in pieces.
+"""Splits a stream of text at tags that may arrive in pieces.
 
-Owns the only hard part that all streaming formats share: text is passed on as soon as it cannot
-be the beginning of a tag any more, and not before.
+Shared by all streaming formats: text passes on as soon as it cannot be the start of a tag.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 
 
 def held_back(text: str, tags: Sequence[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of one of `tags`."""
+    """Return the number of characters at the end of `text` that may start one of `tags`."""
     longest = max((len(tag) for tag in tags), default=0)
     for length in range(min(longest - 1, len(text)), 0, -1):
         if any(tag.startswith(text[-length:]) for tag in tags):

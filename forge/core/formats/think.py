@@ -1,8 +1,8 @@
-"""Reasoning between two tags, before anything else.
+"""Reasoning between two tags at the start of an answer.
 
-Owns the split and the names of the tags: what is outside goes to the parser of tool calls behind
-it. White space directly inside the tags and directly behind them belongs to the format. Where the
-prompt ends with the opening tag, or the model never writes one, the answer starts inside.
+Owns the split and the tags; the text after the reasoning goes to the parser of tool calls. White
+space directly inside and after the tags belongs to the format. If the prompt ends with the opening
+tag, or the model never writes one, the answer starts inside.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from forge.core.formats.tags import held_back
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """How a model sets off what it thinks."""
+    """The tags of a model's reasoning."""
 
     name: str
     open: str
     close: str
     starts_inside: bool = False
-    """Whether an answer begins with reasoning though neither it nor the prompt says so."""
+    """Whether an answer begins with reasoning without an opening tag."""
 
     @property
     def marks(self) -> frozenset[str]:
@@ -30,11 +30,11 @@ class ReasoningFormat:
 
     @property
     def closing(self) -> str:
-        """What ends reasoning that the prompt has opened."""
+        """Return the text that closes reasoning opened by the prompt."""
         return f"\n{self.close}\n\n"
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether an answer to `prompt`, or to what ends like it, starts inside."""
+        """Whether an answer to `prompt`, or to its last part, starts inside."""
         if prompt.rstrip().endswith(self.close):
             return False
         return self.starts_inside or prompt.rstrip().endswith(self.open)
@@ -52,9 +52,9 @@ MISTRAL_THINK = ReasoningFormat(name="mistral_think", open="[THINK]", close="[/T
 
 
 class ThinkParser:
-    """Reads reasoning if the answer begins with it, then hands over to `inner`.
+    """Reads reasoning at the start of an answer, then passes the rest to `inner`.
 
-    Only the first block counts: a tag later on is text, as it is to chat templates.
+    Only the first block counts: later tags are text, as in chat templates.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ThinkParser:
         self._buffer = ""
         self._stage = "opened" if inside else "before"
         self._begun = False
-        """Whether reasoning came that is not white space."""
+        """Whether reasoning other than white space has come."""
 
     @property
     def error(self) -> str:
@@ -103,9 +103,9 @@ class ThinkParser:
         return deltas + self._inner.finish()
 
     def _beginning(self) -> list[Delta]:
-        """Nothing but white space came so far, or the beginning of a tag.
+        """Handle white space, or the start of a tag, at the start of the answer.
 
-        Models repeat the tag that the prompt has, and close reasoning that nobody opened.
+        Models repeat the prompt's opening tag, and write a closing tag without an opening one.
         """
         solid = self._buffer.lstrip()
         for tag, stage in ((self._open, "inside"), (self._close, "gap")):

@@ -1,8 +1,8 @@
 """Answers that are calls from their first character on: Llama's JSON and Python lists.
 
-Owns the decision what an answer is: one that begins as a call does is read at its end, any other
-is passed on at once. Such formats have no tags, so an answer that only looks like a call (a list,
-a JSON object that was asked for) is content, and no error.
+An answer that begins like a call is read at its end, any other passes on at once. These formats
+have no tags, so an answer that only looks like a call (a list, a requested JSON object) is content
+without an error.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from forge.core.formats.calls import MalformedCall
 
 
 class WholeParser:
-    """Reads one answer; `inner` reads those that do not begin with `start`."""
+    """Reads one answer; `inner` reads answers that do not begin with `start`."""
 
     def __init__(
         self, start: str, read: Callable[[str], Sequence[CallDelta] | None], inner: Parser
     ) -> None:
-        """`read` gives None for what is no call, and raises `MalformedCall` for a broken one."""
+        """`read` returns None for a text without a call, and raises `MalformedCall`."""
         self._start = start
         self._read = read
         self._inner = inner

@@ -1,8 +1,8 @@
 """Calls as elements: a name, then one element per argument: Qwen 3 Coder, GLM, MiniMax M2.
 
-Owns the shape they share. Arguments are texts here; their types come from the schema of the tool
-(see `calls`). No entity is escaped, so an argument can contain tags: what ends it is its closing
-tag with the next element, or nothing, behind it.
+The shared shape. Arguments are texts; their types come from the tool's schema (see `calls`).
+Nothing is escaped, so an argument may contain tags: it ends at a closing tag before the next
+element or the end of the block.
 
     qwen3_coder   <tool_call>
                   <function=look>
@@ -36,7 +36,7 @@ from forge.core.formats.calls import MalformedCall, call_of, typed_arguments, un
 
 
 class XmlFormat:
-    """What the formats of this kind have in common."""
+    """Base of the formats with elements."""
 
     name: str
     begin: str
@@ -44,13 +44,13 @@ class XmlFormat:
     signs: tuple[str, ...]
     takes_tools = True
     inner: tuple[str, ...] = ()
-    """Beginnings of elements that only stand in a block."""
+    """Openings of elements that occur only in a block."""
     argument_begin: str
     argument_end: str
     call: re.Pattern[str]
-    """One call: groups `name` and `arguments`, with what white space is around it."""
+    """One call with the white space around it: groups `name` and `arguments`."""
     argument: re.Pattern[str]
-    """One argument: groups `key` and `value`, with what white space is around it."""
+    """One argument with the white space around it: groups `key` and `value`."""
 
     @property
     def marks(self) -> frozenset[str]:

@@ -1,1 +1,1 @@
-"""Placement: the pool shard of a group, the worker of a request, the prefixes it has cached."""
+"""Placement: the pool shard of a group, the worker of a request, the index of cached prefixes."""

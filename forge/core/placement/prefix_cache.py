@@ -1,11 +1,10 @@
-"""Which token prefixes are cached, in which slots, and which of them to forget first.
+"""Index of a prefix cache: the cached token prefixes, their slots and their eviction order.
 
-Owns the index alone: a radix tree over blocks of tokens, slots, pins and the order of eviction. It
-does not own what is cached: a slot is a number, and its holder keeps key-value tensors under it (an
-engine) or nothing at all (a router that only wants to know what a worker has).
+Owns a radix tree over blocks of tokens, slots, pins and the eviction order. Does not own the cached
+data: a slot is a number; an engine stores keys and values under it, a router stores nothing.
 
-Token ids are int32 little-endian bytes, as on the wire, so that a block's key is one slice. Blocks
-are compared by their ids and not by a hash: two prefixes never collide.
+Token ids are int32 little-endian bytes, as on the wire, so a block's key is one slice. The index
+compares ids, not hashes: two prefixes never collide.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from forge.core.token_columns import TOKEN_BYTES
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """One block of tokens, reached through all the blocks before it."""
+    """One block of tokens, behind all blocks before it."""
 
     parent: _Block | None
     key: bytes
@@ -26,7 +25,7 @@ class _Block:
     children: dict[bytes, _Block] = field(default_factory=dict)
     pins: int = 0
     indexed: bool = True
-    """False once dropped while pinned: its slot is free again with the last pin."""
+    """False after an eviction while pinned; the last unpin frees its slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +40,18 @@ class Match:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A block that has just entered the index: its holder fills `slot` with these tokens."""
+    """A new block of the index; the caller must fill `slot` with these tokens."""
 
     start_token: int
     slot: int
 
 
 class PrefixCache:
-    """Prefixes in at most `capacity_tokens`, the least recently used forgotten first.
+    """Prefixes of at most `capacity_tokens`, with LRU eviction.
 
-    Only whole blocks of `block_tokens` are kept. Recency is one ordered dict: touching a path moves
-    its deepest block first and its root last, so a block always stands after all that extend it
-    and the first unpinned one is a leaf. Eviction is O(1).
+    Has only whole blocks of `block_tokens`. One ordered dict has the recency: a use moves the
+    deepest block of a path first and its root last, so a block always comes after all blocks that
+    extend it, and the first unpinned one is a leaf. Eviction is O(1).
     """
 
     def __init__(self, *, block_tokens: int, capacity_tokens: int) -> None:
@@ -67,11 +66,11 @@ class PrefixCache:
 
     @property
     def tokens(self) -> int:
-        """How many tokens are cached; pinned ones that were dropped still count."""
+        """Number of cached tokens, with evicted ones that are pinned."""
         return (self.capacity_blocks - len(self._free)) * self.block_tokens
 
     def match(self, ids: bytes, *, limit_tokens: int | None = None, pin: bool = False) -> Match:
-        """The longest cached prefix of `ids` in whole blocks, at most `limit_tokens` long.
+        """Return the longest cached prefix of `ids` in whole blocks, at most `limit_tokens` long.
 
         Pinned blocks keep their slots, through `clear` too, until `unpin`.
         """
@@ -87,26 +86,25 @@ class PrefixCache:
         )
 
     def peek(self, ids: bytes) -> int:
-        """How many tokens of `ids` are cached, without counting as use."""
+        """Return the number of cached tokens of `ids`; does not count as a use."""
         return sum(1 for _ in self._walk(ids, None)) * self.block_tokens
 
     def shared_tokens(self, match: Match) -> int:
-        """How much of a pinned match others have pinned too."""
-        # Who pins a block pins all before it: the shared part is a prefix.
+        """Return the tokens of a pinned match that others have pinned too."""
+        # A pin includes all blocks before it: the shared part is a prefix.
         return sum(1 for block in match._blocks if block.pins > 1) * self.block_tokens
 
     def unpin(self, match: Match) -> None:
-        """Lets a pinned match go. Once per pinned match."""
+        """Unpin a match; once per pinned match."""
         for block in match._blocks:
             block.pins -= 1
             if block.pins == 0 and not block.indexed:
                 self._free.append(block.slot)
 
     def insert(self, ids: bytes) -> list[Placed]:
-        """Caches the whole blocks of `ids`; returns the new ones, which the holder must fill now.
+        """Index the whole blocks of `ids`; return the new ones, which the caller must fill now.
 
-        Stops early when every slot is pinned or part of this very prefix: a shorter prefix is
-        cached then, never a wrong one.
+        If every slot is pinned or part of this prefix, it indexes a shorter prefix.
         """
         path = list(self._walk(ids, None))
         self._touch(path)
@@ -131,7 +129,7 @@ class PrefixCache:
         return placed
 
     def clear(self) -> None:
-        """Forgets every prefix; the slots of pinned ones come free when they are unpinned."""
+        """Remove every prefix; an unpin frees the slots of pinned ones."""
         for block in self._oldest_first:
             block.indexed = False
             if block.pins == 0:

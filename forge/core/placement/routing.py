@@ -1,10 +1,10 @@
-"""Where to run a prompt: what each worker would need for it, in seconds, and the cheapest one.
+"""Routing: the cost of a prompt on each worker, in seconds, and the cheapest worker.
 
     cost(worker) = queue_delay + prefill_time(tokens cached nowhere)
                  + min(migration_time, prefill_time)(tokens cached only on another worker)
 
-Rates are learned from what workers report. Owns no state of the cluster: the router tells what
-each worker holds and has queued, and asks.
+Learns rates from the workers' reports. Owns no state of the cluster: the router passes the cached
+tokens and the queue of each worker.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One worker, as it stands for one prompt."""
+    """One worker's state for one prompt."""
 
     worker: str
     queue_delay_s: float
-    """How long until it would begin."""
+    """Time until it would begin."""
     cached_tokens: int
-    """Of this prompt, on this worker."""
+    """Tokens of this prompt in the worker's cache."""
     prefill_s_per_token: float
     migration_s_per_token: float = math.inf
-    """To bring one cached token's keys and values from elsewhere; infinite when it cannot."""
+    """Transfer of one token's keys and values from another worker; infinite if impossible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadGuard:
-    """How much busier than the idlest worker one may be and still be chosen for what it caches.
+    """Limit on a worker's load, relative to the idlest worker.
 
-    Without it, a popular prefix draws every request to the one worker that holds it.
+    Without it, all requests with a popular prefix go to the one worker that has cached it.
     """
 
     ratio: float = 2.0
@@ -44,12 +44,12 @@ class LoadGuard:
 
 
 def cost_s(candidate: Candidate, *, prompt_tokens: int, cached_anywhere_tokens: int) -> float:
-    """Seconds until `candidate` has the keys and values of the whole prompt."""
+    """Return the seconds until `candidate` has the keys and values of the whole prompt."""
     here = min(candidate.cached_tokens, prompt_tokens)
     elsewhere = max(0, min(cached_anywhere_tokens, prompt_tokens) - here)
     nowhere = prompt_tokens - here - elsewhere
     cheapest_per_token = min(candidate.migration_s_per_token, candidate.prefill_s_per_token)
-    # inf * 0 is not 0: leave out what is not needed.
+    # inf * 0 is not 0.
     moved_s = elsewhere * cheapest_per_token if elsewhere else 0.0
     computed_s = nowhere * candidate.prefill_s_per_token if nowhere else 0.0
     return candidate.queue_delay_s + computed_s + moved_s
@@ -58,9 +58,9 @@ def cost_s(candidate: Candidate, *, prompt_tokens: int, cached_anywhere_tokens: 
 def choose(
     candidates: Iterable[Candidate], *, prompt_tokens: int, guard: LoadGuard | None = None
 ) -> Candidate | None:
-    """The cheapest worker within the load guard; of equals the idlest, then the first by name.
+    """Return the cheapest worker within the load guard; of equals the idlest, then the first name.
 
-    None when there is no candidate.
+    None without a candidate.
     """
     workers = list(candidates)
     if not workers:
@@ -83,7 +83,7 @@ class LearnedRate:
     """Seconds per unit of work, as an exponential average weighted by the work observed."""
 
     def __init__(self, initial_s: float, *, memory_units: float) -> None:
-        self._work = memory_units / 16  # the initial guess gives way to the first real figures
+        self._work = memory_units / 16  # the first measurements outweigh the initial guess
         self._seconds = initial_s * self._work
         self._memory_units = memory_units
 
@@ -93,7 +93,7 @@ class LearnedRate:
         return self._seconds / self._work
 
     def observe(self, *, seconds: float, units: float) -> None:
-        """Counts `units` of work done in `seconds`; no work tells nothing."""
+        """Observe `units` of work in `seconds`; ignores zero work."""
         if units <= 0 or seconds < 0:
             return
         keep = math.exp(-units / self._memory_units)

@@ -1,1 +1,1 @@
-"""Tasks on arrival: valid fields, and the position in a data set."""
+"""Tasks: the rules of their fields, and the position in a data set."""

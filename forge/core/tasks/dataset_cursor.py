@@ -1,11 +1,11 @@
-"""Which rows of a data set are submitted next: epochs, seeded shuffling, and where it stands.
+"""The position in a data set: epochs, seeded shuffling, and the rows to submit next.
 
-Each row comes once an epoch, and an epoch begins when all rows of the one before are submitted.
-Nothing needs to be kept: a task id names data set, epoch and row, the pool keeps task ids, and the
-order is a function of seed and epoch. So a cursor made of the ids that were submitted goes on where
-the last one stood, whatever order a curriculum chose.
+Each row comes once per epoch; an epoch begins after all rows of the one before are submitted. No
+state is stored: a task id names data set, epoch and row, the pool stores task ids, and seed and
+epoch determine the order. So a cursor built from the submitted ids continues at the same position,
+in whatever order a curriculum submitted them.
 
-Pure; a curriculum is asked by the caller, and only orders what the cursor offers.
+Pure; the caller runs the curriculum, which chooses among the rows that the cursor offers.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class Place(NamedTuple):
 
 
 def task_id_of(name: str, place: Place) -> TaskId:
-    """Raises InvalidArgument for a name that makes no task id."""
+    """Return the task id of a place. Raises InvalidArgument for a wrong name."""
     task_id = f"{name}.e{place.epoch}.r{place.row}"
     check_task_id(task_id)
     return TaskId(task_id)
 
 
 def place_of(name: str, task_id: str) -> Place | None:
-    """None for a task that is not of the data set `name`."""
+    """Return the place of a task; None for a task of another data set than `name`."""
     found = _PLACE.fullmatch(task_id)
     return Place(int(found[2]), int(found[3])) if found and found[1] == name else None
 
 
 class DatasetCursor:
-    """Where the submission of one data set stands."""
+    """The position in one data set."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class DatasetCursor:
         shuffle: bool = True,
         submitted: Iterable[Place] = (),
     ) -> None:
-        """`epochs` 0: without end. Raises InvalidArgument for an empty data set, or when what was
-        submitted has rows that the data set lacks: then it is another one."""
+        """`epochs` 0: endless. Raises InvalidArgument for an empty data set, or for a submitted row
+        beyond its end: then the data set is another one."""
         if rows < 1:
             raise InvalidArgument("the data set has no rows")
         self._rows = rows
@@ -63,7 +63,7 @@ class DatasetCursor:
         self._seed = seed
         self._shuffle = shuffle
         self._done: defaultdict[int, set[int]] = defaultdict(set)
-        """Rows submitted, by epoch that is not over."""
+        """Submitted rows by unfinished epoch."""
         for place in submitted:
             if place.row >= rows:
                 raise InvalidArgument(
@@ -71,7 +71,7 @@ class DatasetCursor:
                 )
             self._done[place.epoch].add(place.row)
         self.epoch = 0
-        """Of the rows that come next."""
+        """Epoch of the next rows."""
         self._waiting = self._order()
         self._next_epoch()
 
@@ -81,11 +81,11 @@ class DatasetCursor:
         return not self._waiting
 
     def waiting(self, limit: int) -> Sequence[Place]:
-        """Up to `limit` places of this epoch that are not submitted, in order; none at the end."""
+        """Return up to `limit` unsubmitted places of this epoch, in order; none at the end."""
         return [Place(self.epoch, row) for row in self._waiting[:limit]]
 
     def submitted(self, places: Iterable[Place]) -> None:
-        """They were, in whatever order; all of them of this epoch."""
+        """Record submitted places of this epoch, in any order."""
         self._done[self.epoch].update(place.row for place in places)
         self._next_epoch()
 
@@ -105,9 +105,9 @@ class DatasetCursor:
 
 
 def chosen_of(waiting: Sequence[Place], choice: Sequence[int], limit: int) -> Sequence[Place]:
-    """What a curriculum chose: positions in `waiting`, the first `limit` of them.
+    """Return the first `limit` places of a curriculum's choice, positions in `waiting`.
 
-    Raises InvalidArgument for a position that is not there, or is named twice.
+    Raises InvalidArgument for an unknown or repeated position.
     """
     if len(set(choice)) != len(choice):
         raise InvalidArgument("the curriculum chose the same task twice")

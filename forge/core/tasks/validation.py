@@ -1,6 +1,6 @@
-"""What the fields of a task may hold, wherever it comes from: a call or a line of a file.
+"""Rules of a task's fields, for calls and for lines of a file.
 
-Owns the rules that need no look at a system; its id's rule is `forge.core.trajectory`'s.
+Owns the rules that need no state; the rule of ids is in `forge.core.trajectory`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class TaskFields(Protocol):
-    """The fields of a task that have rules; `forge.v1.Task` is one."""
+    """The fields with rules; `forge.v1.Task` has them."""
 
     domain: str
     scaffold: str
@@ -26,7 +26,7 @@ class TaskFields(Protocol):
 
 
 def check_task_fields(task: TaskFields) -> None:
-    """Raises `InvalidArgument` with the first field that is wrong, and its value."""
+    """Raises `InvalidArgument` with the first wrong field and its value."""
     for field, value in (("domain", task.domain), ("scaffold", task.scaffold)):
         if not _NAME.fullmatch(value):
             raise InvalidArgument(f"{field} {value[:80]!r} must be 1 to 64 of [A-Za-z0-9._-]")
