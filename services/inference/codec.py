@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-import sys
-from array import array
 from collections.abc import Iterator
 
 from forge.core.errors import InvalidArgument
-from forge.core.token_columns import TOKEN_BYTES
+from forge.core.token_columns import (
+    TOKEN_BYTES,
+    float32_array,
+    float32_bytes,
+    int32_array,
+    int32_bytes,
+)
 from forge.runtime.rpc import tensors
 from forge.runtime.rpc.chunks import Joiner, split
 from forge.v1.common_pb2 import (
@@ -33,9 +37,6 @@ from services.inference.engines.base import (
     Sampling,
     Tokens,
 )
-
-# `array` has the byte order of the machine.
-assert sys.byteorder == "little", "the wire format is little-endian"
 
 _FINISH = {
     Finish.STOP: FINISH_REASON_STOP,
@@ -78,7 +79,7 @@ def check_ids(prompt_ids: bytes, limits: ModelLimits) -> None:
             f"prompt_ids has {tokens} tokens; the context of {limits.context_tokens} tokens "
             f"holds a prompt of at most {limits.context_tokens - 1}"
         )
-    ids = array("i", prompt_ids)
+    ids = int32_array(prompt_ids)
     for token in (min(ids), max(ids)):
         if not 0 <= token < limits.vocabulary:
             raise InvalidArgument(
@@ -154,12 +155,12 @@ def write_sampling(sampling: Sampling) -> SamplingParams:
 def write_tokens(tokens: Tokens) -> SampledTokens:
     """Encode sampled tokens."""
     return SampledTokens(
-        ids=array("i", tokens.ids).tobytes(),
-        logprobs=array("f", tokens.logprobs).tobytes(),
-        weight_versions=array("i", tokens.versions).tobytes(),
-        allowed_logprobs=array("f", tokens.allowed).tobytes(),
-        top_ids=array("i", [token for top in tokens.top for token, _ in top]).tobytes(),
-        top_logprobs=array("f", [logprob for top in tokens.top for _, logprob in top]).tobytes(),
+        ids=int32_bytes(tokens.ids),
+        logprobs=float32_bytes(tokens.logprobs),
+        weight_versions=int32_bytes(tokens.versions),
+        allowed_logprobs=float32_bytes(tokens.allowed),
+        top_ids=int32_bytes([token for top in tokens.top for token, _ in top]),
+        top_logprobs=float32_bytes([logprob for top in tokens.top for _, logprob in top]),
     )
 
 
@@ -173,10 +174,10 @@ def read_tokens(tokens: SampledTokens) -> Tokens:
             f"columns disagree in length: {[len(column) for column in columns]} bytes"
         )
     return Tokens(
-        ids=tuple(array("i", tokens.ids)),
-        logprobs=tuple(array("f", tokens.logprobs)),
-        versions=tuple(array("i", tokens.weight_versions)),
-        allowed=tuple(array("f", tokens.allowed_logprobs)),
+        ids=tuple(int32_array(tokens.ids)),
+        logprobs=tuple(float32_array(tokens.logprobs)),
+        versions=tuple(int32_array(tokens.weight_versions)),
+        allowed=tuple(float32_array(tokens.allowed_logprobs)),
         top=_read_top(tokens),
     )
 
@@ -191,7 +192,7 @@ def _read_top(tokens: SampledTokens) -> tuple[Likeliest, ...]:
             f"the likeliest of {sampled // TOKEN_BYTES} tokens"
         )
     each = ids // sampled
-    pairs = list(zip(array("i", tokens.top_ids), array("f", tokens.top_logprobs), strict=True))
+    pairs = list(zip(int32_array(tokens.top_ids), float32_array(tokens.top_logprobs), strict=True))
     return tuple(tuple(pairs[at : at + each]) for at in range(0, len(pairs), each))
 
 

@@ -132,7 +132,7 @@ class WeightServicer(rpc.WeightServiceServicer):
         self, request: pb.FetchWeightsRequest, context: Any
     ) -> AsyncIterator[pb.FetchWeightsResponse]:
         """Send the tensors of one version. Raises NotFound for another version."""
-        weights = self._follower.held
+        weights = self._follower.weights
         if weights is None or weights.version != request.weight_version:
             has = "none" if weights is None else f"version {weights.version}"
             raise NotFound(f"weights {request.weight_version} are not here; this worker has {has}")

@@ -54,7 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldWeights:
+class PublishedWeights:
     """One complete version, as published."""
 
     version: int
@@ -66,7 +66,7 @@ class WeightFollower:
     """Keeps an engine at the newest weights announced."""
 
     def __init__(self, context: ServiceContext, engine: Engine, *, policy: str) -> None:
-        self.held: HeldWeights | None = None
+        self.weights: PublishedWeights | None = None
         self._context = context
         self._engine = engine
         self._key = f"weights/{policy}/latest"
@@ -106,7 +106,9 @@ class WeightFollower:
         while True:
             self._news.clear()
             manifest = self._wanted
-            if manifest is None or (self.held and manifest.weight_version <= self.held.version):
+            if manifest is None or (
+                self.weights and manifest.weight_version <= self.weights.version
+            ):
                 await self._news.wait()
                 continue
             try:
@@ -136,7 +138,7 @@ class WeightFollower:
         tensors, source = await self._fetch_from_any(manifest)
         fetched_s = time.monotonic()
         await self._engine.load(tensors, version=manifest.weight_version)
-        self.held = HeldWeights(version=manifest.weight_version, tensors=tensors)
+        self.weights = PublishedWeights(version=manifest.weight_version, tensors=tensors)
         WEIGHT_VERSION.set(manifest.weight_version)
         log.info(
             "weights_swapped",
