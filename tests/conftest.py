@@ -16,6 +16,7 @@ from hypothesis import settings
 
 from forge.runtime.coordination import Coordinator
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.suite.forge_run import end_runs
 from tests.support.suite.process_guard import start_guard
 
 # Before torch comes: two workers whose threads spin for each other on two cores take ten times as
@@ -85,6 +86,12 @@ async def coordinator(etcd: EtcdServer, cluster: str) -> AsyncIterator[Coordinat
     connected = await Coordinator.connect(etcd.endpoint, cluster=cluster)
     yield connected
     await connected.close()
+
+
+@pytest.fixture(autouse=True)
+def no_run_outlives_its_test() -> Iterator[None]:
+    yield
+    end_runs()
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.suite.forge_run import ForgeRun, end_runs
 from tests.support.suite.interrupted_suite import PIDS
 
 ROOT = Path(__file__).parents[2]
@@ -76,3 +77,12 @@ def test_test_that_takes_too_long_leaves_no_process(
     """pytest-timeout ends the test process without any fixture's end."""
     _, started = suite
     assert stays(started) == []
+
+
+def test_run_of_a_failed_test_ends_with_it(tmp_path: Path) -> None:
+    """The fixture `no_run_outlives_its_test` calls this: a run of 1000 steps trains for hours."""
+    run = ForgeRun(tmp_path / "run", root=tmp_path, steps=1)
+    run._argv = [sys.executable, "-c", "import time; time.sleep(600)"]
+    run.start()
+    end_runs()
+    assert run.process.poll() == -signal.SIGKILL

@@ -18,6 +18,7 @@ from tests.support.runtime.waiting import StillNotSo, until_blocking
 
 FORGE = str(Path(sys.executable).parent / "forge")
 LIMIT_S = 420.0
+_started: list[subprocess.Popen[bytes]] = []
 
 
 class ForgeRun:
@@ -42,6 +43,7 @@ class ForgeRun:
                 stderr=output,
                 stdin=subprocess.DEVNULL,
             )
+        _started.append(self._process)
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -122,6 +124,15 @@ class ForgeRun:
             tail = log.read_text(errors="replace").splitlines()[-15:]
             parts.append(f"--- {log.name}\n" + "\n".join(tail))
         return "\n".join(parts)
+
+
+def end_runs() -> None:
+    """Kills the runs that this process started, each with its services."""
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 def still_alive(pids: list[int]) -> list[int]:
