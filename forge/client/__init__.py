@@ -1,5 +1,4 @@
-"""The SDK: `AgentSession` and `SyncAgentSession` for agents, `forge.client.operator` for those who
-feed them."""
+"""The SDK: `AgentSession` and `SyncAgentSession` for agents, `operator` for operators' programs."""
 
 from forge.client.session import AgentSession
 from forge.client.sync import SyncAgentSession

@@ -1,8 +1,8 @@
-"""How a session is reached: where the gateway is, by which token, over which TLS.
+"""Access to a session: the gateway's address, the token, TLS.
 
-Owns what a program's environment means to a session client, and the channel's credentials. The
-token alone says which rollout a call belongs to; a client certificate only opens the connection
-to a gateway that demands one.
+Owns the environment variables of a session client, and the channel's credentials. The token alone
+identifies the rollout; a client certificate only opens the connection to a gateway that requires
+one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from forge.runtime.security import read_pem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """All that a session client needs to be told."""
+    """Address and credentials of a session client."""
 
     address: str
     """The gateway's gRPC "host:port"."""
@@ -33,7 +33,8 @@ class Access:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Access:
-        """What a runner prepared for this process. Raises `ConfigError` naming what is missing."""
+        """The access that a runner prepared for this process. Raises `ConfigError` naming a missing
+        variable."""
         try:
             address, token = environ["FORGE_GRPC_ADDR"], environ["FORGE_SESSION_TOKEN"]
         except KeyError as error:
@@ -50,11 +51,11 @@ class Access:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call carries."""
+        """Metadata of every call."""
         return (("authorization", f"Bearer {self.token}"),)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """TLS, or None for plain TCP. Raises `ConfigError` for files that do not go together."""
+        """TLS, or None for plain TCP. Raises `ConfigError` for an incomplete set of files."""
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigError("tls_cert and tls_key must be set together")
         if not self.tls_ca:

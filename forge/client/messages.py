@@ -1,7 +1,6 @@
-"""OpenAI-shaped message dictionaries and their protos.
+"""Translation between OpenAI-shaped message dictionaries and their protos.
 
-Owns the translation, both ways, and nothing of what is done with a message. Contents are text:
-lists of parts are joined, and a part that is not text is refused.
+Contents are text: lists of parts are joined, and a part that is not text is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Message = Mapping[str, Any]
 
 
 def to_proto(message: Message) -> pb.ChatMessage:
-    """Encode one message. Raises `InvalidArgument` naming what cannot be sent."""
+    """Encodes one message. Raises `InvalidArgument` for a message that cannot be sent."""
     role = message.get("role")
     if not isinstance(role, str):
         raise InvalidArgument(f"message without a role: {message!r:.200}")
@@ -37,7 +36,7 @@ def to_proto(message: Message) -> pb.ChatMessage:
 
 
 def from_proto(message: pb.ChatMessage) -> dict[str, Any]:
-    """Decode one message; keys that would be empty are left out, content never is."""
+    """Decodes one message; empty keys are left out, content never is."""
     decoded: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
         decoded["reasoning"] = message.reasoning

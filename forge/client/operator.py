@@ -1,8 +1,7 @@
-"""What an operator does: submit tasks, watch the services, read results.
+"""Operator calls: submit tasks, watch the services, read results.
 
-Owns batching, retries and the translation to calls. It decides nothing about when to submit or
-what to do with a result. All calls find their service through etcd, so they survive the restart
-of any one instance.
+Owns batching, retries and the encoding of calls. All calls find their service through etcd, so they
+survive the restart of any one instance.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ LIST_SILENCE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainResult:
-    """What the rollouts of one domain under one tag came to."""
+    """Results of the rollouts of one domain under one tag."""
 
     domain: str
     rollouts: int
@@ -78,18 +77,19 @@ class Operator:
 
     @classmethod
     async def connect(cls, endpoints: str, *, cluster: str, security: Security) -> Self:
-        """Find the system through etcd. Raises `Unavailable` when etcd does not answer."""
+        """Connects through etcd. Raises `Unavailable` if etcd does not answer."""
         coordinator = await Coordinator.connect(
             endpoints, cluster=cluster, credentials=security.etcd_credentials(endpoints)
         )
         return cls(coordinator, Channels(security))
 
     async def close(self) -> None:
+        """Closes all connections."""
         await self._channels.close()
         await self._coordinator.close()
 
     async def submit(self, tasks: Iterable[common_pb2.Task]) -> int:
-        """Queue tasks, in bounded calls; how many were new. They are durable on return."""
+        """Queues tasks, in bounded calls; the number of new ones. They are durable on return."""
         accepted = 0
         for batch in batches(tasks):
             request = scheduler_pb2.SubmitTasksRequest(tasks=batch)
@@ -98,7 +98,7 @@ class Operator:
         return accepted
 
     async def scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
-        """Queue, window and books."""
+        """Queue, window and counters."""
         request = scheduler_pb2.GetSchedulerStatusRequest()
         status: scheduler_pb2.GetSchedulerStatusResponse = await self._ask_scheduler(
             "GetSchedulerStatus", request, timeout_s=5.0
@@ -106,12 +106,12 @@ class Operator:
         return status
 
     async def set_activity(self, activity: scheduler_pb2.Activity.ValueType) -> None:
-        """Pause, drain or resume the queue; every later leader keeps to it."""
+        """Pauses, drains or resumes the queue; later leaders keep it."""
         request = scheduler_pb2.SetActivityRequest(activity=activity)
         await self._ask_scheduler("SetActivity", request, timeout_s=5.0)
 
     async def inference_status(self) -> inference_pb2.GetInferenceStatusResponse:
-        """What is served, and how busy it is."""
+        """Models and load of inference."""
         request = inference_pb2.GetInferenceStatusRequest()
         status: inference_pb2.GetInferenceStatusResponse = await self._inference.call(
             "GetInferenceStatus", request, timeout_s=5.0, retry_for_s=self._retry_for_s
@@ -119,7 +119,7 @@ class Operator:
         return status
 
     async def trainer_status(self) -> trainer_pb2.GetTrainerStatusResponse:
-        """Where training stands."""
+        """Progress of training."""
         request = trainer_pb2.GetTrainerStatusRequest()
         status: trainer_pb2.GetTrainerStatusResponse = await self._trainer.call(
             "GetTrainerStatus", request, timeout_s=5.0, retry_for_s=self._retry_for_s
@@ -127,7 +127,7 @@ class Operator:
         return status
 
     async def groups(self, tag: str) -> AsyncIterator[scheduler_pb2.BatchGroup]:
-        """Groups submitted under `tag` with their trajectories' rewards, each once."""
+        """Yields the groups of `tag` with their trajectories' rewards, each once."""
         for group in await retried(lambda: self._list_groups(tag), retry_for_s=self._retry_for_s):
             yield group
 
@@ -145,9 +145,8 @@ class Operator:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> list[DomainResult]:
-        """Results of `tag` once that many groups have ended, looked for every `poll_s`, or less
-        often where a look takes long. `on_look` is told after each how many have.
-        """
+        """Results of `tag` once `groups` groups have ended. Polls every `poll_s`, or less often if
+        a poll is slow; `on_look` gets the number of ended groups after each."""
         while True:
             began_s = clock()
             done = [group async for group in self.groups(tag) if ended(group)]
@@ -158,10 +157,10 @@ class Operator:
             await sleep(max(poll_s, LOOK_PAUSE * (clock() - began_s)))
 
     async def tail(self, *, after_step: int = 0) -> AsyncIterator[trainer_pb2.StepMetrics]:
-        """Metrics of every step after `after_step`, then live ones, for as long as one reads.
+        """Yields metrics of every step after `after_step`, then live ones, without end.
 
-        Steps that a restarted trainer takes again are not yielded again.
-        Raises the `ForgeError` of a trainer that stays away.
+        Steps that a restarted trainer repeats are not yielded again. Raises the `ForgeError` of a
+        trainer that stays unreachable.
         """
         while True:
             _, stub = await retried(self._trainer.pick, retry_for_s=self._retry_for_s)
@@ -197,12 +196,12 @@ def batches(tasks: Iterable[common_pb2.Task]) -> Iterator[list[common_pb2.Task]]
 
 
 def ended(group: scheduler_pb2.BatchGroup) -> bool:
-    """Whether no rollout of the group will change any more."""
+    """True if no rollout of the group will change."""
     return group.group.state != common_pb2.GROUP_STATE_PENDING
 
 
 def domain_results(groups: Iterable[scheduler_pb2.BatchGroup]) -> list[DomainResult]:
-    """What ended groups came to, by domain name."""
+    """Results of ended groups, by domain name."""
     by_domain: dict[str, list[scheduler_pb2.BatchGroup]] = defaultdict(list)
     for group in groups:
         by_domain[group.group.task.domain].append(group)

@@ -1,8 +1,6 @@
-"""Looking into the pool, all its shards as one, and having one compacted: for operators.
+"""Reads of a running pool: all its shards as one.
 
-Owns paging, the resumption of streams and the choice of instance. It changes no record, and knows
-no files: what is done to those from outside is `services.pool.maintenance`. Every call
-finds its shard through etcd, so it survives the restart of any instance.
+Owns pages, retries and resumption. Each shard is found through etcd, so calls survive its restart.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ TAIL_BUFFER = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Some trajectories of one shard that fit a query; maybe none."""
+    """Trajectories of one shard that fit a query; may be empty."""
 
     shard: str
     trajectories: Sequence[common_pb2.TrajectorySummary]
@@ -46,7 +44,7 @@ class Page:
 
 
 class PoolReader:
-    """Every shard that is registered."""
+    """Reads every registered shard."""
 
     def __init__(
         self, coordinator: Coordinator, channels: Channels, *, retry_for_s: float = 30.0
@@ -55,17 +53,17 @@ class PoolReader:
         self._pool = Remote(coordinator, channels, kind="pool", stub=PoolServiceStub)
 
     async def shards(self) -> list[str]:
-        """Names of the shards that answer now. Raises `Unavailable` when there is none."""
+        """Names of the registered shards. Raises `Unavailable` if there is none."""
         await self._pool.pick(timeout_s=FIND_S)
         return sorted({instance.metadata["shard"] for instance in self._pool.instances()})
 
     def copies_in_sync(self, shard: str) -> int:
-        """Replicas that have all that was acknowledged; 0 for a shard that has none."""
+        """Replicas that have every acknowledged write; 0 for an unreplicated shard."""
         found = (one.metadata for one in self._pool.instances() if _serves(one, shard))
         return max((int(metadata.get("copies", 0)) for metadata in found), default=0)
 
     async def stats(self, shard: str) -> pool_pb2.GetPoolStatsResponse:
-        """Counts and sizes of one shard, by domain and state, too."""
+        """Counts and sizes of one shard, also by domain and state."""
         request = pool_pb2.GetPoolStatsRequest(by_domain=True)
         stats: pool_pb2.GetPoolStatsResponse = await self._call(shard, "GetPoolStats", request)
         return stats
@@ -73,7 +71,7 @@ class PoolReader:
     async def query(
         self, wanted: pool_pb2.TrajectoryFilter, *, page_size: int = 0
     ) -> AsyncIterator[Page]:
-        """What fits `wanted`, shard by shard, in pages that may be empty."""
+        """Yields the trajectories that fit `wanted`, shard by shard, in pages that may be empty."""
         for shard in await self.shards():
             token = ""
             while True:
@@ -124,8 +122,8 @@ class PoolReader:
         cursors: Mapping[str, str],
         from_start: bool = False,
     ) -> AsyncIterator[pool_pb2.TailTrajectoriesResponse]:
-        """What every shard closes and rewards, from the cursor given by shard or from now on, for
-        as long as one reads. Raises the error of a shard that refuses or stays away."""
+        """Yields the closes and rewards of every shard, from its cursor or from now on, without
+        end. Raises the error of a shard that refuses or stays unreachable."""
         shards = await self.shards()
         for shard in cursors:
             if shard not in shards:
@@ -156,8 +154,8 @@ class PoolReader:
     async def compact(
         self, shard: str, *, data_dir: str = ""
     ) -> AsyncGenerator[pool_pb2.CompactShardResponse]:
-        """Have the file of a shard made smaller while it is served, and tell how far that is; it is
-        given up when the generator is closed. `data_dir`: where it must lie."""
+        """Compacts a served shard and yields the progress; closing the generator gives up.
+        `data_dir`: the directory it must be in."""
         stub = await self._find(shard)
         request = pool_pb2.CompactShardRequest(data_dir=data_dir)
         async with translated():

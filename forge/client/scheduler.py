@@ -1,6 +1,6 @@
-"""Calls to the one scheduler that serves: the elected leader.
+"""Calls to the elected leader of the schedulers.
 
-Owns how the leader is found, from an event loop (`scheduler_remote`) and from a thread beside one
+Owns the search for the leader, from an event loop (`scheduler_remote`) and from a thread beside one
 (`SyncScheduler`).
 """
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 def scheduler_remote(
     coordinator: Coordinator, channels: Channels
 ) -> Remote[SchedulerServiceAsyncStub]:
-    """Some scheduler; every call also says `where=leads`, since only the leader answers."""
+    """The schedulers; every call also needs `where=leads`, as only the leader answers."""
     return Remote(
         coordinator, channels, kind="scheduler", stub=SchedulerServiceStub, why_none=_why_none_leads
     )
 
 
 def leads(instance: Instance) -> bool:
-    """Whether a scheduler has told the others that it is the leader."""
+    """True if a scheduler is registered as the leader."""
     return instance.metadata.get("leader") == "true"
 
 
@@ -49,18 +49,18 @@ def _why_none_leads(instances: Sequence[Instance]) -> str:
 class SyncScheduler:
     """Blocking calls to the leader, from one thread beside the event loop.
 
-    Discovery runs on the event loop. While that is blocked, its last view counts, and the leader
-    of that view may have ended: the other schedulers are tried then. Only a leader accepts a call.
+    Discovery runs on the event loop. While that is blocked, its last view is used, and the leader
+    in it may have ended: then the other schedulers are tried. Only a leader accepts a call.
     """
 
     def __init__(self, coordinator: Coordinator, security: Security) -> None:
-        """Belongs on the event loop."""
+        """Call it on the event loop."""
         self._discovery = coordinator.discover("scheduler")
         self._security = security
         self._channels: dict[str, grpc.Channel] = {}
 
     def call(self, method: str, request: Any, *, timeout_s: float) -> Any:
-        """One unary call; `timeout_s` is for one scheduler. Raises `ForgeError`."""
+        """One unary call; `timeout_s` applies to each scheduler. Raises `ForgeError`."""
         known = self._discovery.instances
         self._forget({instance.address for instance in known})
         failure: ForgeError | None = None
@@ -74,7 +74,7 @@ class SyncScheduler:
         raise failure or Unavailable("no scheduler is known")
 
     def close(self) -> None:
-        """A call that still waits ends with `Unavailable`. From any thread."""
+        """Ends pending calls with `Unavailable`. Callable from any thread."""
         self._forget(set())
 
     def _ask(self, address: str, method: str, request: Any, timeout_s: float) -> Any:
@@ -92,7 +92,7 @@ class SyncScheduler:
             raise Unavailable(str(error)) from error
 
     def _forget(self, addresses: set[str]) -> None:
-        """Keep only the channels to these addresses."""
+        """Closes the channels to other addresses."""
         for address in self._channels.keys() - addresses:
             if channel := self._channels.pop(address, None):
                 channel.close()

@@ -1,8 +1,8 @@
-"""One rollout's conversation with the gateway, over gRPC, in an event loop.
+"""One rollout's conversation with the gateway over gRPC, for event loops.
 
-Owns what an agent does with its session token: open, chat, generate, annotate, close. It keeps no
-history; an agent sends the messages it wants the model to see, and the gateway works out which
-of their tokens it already knows. Threads have `forge.client.sync`.
+Owns the calls of an agent: open, chat, generate, annotate, close. Keeps no history: an agent sends
+all messages that the model should see, and the gateway finds the tokens it already has. Threads use
+`forge.client.sync`.
 
     async with AgentSession.from_env() as session:
         answer = await session.chat([{"role": "user", "content": "What is 2 + 2?"}])

@@ -1,8 +1,4 @@
-"""What the session clients of both worlds are made of: a channel, a token, how it is reached.
-
-Owns construction alone. The calls are `forge.client.session` for event loops and
-`forge.client.sync` for threads.
-"""
+"""The common part of the session clients: channel, token, construction."""
 
 from __future__ import annotations
 
@@ -66,7 +62,7 @@ class SessionClient:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self:
-        """The session a runner prepared for this process. Raises `ConfigError`."""
+        """The session that a runner prepared for this process. Raises `ConfigError`."""
         return cls._reached(Access.from_env(environ), owns_rollout=False)
 
     @classmethod

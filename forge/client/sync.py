@@ -1,10 +1,8 @@
-"""One rollout's conversation with the gateway, over gRPC, for programs without an event loop.
+"""One rollout's conversation with the gateway over gRPC, for threads.
 
-Owns the same calls as `forge.client.session`, from plain threads. What is said and understood
-(`turns`), how the gateway is reached (`access`) and when a call is repeated (`retry`) is the same
-code; only the waiting is written twice, over grpc's own blocking channel. The other way, an event
-loop in a thread of its own that runs the asynchronous client, would cost two thread switches a
-call and a second loop in a process: `grpc.aio` serves several loops badly.
+The same calls as `forge.client.session`. Encoding (`turns`), access and retries are shared code;
+only waiting is written twice, over grpc's blocking channel. An event loop in a thread of its own
+would cost two thread switches a call, and `grpc.aio` serves several loops badly.
 
     with SyncAgentSession.from_env() as session:
         answer = session.chat([{"role": "user", "content": "What is 2 + 2?"}])

@@ -1,8 +1,8 @@
-"""Tasks in a file of JSON Lines: what `forge queue submit` and the trainer's evaluation read.
+"""Tasks in a JSON Lines file, for `forge queue submit` and the trainer's evaluation.
 
-Owns the format: a line is a JSON object with `payload` (an object) and, where they differ from the
-reader's defaults, `domain`, `scaffold`, `group_size`, `difficulty`, `priority`. Ids, tags and
-purpose are the reader's to give.
+Owns the format: a line is a JSON object with `payload` (an object) and, to override the reader's
+defaults, `domain`, `scaffold`, `group_size`, `difficulty`, `priority`. The reader sets ids, tags
+and purpose.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def read_tasks(file: Path, defaults: common_pb2.Task) -> list[common_pb2.Task]:
 
 
 def write_tasks(file: Path, tasks: Iterable[common_pb2.Task]) -> None:
-    """What `read_tasks` makes the same tasks of, but for their ids, tags and purposes."""
+    """Writes tasks for `read_tasks`, without ids, tags and purposes."""
     lines = (
         json.dumps(
             {

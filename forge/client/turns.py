@@ -1,7 +1,7 @@
-"""What an agent says to the gateway and what comes back, as values and as protos.
+"""Requests of an agent to the gateway and its answers, as values and as protos.
 
-Owns the encoding of requests and the decoding of answers, one piece at a time, for every session
-client there is. It opens no channel, waits for nothing and keeps no history.
+Owns their encoding and decoding, one piece at a time, for every session client. Opens no channel
+and keeps no history.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionInfo:
-    """What the token stands for."""
+    """The session that a token opens."""
 
     trajectory_id: str
     task_id: str
@@ -50,6 +50,7 @@ class SessionInfo:
 
     @classmethod
     def decode(cls, response: gateway_pb2.OpenSessionResponse) -> SessionInfo:
+        """Decodes a response."""
         return cls(
             trajectory_id=response.trajectory_id,
             task_id=response.task_id,
@@ -76,11 +77,13 @@ class Answer:
 
     @property
     def text(self) -> str:
+        """Content of the message."""
         content: str = self.message["content"]
         return content
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
+        """Tool calls of the message, OpenAI-shaped."""
         calls: list[dict[str, Any]] = self.message.get("tool_calls", [])
         return calls
 
@@ -134,7 +137,7 @@ def reward_event(
 
 
 def why_abandoned(error: BaseException | None) -> str:
-    """What goes on record when `error` leaves a session's block; "" for a normal end."""
+    """The recorded reason when `error` leaves a session's block; "" for a normal end."""
     return f"{type(error).__name__}: {error}" if error else ""
 
 
@@ -160,7 +163,7 @@ def chat_request(
 
 
 def chat_pieces(response: gateway_pb2.ChatResponse) -> Iterator[str | Answer]:
-    """What one response brings: new text, and the whole answer when it is the last."""
+    """Yields the new text of a response, and the answer if it is the last."""
     if response.delta:
         yield response.delta
     if response.HasField("message"):
@@ -182,6 +185,7 @@ def generate_request(
     stop_token_ids: Sequence[int] = (),
     context_action: str = "",
 ) -> gateway_pb2.GenerateRequest:
+    """Encodes a request over token ids."""
     return gateway_pb2.GenerateRequest(
         prompt_ids=int32_bytes(prompt_ids),
         sampling=common_pb2.SamplingParams(
@@ -192,13 +196,13 @@ def generate_request(
 
 
 class SampledColumns:
-    """The columns of one turn, while its responses come in."""
+    """The columns of one turn while its responses arrive."""
 
     def __init__(self) -> None:
         self._ids, self._logprobs, self._versions = bytearray(), bytearray(), bytearray()
 
     def add(self, response: gateway_pb2.GenerateResponse) -> Sampled | None:
-        """Take one response; the whole turn when it was the last."""
+        """Adds one response; the turn after the last."""
         self._ids += response.tokens.ids
         self._logprobs += response.tokens.logprobs
         self._versions += response.tokens.weight_versions

@@ -5,10 +5,11 @@ from forge.runtime.startup import run
 from services.pool.config import PoolConfig
 
 KEPT_BYTES = 64 << 20
-"""Of freed memory: commits and answers of megabytes come and go all the time."""
+"""Freed memory that stays with the process: commits and answers of megabytes are frequent."""
 
 
 def load_app() -> type:
+    """Imports the service late: `--help` needs only its settings."""
     from services.pool.app import PoolApp
 
     return PoolApp

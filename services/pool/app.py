@@ -31,7 +31,7 @@ from services.pool.store import PoolStore
 
 
 class PoolApp:
-    """One pool instance, from opened store to closed one."""
+    """One pool instance, from the open of its store to the close."""
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
@@ -43,6 +43,7 @@ class PoolApp:
         """The name of a shard that is served without replicas."""
 
     async def start(self) -> None:
+        """Opens the store and serves it, alone or as a replica."""
         config: PoolConfig = self._context.config
         loop = asyncio.get_running_loop()
 
@@ -106,6 +107,7 @@ class PoolApp:
         )
 
     async def drain(self) -> None:
+        """Ends open streams and lets the follower confirm commits in progress."""
         if self._servicer is not None:
             self._servicer.drain()
         if self._replica is not None:
@@ -126,6 +128,7 @@ class PoolApp:
         self._retention = asyncio.create_task(retention.run(), name="retention")
 
     async def stop(self) -> None:
+        """Stops background tasks, closes the store, then gives up the shard's name."""
         if self._retention is not None:
             self._retention.cancel()
             await asyncio.wait({self._retention})

@@ -1,37 +1,44 @@
-"""What a pool instance counts."""
+"""Metrics of a pool instance."""
 
 from __future__ import annotations
 
 from forge.runtime.telemetry import counter, gauge, histogram
 
-COMMIT_SECONDS = histogram("forge_pool_commit_seconds", "One group commit, fsync included.")
-COMMANDS = counter("forge_pool_commands_total", "Changes handled, by kind.", ["kind"])
+COMMIT_SECONDS = histogram("forge_pool_commit_seconds", "Duration of one commit, fsync included.")
+COMMANDS = counter("forge_pool_commands_total", "Commands applied, by kind.", ["kind"])
 COMMITTED_BYTES = counter("forge_pool_commit_bytes_total", "Payload of all commits.")
 REFUSALS = counter(
-    "forge_pool_refusals_total", "Turns and other changes refused one by one.", ["kind", "code"]
+    "forge_pool_refusals_total", "Turns and other commands refused one by one.", ["kind", "code"]
 )
-COMMIT_FAILURES = counter("forge_pool_commit_failures_total", "Commits refused whole.", ["code"])
-USED_BYTES = gauge("forge_pool_used_bytes", "Of the shard's file.")
-LIVE_BYTES = gauge("forge_pool_live_bytes", "Of the file, what records lie in.")
-DISK_FREE_BYTES = gauge("forge_pool_disk_free_bytes", "On the disk of the shard.")
-COMPACTIONS = counter("forge_pool_compactions_total", "Files rewritten while they were served.")
+COMMIT_FAILURES = counter(
+    "forge_pool_commit_failures_total", "Commits that failed as a whole.", ["code"]
+)
+USED_BYTES = gauge("forge_pool_used_bytes", "Bytes of the data file, free pages included.")
+LIVE_BYTES = gauge("forge_pool_live_bytes", "Bytes of the data file in use by records.")
+DISK_FREE_BYTES = gauge("forge_pool_disk_free_bytes", "Free bytes on the disk of the shard.")
+COMPACTIONS = counter("forge_pool_compactions_total", "Compactions of a served data file.")
 UNQUEUED_GROUPS = counter(
-    "forge_pool_unqueued_groups_total", "Groups told by a scan although their queue entry is lost."
+    "forge_pool_unqueued_groups_total", "Groups that a scan returned without a queue entry."
 )
 CLOSED_READS = counter(
     "forge_pool_closed_reads_total",
-    "Reads of whole closed trajectories, by their comparison with the seal: verified, unverified "
-    "(closed by a version without digests) or damaged.",
+    "Reads of closed trajectories by digest check: verified, unverified (closed by a version "
+    "without digests) or damaged.",
     ["outcome"],
 )
-FREED_GROUPS = counter("forge_pool_freed_groups_total", "Groups of which only the books are left.")
+FREED_GROUPS = counter("forge_pool_freed_groups_total", "Groups whose payload was freed.")
 FREED_RECORDS = counter("forge_pool_freed_records_total", "Turns and rewards freed.")
-ORPHANS = counter("forge_pool_orphans_total", "Tasks given up that have trajectories and no group.")
+ORPHANS = counter(
+    "forge_pool_orphans_total", "Tasks tombstoned because their trajectories have no group."
+)
 FREED_BYTES = counter("forge_pool_freed_bytes_total", "Payload freed.")
 DAMAGED_ENTRIES = counter(
-    "forge_pool_damaged_entries_total", "Settled groups that are kept: their entry is damaged."
+    "forge_pool_damaged_entries_total",
+    "Settled groups that are not freed: their index entry is damaged.",
 )
-COVERED_STEP = gauge("forge_pool_covered_step", "What up to it was trained may be freed.")
+COVERED_STEP = gauge(
+    "forge_pool_covered_step", "Groups trained at or before this step may be freed."
+)
 REPAIRS = counter(
     "forge_pool_repairs_total",
     "Damaged records: repaired from a copy, left without one, or overwritten by a new state.",
@@ -40,8 +47,8 @@ REPAIRS = counter(
 REPLICA_LAG = gauge(
     "forge_pool_replica_lag_commits", "Commits that the follower has not confirmed."
 )
-CATCH_UPS = counter("forge_pool_catch_ups_total", "Followers brought up to date.", ["way"])
+CATCH_UPS = counter("forge_pool_catch_ups_total", "Catch-ups of followers, by way.", ["way"])
 REPLICAS_IN_SYNC = gauge(
-    "forge_pool_replicas_in_sync", "Replicas that have all that was acknowledged."
+    "forge_pool_replicas_in_sync", "Replicas that have every acknowledged write."
 )
-LEADS = gauge("forge_pool_leads", "1 while this instance leads its shard, 0 while it follows.")
+LEADS = gauge("forge_pool_leads", "1 while this instance leads its shard, else 0.")

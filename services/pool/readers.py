@@ -1,6 +1,6 @@
-"""Threads that read from the store, beside the writer and without waiting for it.
+"""Threads that read from the store beside the writer.
 
-Owns how many reads may run and wait; what is read is the caller's business.
+Owns the bound on running and waiting reads.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ MAX_PENDING_READS = 1024
 
 
 class ReaderRef(Protocol):
-    """The readers, or what stands before them."""
+    """The reader threads, or a gate before them."""
 
-    async def run(self, read: Callable[[], T]) -> T: ...
+    async def run(self, read: Callable[[], T]) -> T:
+        """Returns the result of `read`."""
 
 
 class Readers:
@@ -31,8 +32,7 @@ class Readers:
         self._pending = 0
 
     async def run(self, read: Callable[[], T]) -> T:
-        """What `read` returns, from one of the threads. Raises `ResourceExhausted` when too many
-        reads wait already."""
+        """Runs `read` on a reader thread. Raises `ResourceExhausted` if too many reads wait."""
         if self._pending >= MAX_PENDING_READS:
             raise ResourceExhausted(f"{self._pending} reads are waiting", retry_after_s=0.1)
         self._pending += 1
@@ -42,5 +42,5 @@ class Readers:
             self._pending -= 1
 
     async def close(self) -> None:
-        """Drops the reads that have not begun and waits for the others."""
+        """Drops waiting reads and waits for the running ones."""
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)

@@ -1,16 +1,15 @@
-"""When groups are freed: what is due, how fast, and who says what a checkpoint covers.
+"""Retention: which groups are freed, when and how fast.
 
-Owns the policy and its execution, beside the writer and through it: one small transaction after
-another, each waiting its turn among the appends, with as long a pause as it took. What freeing a
-group means is in `freeing`.
+Owns the policy and its execution through the writer: small transactions, each followed by a pause
+as long as it took. `data.freeing` frees a group.
 
-    trained               due once the oldest checkpoint kept covers its step, and it is old enough
-    tombstoned, evaluated due once it is old enough
-    without a group       given up when it is found, then due once that is old enough
-    everything else       never
+    trained                 once the oldest checkpoint kept covers its step, and it is old enough
+    tombstoned, evaluated   once it is old enough
+    without a group         tombstoned when found, freed once that is old enough
+    everything else         never
 
-Age counts for nothing while more than `keep_bytes` are in use or room is short: then the longest
-settled groups go first, until it is so no more.
+Under disk pressure (`keep_bytes`, or short of room) age is ignored and the oldest settled groups
+are freed first until usage is below the limit.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
 PERIOD_S = 5.0
 LOOK_AGAIN_S = 600.0
-"""After which what was passed over is looked at again, whatever is known of it."""
+"""Pause after which skipped entries are read again in any case."""
 PAGE = 256
 """Entries of the index looked at together."""
 BATCH = 16
@@ -62,7 +61,7 @@ _ASK_TRAINER_S = 5.0
 
 
 Coverage = Callable[[], Awaitable[int]]
-"""The step up to which everything trained is in every checkpoint kept; 0 when nobody knows."""
+"""Returns the step up to which every kept checkpoint has all training; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,17 +75,17 @@ class RetentionPolicy:
     def due(
         self, group: SettledGroup, *, covered_step: int, now_unix_s: float, pressed: bool
     ) -> bool:
-        """`pressed`: age counts for nothing."""
+        """Whether a group may be freed; `pressed`: age is ignored."""
         if group.damaged:
             return False
         old = now_unix_s - group.settled_unix_s >= self.keep_age_s
-        # Somebody may still write where no scheduler is: not even want of room hurries that.
+        # An orphan may still be written to: disk pressure does not shorten its age.
         return group.step <= covered_step and (old or (pressed and not group.orphan))
 
 
 @dataclass(slots=True, kw_only=True)
 class _Passed:
-    """The beginning of the index, as far as a sweep left nothing there that could be freed."""
+    """The beginning of the index, as far as a sweep found nothing to free."""
 
     until_unix_s: float
     """By then something may be old enough."""
@@ -132,21 +131,22 @@ class Retention:
         """Key of the last trajectory that was looked at for its group."""
         self._passed = _Passed(until_unix_s=0.0)
         self._damaged: set[bytes] = set()
-        """Keys of entries of the index that were told of."""
+        """Keys of damaged entries that were logged."""
 
     async def run(self) -> None:
+        """Sweeps for ever."""
         while True:
             try:
                 await self.sweep()
             except ForgeError as error:
                 log.warning("retention_put_off", error=str(error))
             except Exception:
-                # Whatever is wrong with one sweep, the disk must not fill up for want of others.
+                # A failed sweep must not stop later ones: the disk would fill up.
                 log.exception("sweep_crashed")
             await asyncio.sleep(PERIOD_S)
 
     async def sweep(self) -> Freed:
-        """Frees all that is due now; what that came to."""
+        """Frees every group that is due; the totals."""
         await self._mark_orphans()
         covered_step = await self._coverage()
         COVERED_STEP.set(covered_step)
@@ -182,7 +182,7 @@ class Retention:
         return total
 
     async def _mark_orphans(self) -> None:
-        """Some trajectories at a time: a pass over ten million takes hours, and weeks matter."""
+        """Checks a bounded number of trajectories for missing groups."""
         look = partial(self._store.orphans, after=self._looked_until, limit=LOOKED_AT)
         page = await self._readers.run(look)
         self._looked_until = page.last_key
@@ -193,8 +193,8 @@ class Retention:
             log.warning("groups_missing", tasks=marked, first=page.task_ids[0])
 
     def _still_passed(self, covered_step: int) -> _Passed:
-        """What need not be looked at: a hundred thousand groups that wait for a checkpoint cost
-        nothing until it is there."""
+        """The part of the index to skip: groups that wait for a checkpoint cost nothing until it is
+        there."""
         now_unix_s = self._now_unix_s()
         if covered_step >= self._passed.least_step or now_unix_s >= self._passed.until_unix_s:
             self._passed = _Passed(until_unix_s=now_unix_s + LOOK_AGAIN_S)
@@ -244,13 +244,13 @@ def _sum(one: Freed, other: Freed) -> Freed:
 
 
 class TrainersCoverage:
-    """What the registered trainers say that their checkpoints cover."""
+    """The oldest checkpoint step of all registered trainers."""
 
     def __init__(self, trainers: Remote[TrainerServiceAsyncStub]) -> None:
         self._trainers = trainers
 
     async def __call__(self) -> int:
-        """The lowest of them. 0 when there is none, or when one does not answer."""
+        """The lowest step. 0 if there is no trainer, or one does not answer."""
         steps = [await self._oldest_step(instance) for instance in self._trainers.instances()]
         return min(steps, default=0)
 

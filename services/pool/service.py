@@ -1,6 +1,6 @@
-"""PoolService over gRPC: decode, ask the writer or a reader, encode.
+"""PoolService over gRPC: decodes requests, asks the writer or a reader, encodes answers.
 
-Owns no state but the open streams.
+Owns the open streams.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from services.pool.streams.tail import Tails
 FULL_NAME = "forge.v1.PoolService"
 REPLICA_FULL_NAME = "forge.v1.PoolReplicaService"
 SCOPES = {
-    # Operators look, and take care of the file; only the middleware writes.
+    # Operators read and maintain the file; only services write.
     "ScanGroups": "operator",
     "LookUpGroups": "operator",
     "GetSummaries": "operator",
@@ -46,7 +46,7 @@ SCOPES = {
 
 
 class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
-    """One shard's side of every call; pool.proto says what each promises."""
+    """The RPCs of one shard, as pool.proto specifies them."""
 
     def __init__(
         self,
@@ -69,18 +69,21 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def PutGroups(
         self, request: pool_pb2.PutGroupsRequest, context: Any
     ) -> pool_pb2.PutGroupsResponse:
+        """Stores new groups."""
         await self._commit(validation.put_groups(request, shard=self._store.shard), context)
         return pool_pb2.PutGroupsResponse()
 
     async def SetGroupStates(
         self, request: pool_pb2.SetGroupStatesRequest, context: Any
     ) -> pool_pb2.SetGroupStatesResponse:
+        """Replaces states of groups."""
         await self._commit(validation.set_group_states(request, now_unix_s=time.time()), context)
         return pool_pb2.SetGroupStatesResponse()
 
     async def ScanGroups(
         self, request: pool_pb2.ScanGroupsRequest, context: Any
     ) -> AsyncIterator[pool_pb2.ScanGroupsResponse]:
+        """Streams groups in queue order."""
         begin, scan = await self._readers.run(partial(begin_scan, self._store, request))
         if begin is not None:
             yield pool_pb2.ScanGroupsResponse(begin=begin)
@@ -91,12 +94,14 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def LookUpGroups(
         self, request: pool_pb2.LookUpGroupsRequest, context: Any
     ) -> pool_pb2.LookUpGroupsResponse:
+        """Returns groups and commits by id."""
         validation.check_look_up(request)
         return await self._readers.run(partial(self._store.look_up, request))
 
     async def AppendTurns(
         self, request_iterator: AsyncIterator[pool_pb2.AppendTurnsRequest], context: Any
     ) -> AsyncIterator[pool_pb2.AppendTurnsResponse]:
+        """Stores a stream of turns, with one answer per turn."""
         stream = AppendStream(self._writer, max_turn_bytes=self._max_turn_bytes)
         self._streams.add(stream)
         if self._draining:
@@ -110,6 +115,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def AppendRewards(
         self, request: pool_pb2.AppendRewardsRequest, context: Any
     ) -> pool_pb2.AppendRewardsResponse:
+        """Stores rewards of a trajectory."""
         await self._commit(validation.append_rewards(request), context)
         self._tails.announce()
         return pool_pb2.AppendRewardsResponse()
@@ -117,6 +123,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def SealTrajectory(
         self, request: pool_pb2.SealTrajectoryRequest, context: Any
     ) -> pool_pb2.SealTrajectoryResponse:
+        """Closes a trajectory."""
         command = validation.seal_trajectory(request, now_unix_s=time.time())
         summary = await self._commit(command, context)
         self._tails.announce()
@@ -125,6 +132,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def GetSummaries(
         self, request: pool_pb2.GetSummariesRequest, context: Any
     ) -> pool_pb2.GetSummariesResponse:
+        """Returns trajectories without their turns."""
         names = [parse_trajectory_id(text) for text in request.trajectory_ids]
         summaries = await self._readers.run(partial(self._store.summaries, names))
         return pool_pb2.GetSummariesResponse(summaries=summaries)
@@ -132,6 +140,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def FetchTrajectories(
         self, request: pool_pb2.FetchTrajectoriesRequest, context: Any
     ) -> AsyncIterator[pool_pb2.FetchTrajectoriesResponse]:
+        """Streams trajectories with their turns."""
         names = [parse_trajectory_id(text) for text in request.trajectory_ids]
         while names:
             found = await self._readers.run(partial(self._store.trajectories, names))
@@ -143,11 +152,12 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def QueryTrajectories(
         self, request: pool_pb2.QueryTrajectoriesRequest, context: Any
     ) -> pool_pb2.QueryTrajectoriesResponse:
+        """Returns one page of trajectories that fit a filter."""
         look = partial(query, request=request, shard=self._store.shard)
         try:
             return await self._readers.run(partial(self._store.read, look))
         except DamagedRecord:
-            # No replica has it: the page goes past it.
+            # No replica has it intact: the page skips it.
             look = partial(look, name_damaged=True)
             return await self._readers.run(partial(self._store.read, look))
 
@@ -155,29 +165,32 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def TailTrajectories(  # type: ignore[override]
         self, request: pool_pb2.TailTrajectoriesRequest, context: Any
     ) -> None:
+        """Streams the change log as it grows."""
         await self._tails.follow(request, context.write)
 
     async def GetPoolStats(
         self, request: pool_pb2.GetPoolStatsRequest, context: Any
     ) -> pool_pb2.GetPoolStatsResponse:
+        """Returns counts and sizes."""
         stats = await self._readers.run(self._store.stats)
         if request.by_domain:
             tally = Tally()
             while await self._readers.run(partial(self._store.read, tally.advance)):
-                pass  # Slice by slice, so that nobody waits long for a reader.
+                pass  # Slice by slice, so that other reads get a thread in between.
             tally.add_to(stats)
         return stats
 
     async def CompactShard(
         self, request: pool_pb2.CompactShardRequest, context: Any
     ) -> AsyncIterator[pool_pb2.CompactShardResponse]:
+        """Rewrites the data file without free pages and streams the progress."""
         await self._readers.run(_nothing)  # refused where reads are
         async with aclosing(self._compactor.run(request.data_dir)) as responses:
             async for response in responses:
                 yield response
 
     def drain(self) -> None:
-        """Ends the streams that would otherwise stay open for as long as we live."""
+        """Ends the open streams."""
         self._draining = True
         for stream in self._streams:
             stream.drain()
@@ -192,14 +205,14 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         except DamagedRecord:
             if not isinstance(command, (SetGroupStates, SealTrajectory)):
                 raise
-            # No replica has it: a damaged group must not stop a scheduler or a session for ever.
+            # No replica has it intact: it must not stop a scheduler or a session for ever.
             return await self._writer.ask(replace(command, past_damage=True), timeout_s=timeout_s)
 
 
 def begin_scan(
     store: PoolStore, request: pool_pb2.ScanGroupsRequest
 ) -> tuple[pool_pb2.ScanGroupsResponse.Begin | None, Scan]:
-    """The scan that a request is for, and what it begins with."""
+    """The scan for a request, and its first message."""
     if not request.HasField("since"):
         if request.tag:
             return None, store.scan_tag(request.tag)
@@ -243,7 +256,7 @@ def _pieces(
 
 
 class PoolReplicaServicer(replica_pb2_grpc.PoolReplicaServiceServicer):
-    """What the other instance of a shard calls; replica.proto says what it promises."""
+    """The RPCs between the replicas of a shard, as replica.proto specifies them."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -251,10 +264,11 @@ class PoolReplicaServicer(replica_pb2_grpc.PoolReplicaServiceServicer):
     async def Follow(
         self, request_iterator: AsyncIterator[replica_pb2.FollowRequest], context: Any
     ) -> AsyncIterator[replica_pb2.FollowResponse]:
+        """Streams commits to the follower and reads its confirmations."""
         requests = aiter(request_iterator)
         first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "state":
-            raise InvalidArgument("a follower tells its state first")
+            raise InvalidArgument("a follower must send its state first")
         link = self._replica.leader.accept(first.state)
         try:
             async for response in link.responses(requests):
@@ -265,5 +279,6 @@ class PoolReplicaServicer(replica_pb2_grpc.PoolReplicaServiceServicer):
     async def FetchRecords(
         self, request: replica_pb2.FetchRecordsRequest, context: Any
     ) -> AsyncIterator[replica_pb2.FetchRecordsResponse]:
+        """Returns intact records for the repair of another copy."""
         for chunk in split(await self._replica.records(request)):
             yield replica_pb2.FetchRecordsResponse(records=chunk)

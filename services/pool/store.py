@@ -1,9 +1,7 @@
 """One shard of the pool on disk: group commits in, snapshots out.
 
-Owns the shard's identity and what is refused before the disk is full. The rules of a change are in
-`data.apply`, what can be read in `data.reads`, the files in `storage.lmdb_env`. Knows no gRPC and
-no event loop: `commit` blocks until the disk has it and belongs to one thread, everything else may
-be called from any.
+Owns the shard's identity, and the refusal of turns before the disk is full. `commit` blocks until
+the transaction is on disk and belongs to one thread; any thread may call the rest.
 """
 
 from __future__ import annotations
@@ -51,11 +49,11 @@ from services.pool.storage.tables import Table
 
 T = TypeVar("T")
 OnCommit = Callable[[int, Changes], None]
-"""Told the position of a commit and what it changed, once it is on disk."""
+"""Receives the position and the changes of a commit that is on disk."""
 
 
 class PoolStore:
-    """Everything a pool instance keeps."""
+    """The records of one shard."""
 
     def __init__(
         self,
@@ -84,34 +82,35 @@ class PoolStore:
         )
         self.disk_reserve_bytes = disk_reserve_bytes
         self._refused = False
-        """The last commit found no room."""
+        """The last commit was refused for lack of room."""
         self._on_commit: OnCommit | None = None
         self._recent = RecentChanges()
         self.confirmed_position = 0
-        """Newest commit that a follower is known to have; kept with the next one."""
+        """Newest commit that a follower has confirmed; stored with the next commit."""
         try:
             self.shard = self.environment.write(lambda records: _settle_names(records, shard))
-            """Name of this shard, drawn once and kept with the data."""
+            """Name of this shard, generated once and stored with the data."""
             self.directory_id = self.environment.identity()
-            """Drawn once for the data directory; a copy of the data alone has another."""
+            """Identity of the data directory; a copy of the data gets another."""
         except BaseException:
             self.close()
             raise
 
     @property
     def directory(self) -> Path:
+        """The data directory."""
         return self.environment.directory
 
     def lineage(self) -> str:
-        """The same in all replicas and copies of this shard, other in any other store; a follower
-        gets its leader's. Empty while a copy of all records has just begun."""
+        """Identity of the store, the same in all its replicas and copies. Empty while a whole copy
+        has just begun."""
         return self.environment.read(_lineage)
 
     def commit(self, commands: Sequence[Command]) -> list[Any]:
-        """Carries out `commands` in order and returns once they are on disk, in one fsync.
+        """Applies `commands` in order and returns once they are on disk, in one fsync.
 
-        One answer per command, or the ForgeError by which it was refused. Raises
-        `ResourceExhausted` when the disk did not take it: then nothing of any of them is stored.
+        Returns one answer per command, or the ForgeError that refused it. Raises
+        `ResourceExhausted`, and stores nothing, if the disk does not take the commit.
         """
         full = self._room_is_scarce()
         changes = CommitChanges()
@@ -141,14 +140,14 @@ class PoolStore:
         return answers
 
     def count_commits(self, on_commit: OnCommit) -> ReplicaState:
-        """From now on commits have positions, are entered in the journal and told to `on_commit`,
-        on the thread that commits; the state they begin from."""
+        """From now on commits get positions, enter the journal and go to `on_commit`, on the
+        committing thread; the state before the first."""
         state = self.identify()
         self._on_commit = on_commit
         return state
 
     def identify(self) -> ReplicaState:
-        """Where this replica stands, under the identity of its directory."""
+        """The state of this replica, under the identity of its directory."""
         return self.write(partial(begin_replication, replica_id=self.directory_id))
 
     def write(
@@ -166,45 +165,45 @@ class PoolStore:
         if room_bytes >= self.disk_reserve_bytes:
             return None
         return ResourceExhausted(
-            f"pool shard {self.shard} takes no turns: its disk and map have room for {room_bytes} "
+            f"pool shard {self.shard} refuses turns: its disk and map have room for {room_bytes} "
             f"bytes, less than disk_reserve_bytes {self.disk_reserve_bytes}",
             retry_after_s=DISK_RETRY_S,
         )
 
     @property
     def short_of_room(self) -> bool:
-        """Whether something is refused for want of room, or would be."""
+        """True if a write was refused for lack of room, or would be."""
         return self._refused or self._room_is_scarce() is not None
 
     def settled(self, *, after: bytes, limit: int) -> list[SettledGroup]:
-        """Groups that can be freed behind that entry of the index, the longest settled first."""
+        """Groups that can be freed after that entry of the index, the oldest first."""
         return self.read(lambda records: list(islice(settled_after(records, after), limit)))
 
     def orphans(self, *, after: bytes, limit: int) -> OrphanPage:
-        """Tasks without a group among so many trajectories behind that key."""
+        """Tasks without a group among `limit` trajectories after that key."""
         return self.read(partial(orphans_after, after=after, limit=limit))
 
     def summaries(self, names: Sequence[TrajectoryName]) -> list[common_pb2.TrajectorySummary]:
-        """In the order asked; unknown ones are left out."""
+        """Summaries in the order of `names`, without unknown ones."""
         return self.environment.read(lambda records: reads.summaries(records, names))
 
     def trajectories(
         self, names: Sequence[TrajectoryName], *, limit_bytes: int = 1 << 22
     ) -> list[bytes]:
-        """Serialized Trajectories, the first of `names` and on until they reach `limit_bytes`.
+        """Serialized Trajectories in the order of `names`, until they reach `limit_bytes`.
 
-        Raises `NotFound` naming the first unknown one, `DataLoss` for one that is not intact.
+        Raises `NotFound` naming the first unknown one, `DataLoss` for a damaged one.
         """
         return self.environment.read(
             lambda records: reads.trajectories(records, names, limit_bytes=limit_bytes)
         )
 
     def scan(self, *, brief: bool = False) -> GroupScan:
-        """Every group, in queue order but for those whose place in the queue is lost."""
+        """Every group in queue order, then those without a queue entry."""
         return GroupScan(self.read, brief=brief)
 
     def scan_tasks(self, task_ids: Sequence[TaskId]) -> TaskScan:
-        """The groups of tasks, in brief; tasks without one are passed over."""
+        """The groups of tasks, in brief; tasks without one are skipped."""
         return TaskScan(self.read, task_ids)
 
     def scan_tag(self, tag: str) -> GroupScan:
@@ -212,8 +211,8 @@ class PoolStore:
         return GroupScan(self.read, table=Table.TAGS, prefix=tag_prefix(tag))
 
     def scan_trained(self, *, after: int) -> TaskScan | GroupScan:
-        """The groups trained after a step, in brief, by step; every group where the index lacks
-        an entry."""
+        """The groups trained after a step, in brief, by step; every group if the index lacks an
+        entry."""
         if not self.read(is_whole):
             return self.scan(brief=True)
         return self.scan_tasks(self.read(partial(trained_after, step=after)))
@@ -221,8 +220,8 @@ class PoolStore:
     def scan_newest(
         self, limit: int, *, whole: bool, counts: bool
     ) -> tuple[pool_pb2.SettledGroups, BoundedScan] | None:
-        """What is pending and the newest settled groups, and, with `counts`, the counters of all
-        settled groups; None where these cannot be told. `whole`: the scan is wanted."""
+        """The pending and the newest settled groups and, with `counts`, the counters of all settled
+        groups; None if these cannot be read. `whole`: the scan is wanted."""
 
         def begin(records: Records) -> tuple[pool_pb2.SettledGroups, NewestSettled] | None:
             newest = find_newest_settled(records, limit=limit if whole else 0)
@@ -240,15 +239,15 @@ class PoolStore:
         return None if found is None else (found[0], BoundedScan(self.read, found[1]))
 
     def look_up(self, request: pool_pb2.LookUpGroupsRequest) -> pool_pb2.LookUpGroupsResponse:
-        """Groups by task id and commits by batch id; an answer that fits in one message."""
+        """Groups by task id and commits by batch id, as many as fit in one message."""
         return self.read(partial(reads.look_up, request=request, limit_bytes=PAGE_BYTES))
 
     def changed_since(self, mark: str) -> Since:
-        """The groups that a scan has to tell; what is read then is as of the mark or newer."""
+        """The groups that changed after a mark; a read after this call shows the changes."""
         return self._recent.since(mark)
 
     def read(self, look: Callable[[Records], T]) -> T:
-        """What `look` finds in one snapshot; it must copy what it returns."""
+        """The result of `look` in one snapshot; it must copy what it returns."""
         return self.environment.read(look)
 
     def stats(self) -> pool_pb2.GetPoolStatsResponse:
@@ -271,25 +270,26 @@ class PoolStore:
 
     @property
     def used_bytes(self) -> int:
-        """Of the file, pages free for reuse included."""
+        """Size of the data file, free pages included."""
         return self.environment.used_bytes
 
     @property
     def live_bytes(self) -> int:
-        """Of the file, pages that records lie in."""
+        """Bytes of the data file in use by records."""
         return self.environment.live_bytes
 
     @property
     def disk_free_bytes(self) -> int:
+        """Free bytes on the disk."""
         return self.environment.disk_free_bytes
 
     def close(self) -> None:
-        """Waits for readers; what was acknowledged needs nothing from this."""
+        """Waits for readers, then closes the files."""
         self.environment.close()
 
 
 def _settle_names(records: Records, wanted: str) -> str:
-    """The shard's name; it has one, and a lineage, from now on."""
+    """The shard's name; generates it and a lineage if there is none."""
     if not _lineage(records):
         # Replicas of before had one in their own account alone.
         drawn = replica_state(records).lineage or uuid.uuid4().hex

@@ -1,7 +1,6 @@
-"""From messages to commands: everything that can be checked without looking at the store.
+"""From requests to commands: every check that does not need the store.
 
-Owns the edge. Each function raises `InvalidArgument` with a message that names the field and the
-value; what comes out is safe to store.
+Each function raises `InvalidArgument` naming the field and its value; its result is safe to store.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _SEALS = (common_pb2.TRAJECTORY_STATE_SEALED, common_pb2.TRAJECTORY_STATE_ABANDO
 
 
 def new_turn(serialized: bytes) -> NewTurn:
-    """Checks a serialized Turn and takes out what the store needs to know of it."""
+    """Checks a serialized Turn and extracts its head."""
     try:
         turn = common_pb2.Turn.FromString(serialized)
     except DecodeError as error:
@@ -107,6 +106,7 @@ def _range(column: bytes) -> tuple[int, int]:
 
 
 def append_rewards(request: pool_pb2.AppendRewardsRequest) -> AppendRewards:
+    """Checks a request for rewards."""
     return AppendRewards(
         trajectory=parse_trajectory_id(request.trajectory_id), rewards=_rewards(request.rewards)
     )
@@ -115,6 +115,7 @@ def append_rewards(request: pool_pb2.AppendRewardsRequest) -> AppendRewards:
 def seal_trajectory(
     request: pool_pb2.SealTrajectoryRequest, *, now_unix_s: float
 ) -> SealTrajectory:
+    """Checks a request to close a trajectory."""
     name = parse_trajectory_id(request.trajectory_id)
     if request.task_id not in ("", name.task_id):
         raise InvalidArgument(f"task_id {request.task_id!r} is not the task of trajectory {name}")
@@ -163,13 +164,14 @@ def _reward(reward: common_pb2.RewardEvent) -> common_pb2.RewardEvent:
 
 
 def put_groups(request: pool_pb2.PutGroupsRequest, *, shard: str) -> PutGroups:
+    """Checks a request with new groups of `shard`."""
     return PutGroups(
         groups=tuple(_new_group(group, shard) for group in request.groups), fence=request.fence
     )
 
 
 def _new_group(group: common_pb2.GroupRecord, shard: str) -> common_pb2.GroupRecord:
-    """`group` as it is stored: on this shard, and without a state, which is kept apart."""
+    """`group` as stored: on this shard, without its state."""
     task = group.task
     check_task_id(task.task_id)
     if task.group_size < 1:
@@ -190,6 +192,7 @@ def _new_group(group: common_pb2.GroupRecord, shard: str) -> common_pb2.GroupRec
 
 
 def check_look_up(request: pool_pb2.LookUpGroupsRequest) -> None:
+    """Raises for a look-up of too many ids."""
     count = len(request.task_ids) + len(request.batch_ids)
     if count > MAX_LOOKED_UP:
         raise InvalidArgument(f"{count} ids are looked up; at most {MAX_LOOKED_UP} are at a time")
@@ -198,6 +201,7 @@ def check_look_up(request: pool_pb2.LookUpGroupsRequest) -> None:
 def set_group_states(
     request: pool_pb2.SetGroupStatesRequest, *, now_unix_s: float
 ) -> SetGroupStates:
+    """Checks a request with states of groups."""
     states: dict[str, common_pb2.GroupRecord] = {}
     for change in request.changes:
         if change.state not in common_pb2.GroupState.values() or not change.state:

@@ -1,6 +1,6 @@
 """The writer: the one actor that changes a shard, on a thread of its own.
 
-Owns the grouping of changes into commits. What a change may do is the store's business.
+Owns the grouping of commands into commits.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ _cost_bytes = attrgetter("cost_bytes")
 
 
 class WriterRef(Protocol):
-    """The writer, or what stands before it."""
+    """The writer, or a gate before it."""
 
-    async def ask(self, message: Any, *, timeout_s: float) -> Any: ...
+    async def ask(self, message: Any, *, timeout_s: float) -> Any:
+        """Returns the writer's answer to a command."""
 
 
 class Writer(ThreadActor):
     """Answers each `Command` once it is on disk."""
 
-    # One fsync for whatever arrives within 2 ms: 29k durable records a second instead of 4k. More
-    # turns than 64 wait for nobody: what comes meanwhile makes the next commit.
+    # One fsync for all commands within 2 ms: 29k durable records a second instead of 4k. 64 turns
+    # are committed at once; later ones make the next commit.
     batch_size: ClassVar[int] = 64
     batch_wait_s: ClassVar[float] = 0.002
 
@@ -51,9 +52,11 @@ class Writer(ThreadActor):
         self._store = store
 
     def weigh(self, message: Any) -> int:
+        """Counts the turns of a command; any other command counts as one."""
         return len(message.turns) if isinstance(message, AppendTurns) else 1
 
     def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
+        """Commits the commands in order; one answer each."""
         outcomes: list[Any] = []
         for commands in chunked(messages, size_of=_cost_bytes, max_bytes=COMMIT_BYTES):
             outcomes += self._commit(commands)
@@ -64,7 +67,7 @@ class Writer(ThreadActor):
         try:
             outcomes = self._store.commit(commands)
         except ForgeError as error:
-            # The whole commit was refused, for want of room: each of its senders may retry.
+            # The whole commit was refused for lack of room: each sender may retry.
             log.warning("commit_refused", commands=len(commands), error=str(error))
             COMMIT_FAILURES.labels(error.code).inc()
             return [error] * len(commands)
@@ -80,7 +83,7 @@ class Writer(ThreadActor):
 
 
 def _count_refusals(command: Command, outcome: Any) -> None:
-    # Turns are answered one by one, unless there was no room for any.
+    # Each turn has an answer, unless there was no room for any.
     answers = outcome if isinstance(outcome, tuple) else (outcome,)
     for answer in answers:
         if isinstance(answer, ForgeError):

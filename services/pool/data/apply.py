@@ -1,8 +1,7 @@
-"""The rules by which a shard changes.
+"""The rules by which commands change a shard: idempotence, fences, seals.
 
-Owns what a command may do to the records already there: idempotence, fences, seals. Each
-command is checked whole before its first write, so one that is refused leaves no trace although it
-shares a transaction with others.
+Each command is checked completely before its first write, so a refused command leaves no trace
+although it shares a transaction with others.
 """
 
 from __future__ import annotations
@@ -85,12 +84,12 @@ from services.pool.storage.tables import Table
 _FENCE_KEY = b"fence"
 _FENCE = struct.Struct(">Q")
 _NAMED_TURNS = 8
-"""How many missing turns an error lists."""
+"""Most missing turns that an error lists."""
 
 
 def apply(command: Command, records: Records) -> Any:
-    """Carries `command` out within the transaction of `records`; the answer, or the ForgeError
-    by which it was refused, as a value: its neighbours in the transaction go on."""
+    """Applies `command` in the transaction of `records`. Returns the answer, or the ForgeError that
+    refused it, so that other commands of the transaction are still applied."""
     try:
         match command:
             case AppendTurns(turns=turns):
@@ -169,10 +168,10 @@ def _put_rewards(
     header: TrajectoryHeader,
     rewards: Sequence[common_pb2.RewardEvent],
 ) -> None:
-    """Adds what is new among `rewards`; `header` is what the trajectory had before.
+    """Adds the new ones of `rewards`; `header` is the trajectory's before.
 
-    Raises `DataLoss` before it writes when that has lost a reward: a new digest would vouch for
-    what is left.
+    Raises `DataLoss` before the first write if a reward of a closed trajectory is lost: a new
+    digest would hide that.
     """
     new: dict[bytes, bytes] = {}
     for reward in rewards:
@@ -349,7 +348,7 @@ def _is_new_state(
 
 
 def fence_of(records: Records) -> int:
-    """The newest leadership seen; 0 before the first."""
+    """The highest fence seen; 0 before the first."""
     stored = records.get(Table.META, _FENCE_KEY)
     return 0 if stored is None else int(_FENCE.unpack(stored)[0])
 

@@ -1,10 +1,9 @@
-"""Whether a closed trajectory still has the records that it was closed with.
+"""Checks that a closed trajectory still has the records it was closed with.
 
-Every record guards itself by its checksum, and none guards against the loss of another. So the
-header of a closed trajectory keeps how many turns and rewards it has, and a digest of each: BLAKE2b
-over keys and checksums, in order of key. Turns never change after the closing; a later reward
-renews count and digest in its own transaction. Headers of before have neither, and are not
-compared.
+A checksum guards one record and not against its loss. So the header of a closed trajectory keeps
+the number of turns and rewards and a digest of each: BLAKE2b over keys and checksums, in order of
+key. Turns never change after the close; a later reward updates count and digest in its transaction.
+Headers of older versions have no digests and are not compared.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from services.pool.storage.tables import Table
 
 _DIGEST_BYTES = 8
 _NAMED = 8
-"""How many records an error lists."""
+"""Most records that an error lists."""
 _VERIFIED = CLOSED_READS.labels("verified")
 _UNVERIFIED = CLOSED_READS.labels("unverified")
 _DAMAGED = CLOSED_READS.labels("damaged")
@@ -33,17 +32,17 @@ Mark = tuple[bytes, bytes]
 
 
 def digest_of(marks: Iterable[Mark]) -> bytes:
-    """Of records in order of key."""
+    """Digest of records in order of key."""
     return blake2b(b"".join(chain.from_iterable(marks)), digest_size=_DIGEST_BYTES).digest()
 
 
 def marks_of(records: Records, table: Table, trajectory: bytes) -> list[Mark]:
-    """Of all turns or rewards of a trajectory."""
+    """Marks of all turns or rewards of a trajectory."""
     return [(key, checksum) for key, checksum, _ in records.scan_stored(table, prefix=trajectory)]
 
 
 def with_turns(header: TrajectoryHeader, turns: Sequence[Mark]) -> TrajectoryHeader:
-    """`header` with the digest of all turns; counting them is for `summaries`."""
+    """`header` with the digest of all turns; `summaries` counts them."""
     return msgspec.structs.replace(header, turns_digest=digest_of(turns))
 
 
@@ -55,12 +54,12 @@ def with_rewards(header: TrajectoryHeader, rewards: Sequence[Mark]) -> Trajector
 
 
 def is_compared(header: TrajectoryHeader) -> bool:
-    """Whether it keeps digests: it is closed, and by a version that wrote them."""
+    """True if the header keeps digests: closed, by a version that wrote them."""
     return bool(header.turns_digest) and not header.freed
 
 
 def turns_damage(header: TrajectoryHeader, turns: Sequence[Mark]) -> str:
-    """What is wrong with the turns of a closed trajectory; empty when they are as it was closed."""
+    """Describes the damage to the turns of a closed trajectory; empty if there is none."""
     if not is_compared(header) or digest_of(turns) == header.turns_digest:
         return ""
     there = {index_of_turn_key(key) for key, _ in turns}
@@ -69,13 +68,13 @@ def turns_damage(header: TrajectoryHeader, turns: Sequence[Mark]) -> str:
     if header.state == common_pb2.TRAJECTORY_STATE_SEALED:
         missing = [index for index in range(header.turns) if index not in there]
         return f"lacks {len(missing)} of its {header.turns} turns: {_listed(map(str, missing))}"
-    # Of one that was given up nobody knows which indexes it had.
+    # The indexes of an abandoned trajectory are unknown.
     listed = _listed(map(str, sorted(there)))
     return f"has {len(there)} of its {header.turns} turns: {listed}"
 
 
 def rewards_damage(trajectory: bytes, header: TrajectoryHeader, rewards: Sequence[Mark]) -> str:
-    """The same of its rewards."""
+    """Describes the damage to its rewards; empty if there is none."""
     if not is_compared(header) or digest_of(rewards) == header.rewards_digest:
         return ""
     if len(rewards) == header.reward_events:
@@ -85,14 +84,14 @@ def rewards_damage(trajectory: bytes, header: TrajectoryHeader, rewards: Sequenc
 
 
 def checked_rewards(records: Records, trajectory: bytes, header: TrajectoryHeader) -> list[Payload]:
-    """All rewards. Raises `DamagedRecord` when they are not those that `header` counts."""
+    """All rewards. Raises `DamagedRecord` if they differ from those that `header` counts."""
     marks, rewards = _stored(records, Table.REWARDS, trajectory)
     _require(trajectory, rewards_damage(trajectory, header, marks))
     return rewards
 
 
 def checked_turns(records: Records, trajectory: bytes, header: TrajectoryHeader) -> list[Payload]:
-    """All turns. Raises as `checked_rewards` does; counts what it compares."""
+    """All turns. Raises as `checked_rewards` does; counts the comparison."""
     marks, turns = _stored(records, Table.TURNS, trajectory)
     _require(trajectory, turns_damage(header, marks))
     if not header.is_open:

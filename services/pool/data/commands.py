@@ -1,14 +1,13 @@
-"""What may be asked of the writer: one frozen dataclass per change to a shard.
+"""Commands to the writer: one frozen dataclass per change of a shard.
 
-Owns the shape of checked changes; `validation` makes them out of what came over the wire,
-`apply` applies them. Everything in here has been validated by itself; what depends on the
-records already stored has not.
+`validation` makes them from requests, `apply` applies them. Each is valid by itself; its relation
+to stored records is not checked yet.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from forge.core.trajectory import TrajectoryName
 from forge.v1 import common_pb2, replica_pb2
@@ -20,32 +19,36 @@ if TYPE_CHECKING:
 
 
 class NewTurn(NamedTuple):
-    """One turn on its way to the disk."""
+    """One turn to store."""
 
     trajectory: TrajectoryName
     head: TurnHead
     serialized: bytes
-    """The Turn as it arrived; stored, and given out again, byte for byte."""
+    """The Turn as it arrived; stored and returned byte for byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendTurns:
-    """Answered by one entry per turn: None once it is on disk, or the ForgeError it met."""
+    """Answered by one entry per turn: None once it is on disk, or its ForgeError."""
 
     turns: tuple[NewTurn, ...]
 
     @property
     def cost_bytes(self) -> int:
+        """Bytes of payload."""
         return sum(len(turn.serialized) for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendRewards:
+    """Adds rewards to a trajectory."""
+
     trajectory: TrajectoryName
     rewards: tuple[common_pb2.RewardEvent, ...]
 
     @property
     def cost_bytes(self) -> int:
+        """Bytes of payload."""
         return sum(reward.ByteSize() for reward in self.rewards)
 
 
@@ -56,7 +59,7 @@ class SealTrajectory:
     trajectory: TrajectoryName
     domain: str
     turns: int
-    """How many turns there must be; an abandoned trajectory is taken as it is."""
+    """Required number of turns; any number for an abandoned trajectory."""
     rewards: tuple[common_pb2.RewardEvent, ...]
     state: int
     """SEALED or ABANDONED."""
@@ -64,76 +67,78 @@ class SealTrajectory:
     sealed_unix_s: float
     closing_agent_s: float | None = None
     past_damage: bool = False
-    """A damaged group does not stop it: no replica has that."""
+    """Seals although the group is damaged: no replica has it intact."""
 
     @property
     def cost_bytes(self) -> int:
+        """Bytes of payload."""
         return sum(reward.ByteSize() for reward in self.rewards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutGroups:
+    """Stores new groups; known ones stay as they are."""
+
     groups: tuple[common_pb2.GroupRecord, ...]
     fence: int
     """Revision of the writer's leadership."""
 
     @property
     def cost_bytes(self) -> int:
+        """Bytes of payload."""
         return sum(group.ByteSize() for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetGroupStates:
+    """Replaces states of groups."""
+
     states: dict[str, common_pb2.GroupRecord] = field(default_factory=dict)
     """By task id: a GroupRecord with state, batch, step and reason alone."""
     fence: int
     now_unix_s: float
     past_damage: bool = False
-    """A damaged state is replaced: no replica has it."""
+    """Replaces damaged states: no replica has them intact."""
 
     @property
     def cost_bytes(self) -> int:
+        """Bytes of payload."""
         return sum(state.ByteSize() for state in self.states.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeGroups:
-    """Answered by `freeing.Freed`. Groups that may not be freed any more are passed over."""
+    """Answered by `freeing.Freed`. Groups that may no longer be freed are skipped."""
 
     task_ids: tuple[str, ...]
     covered_step: int
-    """What this step and those before it trained is in a checkpoint."""
+    """Groups trained at or before this step are in a checkpoint."""
     max_records: int
     """Turns and rewards that may be deleted in one transaction."""
     max_bytes: int = 8 << 20
-    """After that many bytes of them it ends, too."""
+    """Bytes of them that may be deleted."""
     now_unix_s: float
-
-    @property
-    def cost_bytes(self) -> int:
-        return 0
+    cost_bytes: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkOrphans:
-    """Answered by how many tasks were given up: those that have a group by now are passed over."""
+    """Answered by the number of tasks tombstoned; tasks that have a state by now are skipped."""
 
     task_ids: tuple[str, ...]
     now_unix_s: float
-
-    @property
-    def cost_bytes(self) -> int:
-        return 0
+    cost_bytes: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowLeader:
-    """What a leader sent, in order. Answered by the position reached, 0 while still copying."""
+    """Steps from a leader, in order. Answered by the position reached, 0 while copying."""
 
     steps: tuple[replica_pb2.FollowStep, ...]
 
     @property
     def cost_bytes(self) -> int:
+        """Bytes of payload."""
         return sum(step.ByteSize() for step in self.steps)
 
 
@@ -146,10 +151,11 @@ class RepairUnit:
     since: int
     """Newest commit here before the copy was read."""
     leads: bool
-    """The repair is a commit that the follower takes; a follower becomes as its leader is."""
+    """True on a leader: followers get the repair as a commit."""
 
     @property
     def cost_bytes(self) -> int:
+        """Bytes of payload."""
         return sum(map(len, self.copy.values.values()))
 
 

@@ -1,15 +1,14 @@
-"""What is freed of a group, and what stays of it.
+"""Freeing of groups: which records go, and which stay.
 
     turns, rewards    go
     trajectories      stay: state, counts, versions, and the sum of their outcomes
-    groups            stay, without the task's payload where a digest stands for it
-    states, queue     stay: the books are counted from them
+    groups            stay, without the task's payload if a digest stands for it
+    states, queue     stay: counters are made from them
 
-Owns the freeing, a bounded number of records at a time; the order is that of
-`storage.settled_index`. The first transaction marks the group and its trajectories: from then on
-nothing of them is read or appended to, although it takes more transactions until all records are
-gone. Which groups are due is for `retention` to say; that only settled ones can be freed, and
-trained ones only when a checkpoint covers them, is checked here, in the transaction that frees.
+Frees a bounded number of records per transaction. The first transaction marks the group and its
+trajectories: from then on they are neither read nor appended to. `retention` chooses groups; that
+only settled ones are freed, and trained ones only below a checkpoint, is checked here, in the
+transaction that frees.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from services.pool.storage.tables import Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freed:
-    """What one transaction freed."""
+    """The result of one transaction."""
 
     groups: int = 0
-    """Of which nothing is left to free."""
+    """Groups with no records left to free."""
     records: int = 0
     payload_bytes: int = 0
     unfinished: bool = False
@@ -87,7 +86,7 @@ def put_state(
 
 
 def forget_orphan(records: Records, task_id: str) -> None:
-    """Its group has come after all. What was freed of it meanwhile stays freed."""
+    """Removes the orphan's index entry once its group arrives; freed records stay freed."""
     if records.has(Table.STATES, group_key(task_id)):
         remove_settled(records, task_id, intact_state(records, task_id))
 
@@ -115,8 +114,8 @@ def is_freed(records: Records, task_id: str) -> bool:
 def check_not_freed(
     records: Records, name: TrajectoryName, header: TrajectoryHeader | None
 ) -> None:
-    """Raises `FailedPrecondition` when trajectory `name` was freed, or would be a new one of a
-    freed group; `header` is what is stored of it."""
+    """Raises `FailedPrecondition` if trajectory `name` was freed, or would be a new one of a freed
+    group; `header` is its stored header."""
     if header is not None:
         if header.freed:
             raise FailedPrecondition(f"{name} was freed: {_fate(records, name.task_id)}")
@@ -129,7 +128,7 @@ def check_not_freed(
 
 
 def free(records: Records, command: FreeGroups) -> Freed:
-    """Frees the groups of `command` that may be, up to one of its limits."""
+    """Frees groups of `command`, up to one of its limits."""
     left = _Left(records=command.max_records, size_bytes=command.max_bytes)
     groups = payload_bytes = 0
     for task_id in command.task_ids:
@@ -141,7 +140,7 @@ def free(records: Records, command: FreeGroups) -> Freed:
                 break
             payload_bytes += _finish(records, task_id)
         except DataLoss as error:
-            # It keeps its room, but not that of the others.
+            # A damaged group is skipped.
             log.error("group_not_freed", task_id=task_id, error=str(error))
             continue
         groups += 1
@@ -166,9 +165,9 @@ class _Left:
 
 
 def _begin(records: Records, task_id: str, command: FreeGroups) -> bool:
-    """Marks a group that may be freed, and its trajectories; whether it is one.
+    """Marks a group that may be freed, and its trajectories; whether it was marked.
 
-    Raises `DataLoss` before anything is marked.
+    Raises `DataLoss` before the first mark.
     """
     state = group_state(records, task_id)
     if state is None or not _may_be_freed(state, command.covered_step):
@@ -199,7 +198,7 @@ def _delete(records: Records, task_id: str, left: _Left) -> int:
 
 
 def _may_be_freed(state: common_pb2.GroupRecord, covered_step: int) -> bool:
-    # A rewind may have come between the choice and this: then it is settled no more.
+    # A rewind since the choice makes the group pending again.
     if state.state == common_pb2.GROUP_STATE_TRAINED:
         return bool(state.freed_unix_s) or state.step <= covered_step
     return state.state in SETTLED_STATES
@@ -211,10 +210,10 @@ def _marked_trajectories(records: Records, task_id: str) -> list[tuple[bytes, Tr
     for key, payload in records.scan(Table.TRAJECTORIES, prefix=task_prefix(task_id)):
         header = decode_header(payload)
         if header.freed:
-            # It was, before its group came: what it came to is not to be counted again.
+            # Freed as an orphan: its outcome is counted already.
             continue
         if header.is_open:
-            # Its group is settled without it: nobody will ever close it.
+            # Its group is settled, so it will never be closed.
             header = count_turns(header, [head for head, _ in turns_of(records, key)])
             header = msgspec.structs.replace(
                 header,
@@ -245,7 +244,7 @@ def _finish(records: Records, task_id: str) -> int:
 
 
 def _drop_payload(records: Records, task_id: str) -> int:
-    """The bytes freed. Without a digest the payload is what a task is known again by."""
+    """The bytes freed. A payload without a digest stays: it identifies the task."""
     stored = records.get(Table.GROUPS, group_key(task_id))
     if stored is None:
         return 0

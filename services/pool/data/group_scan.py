@@ -1,13 +1,12 @@
-"""Scans of groups, page by page, each page a snapshot of its own.
+"""Scans of groups, page by page; each page is a snapshot of its own.
 
-    GroupScan     every group: along the queue, then those whose entry in the queue is lost
-    BoundedScan   what is pending, then the newest settled groups
+    GroupScan     every group: along the queue, then those without a queue entry
+    BoundedScan   pending groups, then the newest settled ones
     TaskScan      groups by task id
 
-Owns the position of one scan, and its reconciliation. The indexes that it goes along have one entry
-for each group. When the pages had as many intact entries as there are groups, all is well, at no
-cost. Otherwise one snapshot of the keys names the groups without an intact entry: they are told by
-their records, and an error is logged for each.
+Owns the position of a scan and its reconciliation: an index has one entry per group. If fewer
+intact entries were read than there are groups, one snapshot of the keys finds the groups without an
+entry; they are read by their records, and an error is logged for each.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Page = Sequence[pool_pb2.ScanGroupsResponse]
 
 
 class Scan(Protocol):
-    """What all scans have."""
+    """The interface of all scans."""
 
     def next_page(self) -> Page | None:
         """The next groups, which fit in one message; None at the end."""
@@ -48,8 +47,9 @@ class GroupScan:
     def __init__(
         self, read: Read, *, brief: bool = False, table: Table = Table.QUEUE, prefix: bytes = b""
     ) -> None:
-        """`read` gives a function one snapshot; `table`: another index of places in the queue, and
-        what its keys begin with, for a part of the groups, which is not reconciled here."""
+        """`read` runs a function in one snapshot. `table` is another index of places in the queue
+        and `prefix` the start of its keys, for some of the groups; those are not reconciled
+        here."""
         self._read = read
         self._brief = brief
         self._table = table
@@ -103,7 +103,7 @@ class GroupScan:
 
 
 def told_by_record(records: Records, *, task_ids: Sequence[TaskId], brief: bool) -> Page:
-    """Groups whose entry in an index is lost."""
+    """Groups without an index entry, read by their records."""
     told = []
     for task_id in task_ids:
         log.error("queue_entry_lost", task_id=task_id)
@@ -123,6 +123,7 @@ class TaskScan:
         self._left = task_ids
 
     def next_page(self, *, limit: int = PAGE_GROUPS, limit_bytes: int = PAGE_BYTES) -> Page | None:
+        """The next groups, as in the other scans; None at the end."""
         if not self._left:
             return None
         page, taken = self._read(
@@ -136,7 +137,7 @@ class TaskScan:
 
 
 class BoundedScan:
-    """What is pending, in queue order, then the newest settled groups; in brief."""
+    """Pending groups in queue order, then the newest settled ones, in brief."""
 
     def __init__(self, read: Read, newest: group_index.NewestSettled) -> None:
         self._read = read
@@ -145,7 +146,7 @@ class BoundedScan:
         self._lost: list[TaskId] | None = None
 
     def next_page(self, *, limit: int = PAGE_GROUPS, limit_bytes: int = PAGE_BYTES) -> Page | None:
-        """As of the other scans."""
+        """The next groups, as in the other scans; None at the end."""
         limits = {"limit": limit, "limit_bytes": limit_bytes}
         if self._lost is None:
             page = self._pending.next_page(**limits)
@@ -160,7 +161,7 @@ class BoundedScan:
 
 
 def find_newest_settled(records: Records, *, limit: int) -> group_index.NewestSettled | None:
-    """None where the indexes lack an entry: then nothing but the queue tells all groups."""
+    """None if an index lacks an entry: then only the queue has every group."""
     if not group_index.is_whole(records):
         log.error("group_index_incomplete", groups=records.count(Table.GROUPS))
         return None
@@ -168,7 +169,7 @@ def find_newest_settled(records: Records, *, limit: int) -> group_index.NewestSe
 
 
 def count_settled(records: Records, found: pool_pb2.SettledGroups) -> bool:
-    """Adds the counters; False when they cannot be read."""
+    """Adds the counters; False if they cannot be read."""
     try:
         for row in settled_counts.group_counts(records):
             found.counts.add(

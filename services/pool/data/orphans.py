@@ -1,10 +1,9 @@
-"""Trajectories whose group never came: they are found, given up, and freed once they are old.
+"""Orphans: trajectories without a group. They are found, tombstoned, and freed once old.
 
-A scheduler stores a group before anybody samples for it, so nobody will train on what has none: it
-was written with a token of another scheduler or shard, or by hand. Owns the search, a page of
-trajectories at a time, and the mark: a state without a group, tombstoned, whose age counts from
-then. What is due is for `retention` to say, freeing is in `freeing`. A group that comes after all
-takes the place of the mark.
+A scheduler stores a group before agents sample for it, so an orphan comes from a token of another
+scheduler or shard, or is hand-made. Owns the search, a page of trajectories at a time, and the
+mark: a tombstoned state without a group, whose age counts from then. A group that arrives later
+replaces the mark.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ORPHAN_REASON = "its group never came"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrphanPage:
-    """What one look found."""
+    """The result of one search."""
 
     task_ids: tuple[TaskId, ...]
     last_key: bytes
@@ -32,9 +31,9 @@ class OrphanPage:
 
 
 def orphans_after(records: Records, after: bytes, *, limit: int) -> OrphanPage:
-    """Tasks that have trajectories and no state, among `limit` trajectories behind a key.
+    """Tasks with trajectories and no state, among `limit` trajectories after a key.
 
-    Keys tell: a damaged record does not end the search.
+    Only keys are read, so a damaged record does not end the search.
     """
     found: list[TaskId] = []
     task_id = ""
@@ -50,7 +49,7 @@ def orphans_after(records: Records, after: bytes, *, limit: int) -> OrphanPage:
 
 
 def mark(records: Records, command: MarkOrphans) -> int:
-    """Gives up those of the tasks that have no state yet; how many."""
+    """Tombstones the tasks that have no state yet; how many."""
     marked = 0
     for task_id in command.task_ids:
         if records.has(Table.STATES, group_key(task_id)):

@@ -1,8 +1,7 @@
-"""Which trajectories fit a filter: one page at a time, each a bounded piece of work.
+"""Trajectories that fit a filter, one bounded page at a time.
 
-Owns filters, page tokens and the two ways through a shard: by trajectory id, or, where only what
-was closed since some moment is asked for, along the change log from there. Both positions stay
-valid whatever is written between two pages. Writes nothing.
+Owns filters, page tokens and the two ways through a shard: by trajectory id or, for trajectories
+closed since a time, along the change log. Both positions stay valid while the shard changes.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _FILTER_HASH_BYTES = 8
 
 
 class _Token(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Where a page ended."""
+    """The end of a page."""
 
     shard: str
     filter_hash: bytes
@@ -67,7 +66,7 @@ class _Candidate:
 
 
 def check_filter(wanted: pool_pb2.TrajectoryFilter) -> pool_pb2.TrajectoryFilter:
-    """`wanted` itself; raises `InvalidArgument` when nothing can fit it."""
+    """Returns `wanted`; raises `InvalidArgument` if nothing can fit it."""
     if wanted.state not in common_pb2.TrajectoryState.values():
         raise InvalidArgument(f"filter.state {wanted.state} is unknown")
     for low, high in (
@@ -105,8 +104,8 @@ def query(
     shard: str,
     name_damaged: bool = False,
 ) -> pool_pb2.QueryTrajectoriesResponse:
-    """One page. Raises `InvalidArgument` for a filter or a token that is not right, and
-    `DamagedRecord` for a trajectory that cannot be read, unless the page is to name it."""
+    """One page. Raises `InvalidArgument` for a wrong filter or token, and `DamagedRecord` for a
+    damaged trajectory unless `name_damaged`."""
     wanted = check_filter(request.filter)
     size = min(request.page_size or DEFAULT_PAGE, MAX_PAGE)
     response = pool_pb2.QueryTrajectoriesResponse()
@@ -138,7 +137,7 @@ def query(
 def _fitting(
     records: Records, wanted: pool_pb2.TrajectoryFilter, candidate: _Candidate
 ) -> tuple[common_pb2.TrajectorySummary | None, int]:
-    """Its summary, None if it does not fit; and how many turns were read for that. Raises
+    """Its summary, None if it does not fit, and the number of turns read. Raises
     `DamagedRecord`."""
     trajectory, turns = candidate.trajectory, 0
     if candidate.value is None:
@@ -154,7 +153,7 @@ def _fitting(
 def _candidates(
     records: Records, wanted: pool_pb2.TrajectoryFilter, after: bytes
 ) -> Iterator[_Candidate]:
-    """Every trajectory there is, or what was closed since the moment asked for."""
+    """Every trajectory, or those closed since the requested time."""
     if not wanted.HasField("closed_from_unix_s"):
         for key, value in records.scan_sealed(Table.TRAJECTORIES, after=after):
             yield _Candidate(position=key, trajectory=key, value=value)
@@ -175,7 +174,7 @@ def summary_if_fits(
     trajectory: bytes,
     header: TrajectoryHeader,
 ) -> common_pb2.TrajectorySummary | None:
-    """None when it does not fit; the turns of an open one are counted in `header`."""
+    """None if it does not fit; the turns of an open one are counted in `header`."""
     if not fits_header(wanted, header):
         return None
     summary = summary_of(records, name_of_trajectory_key(trajectory), header)
@@ -185,7 +184,7 @@ def summary_if_fits(
 def fits_header(
     wanted: pool_pb2.TrajectoryFilter, header: TrajectoryHeader, *, counted: bool = True
 ) -> bool:
-    """Whether what a header tells fits; not `counted` leaves out what its turns tell."""
+    """Whether a header fits; without `counted`, its counts are ignored."""
     if wanted.state and header.state != wanted.state:
         return False
     if wanted.domain and header.domain != wanted.domain:

@@ -1,6 +1,6 @@
-"""What can be read from a shard: summaries, whole trajectories, groups in queue order.
+"""Reads of a shard: summaries, whole trajectories, groups in queue order.
 
-Owns the way from stored records to messages. Writes nothing, and every function sees one snapshot.
+Owns the conversion of stored records to messages. Every function sees one snapshot.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LENGTH_DELIMITED = 2
 def summaries(
     records: Records, names: Sequence[TrajectoryName]
 ) -> list[common_pb2.TrajectorySummary]:
-    """In the order asked; unknown ones are left out."""
+    """Summaries in the order of `names`, without unknown ones."""
     found = (summarize(records, name) for name in names)
     return [summary for summary in found if summary is not None]
 
@@ -43,7 +43,7 @@ def summaries(
 def trajectories(
     records: Records, names: Sequence[TrajectoryName], *, limit_bytes: int
 ) -> list[bytes]:
-    """Serialized Trajectories in the order asked, until they reach `limit_bytes`."""
+    """Serialized Trajectories in the order of `names`, until they reach `limit_bytes`."""
     found: list[bytes] = []
     size_bytes = 0
     for name in names:
@@ -55,10 +55,10 @@ def trajectories(
 
 
 def _trajectory(records: Records, name: TrajectoryName) -> bytes:
-    """Raises `NotFound`, and `DataLoss` when a record is not intact.
+    """Raises `NotFound`, and `DataLoss` if a record is damaged.
 
-    Turns and rewards are stored as they are sent, so they are framed and joined, not parsed:
-    concatenated protobuf encodings merge.
+    Turns and rewards are stored as sent, so they are framed and joined, not parsed: concatenated
+    protobuf encodings merge.
     """
     key = trajectory_key(name)
     header = header_of(records, key)
@@ -148,8 +148,8 @@ def scanned_group(records: Records, task_id: str, *, brief: bool) -> pool_pb2.Sc
 def groups_of(
     records: Records, task_ids: Sequence[str], *, limit: int, limit_bytes: int
 ) -> tuple[list[pool_pb2.ScanGroupsResponse], int]:
-    """In brief, the groups of the first tasks, until one of the limits is reached, and how many
-    tasks that took; tasks without a group are passed over."""
+    """The groups of the first tasks, in brief, until one of the limits is reached, and the number
+    of tasks read; tasks without a group are skipped."""
     page: list[pool_pb2.ScanGroupsResponse] = []
     size_bytes = 0
     for taken, task_id in enumerate(task_ids):
@@ -171,7 +171,7 @@ def groups_of(
 def look_up(
     records: Records, request: pool_pb2.LookUpGroupsRequest, *, limit_bytes: int
 ) -> pool_pb2.LookUpGroupsResponse:
-    """Groups and commits by id, of the first ids, until the limit is reached."""
+    """Groups and commits of the first ids, until the limit is reached."""
     answer = pool_pb2.LookUpGroupsResponse()
     size_bytes = 0
     for task_id in request.task_ids:
@@ -191,7 +191,7 @@ def look_up(
 
 
 def _known_group(records: Records, task_id: str) -> common_pb2.GroupRecord:
-    """One that cannot be read has its id alone."""
+    """A damaged group has its id alone."""
     group = common_pb2.GroupRecord(task=common_pb2.Task(task_id=task_id))
     try:
         group = _stored_group(records, task_id)
@@ -203,7 +203,7 @@ def _known_group(records: Records, task_id: str) -> common_pb2.GroupRecord:
 
 
 def outcome_of(records: Records, trajectory: bytes) -> float | None:
-    """Sum of the outcome rewards of a trajectory; None for one that cannot be read."""
+    """Sum of the outcome rewards of a trajectory; None for a damaged one."""
     try:
         summary = summarize(records, name_of_trajectory_key(trajectory), brief=True)
     except DataLoss as error:
@@ -218,7 +218,7 @@ def outcome_of(records: Records, trajectory: bytes) -> float | None:
 def queued_group(records: Records, key: bytes) -> common_pb2.GroupRecord:
     """Record and state in one, by the group's key in the queue.
 
-    A group that cannot be read is over: one damaged record must not keep a scheduler from office.
+    A damaged group counts as tombstoned: it must not prevent a leader from starting.
     """
     task_id = task_of_queue_key(key)
     try:
@@ -229,7 +229,7 @@ def queued_group(records: Records, key: bytes) -> common_pb2.GroupRecord:
 
 
 def _stored_group(records: Records, task_id: str) -> common_pb2.GroupRecord:
-    """Raises DataLoss when it has no record and state that can be read."""
+    """Raises `DataLoss` unless record and state can be read."""
     record = records.get(Table.GROUPS, group_key(task_id))
     state = records.get(Table.STATES, group_key(task_id))
     if record is None or state is None:
@@ -240,8 +240,7 @@ def _stored_group(records: Records, task_id: str) -> common_pb2.GroupRecord:
 
 
 def _lost_group(records: Records, key: bytes, *, reason: str) -> common_pb2.GroupRecord:
-    """What is left of a group: its place in the queue, and its state unless that would have it
-    sampled or trained."""
+    """The remains of a damaged group: its place in the queue, and a final state."""
     purpose, queue_index = place_of_queue_key(key)
     task_id = task_of_queue_key(key)
     task = common_pb2.Task(task_id=task_id, purpose=purpose, group_size=1)
@@ -261,7 +260,7 @@ def _lost_group(records: Records, key: bytes, *, reason: str) -> common_pb2.Grou
 def _scanned(
     records: Records, group: common_pb2.GroupRecord, *, brief: bool
 ) -> pool_pb2.ScanGroupsResponse:
-    """Without the trajectories that cannot be read: a scheduler has others sampled."""
+    """Without damaged trajectories: a scheduler has others sampled."""
     task_id = group.task.task_id
     if brief and group.settled_unix_s and group.task_digest:
         group.task.payload_json = ""

@@ -1,10 +1,10 @@
-"""What of a damaged shard is replaced by the records of another copy.
+"""Repair of damaged records from another copy of the shard.
 
-What verifies is never overwritten by anything older. A closed trajectory is repaired only to
-exactly what its digests say; what a copy has less is taken from the shard itself, such as a reward
-that came after the backup. The state of a group, the change log, the index of settled groups and
-`meta` are taken only from a replica that has every commit of this one: an older state could have a
-group trained twice. The queue is rebuilt from the records of the groups.
+An intact record is never overwritten by an older one. A closed trajectory becomes exactly what its
+digests say; records that the copy lacks, such as rewards after a backup, come from the shard
+itself. States of groups, the change log, the index of settled groups and `meta` come only from a
+replica with every commit of this one: an older state could have a group trained twice. The queue is
+rebuilt from the records of groups.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _Values = Mapping[bytes, bytes]
 
 
 def repair_from_replica(records: Records, command: RepairUnit) -> bool:
-    """Repairs a unit of a shard that is served; whether it is whole then."""
+    """Repairs a unit of a served shard; whether it is whole then."""
     copy, since = command.copy, command.since
     if copy.position >= since and not replica_state(records).copying:
         repair_unit(records, unit=command.unit, copy=copy, since=since, replicated=command.leads)
@@ -123,7 +123,7 @@ def _repair_trajectory(ours: Records, trajectory: bytes, copy: CopiedRecords, pu
 
 
 def _header(records: Records, trajectory: bytes) -> TrajectoryHeader | None:
-    """None when it is not there or cannot be read."""
+    """None if it is absent or damaged."""
     try:
         return header_of(records, trajectory)
     except (DataLoss, msgspec.MsgspecError):
@@ -137,14 +137,14 @@ def _digest(table: Table, values: _Values) -> bytes:
 
 
 def _queue_again(ours: Records, task: bytes, put: _Put) -> None:
-    """Gives a group that can be read its place in the queue, unless it has that."""
+    """Stores the queue entry of an intact group if it is missing."""
     place = _place_of(ours, task)
     if place is not None and not _opens(ours, (Table.QUEUE, place)):
         put(Table.QUEUE, place, seal_value(place))
 
 
 def _place_of(records: Records, task: bytes) -> bytes | None:
-    """Key in the queue of a group; None for a group that is not there or cannot be read."""
+    """Key of a group in the queue; None if it is absent or damaged."""
     if not _opens(records, (Table.GROUPS, task)):
         return None
     group = common_pb2.GroupRecord.FromString(bytes(records.get(Table.GROUPS, task) or b""))
@@ -157,7 +157,7 @@ def _opens(records: Records, record: Key) -> bool:
 
 
 def is_whole(records: Records, unit: Key) -> bool:
-    """Whether every record of a unit can be read, and a closed trajectory has all of them."""
+    """True if every record of a unit is intact, and a closed trajectory is complete."""
     table, key = unit
     if not all(opens(record, value) for record, value in stored_values(records, unit)):
         return False

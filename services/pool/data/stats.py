@@ -1,7 +1,6 @@
-"""What a shard holds, by domain and state.
+"""Counts of trajectories and groups, by domain and state.
 
-Owns the counting, which goes through every trajectory and every group in slices, each a snapshot
-of its own: a long snapshot would keep the writer from using freed pages again.
+Counts in slices, each a snapshot of its own: the writer cannot reuse freed pages during a long one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _Stats = pool_pb2.GetPoolStatsResponse
 
 
 class Tally:
-    """Counts that grow by one slice at a time."""
+    """Counts that grow slice by slice."""
 
     def __init__(self) -> None:
         self._trajectories: dict[tuple[str, int], _Stats.TrajectoryCount] = {}
@@ -36,7 +35,7 @@ class Tally:
         """Task looked up last, and the state of its group."""
 
     def advance(self, records: Records) -> bool:
-        """Counts one slice; whether anything is left to count."""
+        """Counts one slice; whether anything is left."""
         count = self._count_group if self._table is Table.QUEUE else self._count_trajectory
         for seen, (key, payload) in enumerate(records.scan(self._table, after=self._after)):
             if seen == SLICE:
@@ -49,6 +48,7 @@ class Tally:
         return True
 
     def add_to(self, stats: _Stats) -> None:
+        """Adds the counts to a response."""
         by_name = sorted(self._trajectories.items())
         stats.trajectory_counts.extend(count for _, count in by_name)
         for (domain, purpose, state), groups in sorted(self._groups.items()):
@@ -81,7 +81,7 @@ class Tally:
             self._oldest_closed_unix_s = min(first, closed_unix_s) if first else closed_unix_s
 
     def _waits(self, records: Records, task_id: str) -> bool:
-        """Whether the group of a task is pending; a task's trajectories lie together."""
+        """Whether a task's group is pending; trajectories of a task are adjacent."""
         if self._last_state[0] != task_id:
             stored = records.get(Table.STATES, group_key(task_id))
             state = 0 if stored is None else common_pb2.GroupRecord.FromString(bytes(stored)).state

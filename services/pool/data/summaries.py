@@ -1,7 +1,4 @@
-"""What the records of one trajectory amount to, for writers and readers alike.
-
-Owns counting; reads through `Records` and writes nothing.
-"""
+"""Summaries of a trajectory's records, for writers and readers alike."""
 
 from __future__ import annotations
 
@@ -28,6 +25,7 @@ FREED_OUTCOME = "outcome"
 
 
 def header_of(records: Records, trajectory: bytes) -> TrajectoryHeader | None:
+    """Header of a trajectory; None if it is not stored."""
     payload = records.get(Table.TRAJECTORIES, trajectory)
     return None if payload is None else decode_header(payload)
 
@@ -41,8 +39,7 @@ def turns_of(records: Records, trajectory: bytes) -> Iterator[tuple[TurnHead, Pa
 def rewards_of(
     records: Records, trajectory: bytes, header: TrajectoryHeader
 ) -> list[common_pb2.RewardEvent]:
-    """Every reward, in order of event id. Raises `DataLoss` for a closed trajectory that lacks
-    one."""
+    """Every reward, in order of event id. Raises `DataLoss` if a closed trajectory lacks one."""
     return [
         common_pb2.RewardEvent.FromString(bytes(payload))
         for payload in checked_rewards(records, trajectory, header)
@@ -50,7 +47,7 @@ def rewards_of(
 
 
 def count_turns(header: TrajectoryHeader, heads: Sequence[TurnHead]) -> TrajectoryHeader:
-    """`header` with what `heads` add up to."""
+    """`header` with the totals of `heads`."""
     sampled = [head for head in heads if head.sampled_tokens]
     return msgspec.structs.replace(
         header,
@@ -64,8 +61,8 @@ def count_turns(header: TrajectoryHeader, heads: Sequence[TurnHead]) -> Trajecto
 def summarize(
     records: Records, name: TrajectoryName, *, brief: bool = False
 ) -> common_pb2.TrajectorySummary | None:
-    """None when nothing of the trajectory is stored; `brief`: the turns of an open one are not
-    read, and count as none."""
+    """None for an unknown trajectory; `brief`: turns of an open one are not read and count as
+    none."""
     key = trajectory_key(name)
     header = header_of(records, key)
     if header is None:
@@ -78,7 +75,7 @@ def summarize(
 def summary_of(
     records: Records, name: TrajectoryName, header: TrajectoryHeader
 ) -> common_pb2.TrajectorySummary:
-    """With the turns that `header` counts."""
+    """The summary with the turns that `header` counts."""
     return common_pb2.TrajectorySummary(
         trajectory_id=name.trajectory_id,
         task_id=name.task_id,

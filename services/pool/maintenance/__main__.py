@@ -1,8 +1,7 @@
-"""`python -m services.pool.maintenance`: what is done to a shard's files; `forge pool`
-starts it.
+"""`python -m services.pool.maintenance`: commands on a shard's files; `forge pool` starts it.
 
-Owns arguments, progress and exit codes: 0 for success, 1 for damage, 2 for what cannot be done, 3
-for a shard that is not compacted from outside as it is served: stdout is its name.
+Exit codes: 0 success, 1 damage, 2 an error, 3 a served shard, which is compacted through its
+service: stdout is its name.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ _CONNECTION = ("--etcd", "--cluster", "--key-file", "--tls-ca", "--tls-cert", "-
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs one command; its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m services.pool.maintenance", description=__doc__
     )
@@ -120,7 +120,7 @@ def _compact(options: argparse.Namespace) -> int:
 
 
 def _tell(damage: Iterator[Damage], whole: str) -> int:
-    """Damage on stdout, a line each, so that it can be piped; what it comes to on stderr."""
+    """Prints damage on stdout, one line each, and the count on stderr."""
     count = 0
     for count, one in enumerate(damage, start=1):
         if count <= SHOWN_DAMAGE:
@@ -139,7 +139,7 @@ def _say(text: str) -> None:
 
 @contextmanager
 def _bar(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr where that is a terminal."""
+    """A bar on stderr if that is a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

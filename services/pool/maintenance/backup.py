@@ -1,9 +1,9 @@
-"""Copies of a shard's files: looked at, made, put back, and made smaller.
+"""Copies of a shard's files: checked, made, restored, compacted.
 
-Owns what is done to a shard from outside the process that serves it. A copy is LMDB's own, of one
-snapshot, and leaves out the pages that are free. It is made by another process on the same host:
-the service then spends no thread and no memory on it, its map may grow meanwhile, and what may
-read the files needs no further credential. Nothing is ever half there under its final name.
+Owns the tools that run outside the serving process. A copy is LMDB's own, of one snapshot, without
+free pages. Another process on the same host makes it: the service spends no thread and no memory,
+its map may grow meanwhile, and access to the files is the only credential. No file has its final
+name before it is complete.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ Progress = Callable[[int, int], None]
 
 
 def check(directory: Path, progress: Progress) -> Iterator[Damage]:
-    """Everything that is wrong with the shard in `directory`, whether or not it is served.
+    """All damage of the shard in `directory`, served or not.
 
-    Raises `ConfigError` when there is no shard, or one of another schema version; `DataLoss` when
-    there is nothing that can be read at all.
+    Raises `ConfigError` if there is no shard, or one of another schema version; `DataLoss` if
+    nothing can be read.
     """
     with snapshot(directory) as (transaction, databases):
         version = stored_version(Records(transaction, databases))
@@ -84,7 +84,7 @@ def check(directory: Path, progress: Progress) -> Iterator[Damage]:
 
 @contextmanager
 def snapshot(directory: Path) -> Iterator[tuple[Any, dict[Table, Any]]]:
-    """Transaction and tables of the shard in `directory`, to read. Raises as `check` does."""
+    """Transaction and tables of the shard in `directory`, read-only. Raises as `check` does."""
     with _opened(directory) as environment:
         try:
             databases = {
@@ -103,7 +103,7 @@ def snapshot(directory: Path) -> Iterator[tuple[Any, dict[Table, Any]]]:
 
 @contextmanager
 def _opened(directory: Path) -> Iterator[lmdb.Environment]:
-    """To read, beside whoever serves it. Raises `ConfigError` or `DataLoss`."""
+    """Read-only, beside the serving process. Raises `ConfigError` or `DataLoss`."""
     _require_shard(directory)
     with data_kept(directory):
         environment = _open(directory)
@@ -142,8 +142,8 @@ def _open(directory: Path) -> lmdb.Environment:
 def backup(source: Path, target: Path, progress: Progress) -> int:
     """Copies the shard in `source`, live or not, into a new directory; the bytes of the copy.
 
-    Raises `FailedPrecondition` when `target` is there already, `ConfigError` when it cannot be
-    written, `ResourceExhausted` when it does not fit.
+    Raises `FailedPrecondition` if `target` exists, `ConfigError` if it cannot be written,
+    `ResourceExhausted` if it does not fit.
     """
     with _opened(source) as environment, _new_directory(target) as copy:
         _copy(environment, copy, progress)
@@ -151,8 +151,8 @@ def backup(source: Path, target: Path, progress: Progress) -> int:
 
 
 def restore(backup_: Path, target: Path, progress: Progress) -> list[Damage]:
-    """Copies a backup into a new data directory, and checks the copy; the damage found, in which
-    case nothing is restored. Raises as `backup` does."""
+    """Copies a backup into a new data directory and checks the copy; its damage, in which case
+    nothing is restored. Raises as `backup` does."""
     if not (backup_ / DATA).exists():
         raise ConfigError(f"{backup_} holds no backup: there is no {DATA}")
     size_bytes = (backup_ / DATA).stat().st_size
@@ -171,7 +171,7 @@ def restore(backup_: Path, target: Path, progress: Progress) -> list[Damage]:
 
 
 def adopt(directory: Path) -> str:
-    """Lets the store in `directory` take over the name of its shard when it next starts; the name.
+    """Lets the store in `directory` take over the name of its shard at its next start; the name.
     Raises as `check` does."""
     name = shard_name(directory)
     set_hand_over_mark(directory)
@@ -181,8 +181,7 @@ def adopt(directory: Path) -> str:
 def compact(directory: Path, progress: Progress) -> tuple[int, int]:
     """Rewrites the shard in `directory` without its free pages; bytes before and after.
 
-    Raises `InUse` while it is served, which `compaction` is for, and `FailedPrecondition` while
-    somebody else reads it.
+    Raises `InUse` while it is served, `FailedPrecondition` while another process reads it.
     """
     _require_shard(directory)
     lock = lock_directory(directory)
@@ -203,7 +202,7 @@ def compact(directory: Path, progress: Progress) -> tuple[int, int]:
 
 
 def shard_name(directory: Path) -> str:
-    """Of the shard in `directory`, served or not. Raises as `check` does."""
+    """Name of the shard in `directory`, served or not. Raises as `check` does."""
     with snapshot(directory) as (transaction, databases):
         name = Records(transaction, databases).get(Table.META, SHARD_KEY)
         if name is None:
@@ -212,7 +211,7 @@ def shard_name(directory: Path) -> str:
 
 
 def _compare(environment: lmdb.Environment, copy: Path) -> None:
-    """Raises `DataLoss` unless the copy has as many records in every table."""
+    """Raises `DataLoss` unless the copy has the same number of records in every table."""
     copied = _open(copy)
     try:
         for table in Table:
@@ -235,7 +234,7 @@ def _compare(environment: lmdb.Environment, copy: Path) -> None:
 
 @contextmanager
 def _new_directory(target: Path, *, keep: Callable[[], bool] = lambda: True) -> Iterator[Path]:
-    """A directory beside `target` that takes its name once it is filled, on disk and to be kept."""
+    """A directory beside `target` that gets its name once it is complete and on disk."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FailedPrecondition(f"{target} is there already and not empty: name another")
     filled = unfinished(target)
@@ -255,7 +254,7 @@ def _new_directory(target: Path, *, keep: Callable[[], bool] = lambda: True) -> 
 
 @contextmanager
 def room() -> Iterator[None]:
-    """Tells a place that takes no files from defects."""
+    """Translates errors of a full or read-only place."""
     try:
         yield
     except OSError as error:
@@ -265,7 +264,7 @@ def room() -> Iterator[None]:
 
 
 def _copy(environment: lmdb.Environment, into: Path, progress: Progress) -> None:
-    """LMDB's compacting copy, on a thread, as it tells nothing of how far it is."""
+    """LMDB's compacting copy, on a thread, as it reports no progress."""
     failures: list[Exception] = []
 
     def copy() -> None:

@@ -1,10 +1,9 @@
-"""A shard's file rewritten without its free pages, while it is served.
+"""Compaction of a served shard: its file is rewritten without free pages.
 
-Owns the way from a copy to the exchange. The copy is LMDB's own and made by another process, as
-`backup` says why. Meanwhile it is noted which records change; their present values are brought
-into the copy, round by round, until so few are left that writers wait for the last of them and for
-the exchange no longer than for a commit. Until then the shard is as it was: whatever fails, or
-kills the process, costs the copy alone.
+Another process makes LMDB's own copy (see `backup`). Meanwhile the keys of changed records are
+logged; their present values go into the copy round by round, until writers wait for the last few
+and the exchange no longer than for a commit. Until then the shard is unchanged: any failure, or a
+kill, costs the copy alone.
 """
 
 from __future__ import annotations
@@ -59,11 +58,11 @@ class Compactor:
         self._stopped = threading.Event()
 
     async def run(self, data_dir: str) -> AsyncGenerator[pool_pb2.CompactShardResponse]:
-        """Compacts the shard, and tells how far it is; gives up when it is not listened to.
+        """Compacts the shard and yields its progress; gives up when the generator is closed.
 
-        Raises `FailedPrecondition` while another runs, or somebody reads the file for long, or when
-        it is not in `data_dir`; `ResourceExhausted` when there is no room for the copy, or more is
-        written than can be brought into it.
+        Raises `FailedPrecondition` while another compaction runs, while a process keeps reading the
+        file, or if it is not in `data_dir`; `ResourceExhausted` if the copy has no room, or cannot
+        keep up with writes.
         """
         if self._task is not None:
             raise FailedPrecondition("the shard is being compacted already")
@@ -100,19 +99,20 @@ class Compactor:
             await self.stop()
 
     def give_up(self) -> None:
-        """Ends what is under way; the shard is as it was, unless the exchange was made."""
+        """Ends a compaction in progress; the shard is unchanged unless the exchange was made."""
         if self._task is not None and not self._task.cancelling():
             self._task.cancel()
 
     async def stop(self) -> None:
-        """Gives up, and returns once nothing is under way."""
+        """Gives up, and returns once the compaction has ended."""
         if self._task is not None:
             self.give_up()
             await asyncio.wait({self._task})
             self._task = None
 
     def _sizes(self) -> tuple[int, int]:
-        """Of the file, and of the copy about. Raises `ResourceExhausted` when that has no room."""
+        """Bytes of the file and, about, of the copy. Raises `ResourceExhausted` if that has no
+        room."""
         copy_bytes, free_bytes = self._environment.live_bytes, self._environment.disk_free_bytes
         if free_bytes < copy_bytes + self._reserve_bytes:
             raise ResourceExhausted(
@@ -157,7 +157,7 @@ class Compactor:
             raise ResourceExhausted(f"the copy could not be made: {why}")
 
     async def _on_thread(self) -> None:
-        """`_finish`, which is not left alone when this is cancelled."""
+        """`_finish` on a thread; waits for its end when cancelled."""
         finishing = asyncio.ensure_future(asyncio.to_thread(self._finish))
         try:
             await asyncio.shield(finishing)
@@ -190,7 +190,7 @@ class Compactor:
                 copy.close()
 
     def _bring_in(self, copy: Environment, log: CompactionLog) -> int:
-        """Makes the records of `log` in the copy what they are now; how many there were."""
+        """Updates the records of `log` in the copy; how many there were."""
         if log.lost:
             raise ResourceExhausted(
                 f"{log.lost} while the copy was made: try again when less is written"
@@ -217,7 +217,7 @@ class Compactor:
 
 
 def _present(records: Records, *, keys: Sequence[Key], start: int) -> list[bytes | None]:
-    """The records of `keys` from `start` on, about a chunk of them; None for what is not there."""
+    """The records of `keys` from `start` on, about a chunk; None for absent ones."""
     values: list[bytes | None] = []
     size_bytes = 0
     for index in range(start, len(keys)):

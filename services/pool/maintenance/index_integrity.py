@@ -1,8 +1,6 @@
-"""Whether the indexes and counters of groups say what the groups say.
+"""Check of the indexes and counters of groups against the records they are made from.
 
-Owns the comparison of `group_index` and `settled_counts` with the records they are made from, for
-`integrity`. Where one of these cannot be read, its counters are not compared: the damage itself is
-reported elsewhere.
+Counters are compared only if all of these can be read; the damage itself is reported elsewhere.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ Found = tuple[Table, bytes, str]
 
 
 def index_damage(records: Records, *, readable: bool) -> Iterator[Found | None]:
-    """What is wrong; None for each group and entry that was looked at. `readable`: every record of
-    groups, states and trajectories can be read."""
+    """Damage; None for each group and entry checked. `readable`: every record of groups, states and
+    trajectories is intact."""
     counts = settled_counts.SettledCounts()
     for group, state in stored_groups(records):
         yield None

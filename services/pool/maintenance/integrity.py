@@ -1,13 +1,12 @@
-"""Whether a shard is whole: every checksum, every encoding, and what records say of each other.
+"""Integrity check of a shard: checksums, encodings, and rules between records.
 
-Owns the rules and the names of what breaks them. Reads one snapshot, writes nothing, holds one
-trajectory at a time in memory, and goes on after damage, so that one pass tells all of it.
+Reads one snapshot, holds one trajectory in memory, and continues after damage.
 
-    turns         decode, have the head stored with them, belong to a trajectory
+    turns         decode, match the head stored with them, belong to a trajectory
     trajectories  closed ones have what their seal counted, sealed ones form a tree
-    rewards       decode, belong to a trajectory, credit a turn that it has
+    rewards       decode, belong to a trajectory, credit one of its turns
     queue         entries have a group and a state, groups have an entry
-    changes       what is closed is logged, and what is logged is there
+    changes       every close is logged, and every entry has its trajectory
     indexes       of groups, and counters of settled ones: as a recount has them
 """
 
@@ -66,7 +65,7 @@ _SEALED = common_pb2.TRAJECTORY_STATE_SEALED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One thing that is wrong."""
+    """One damaged record."""
 
     table: Table
     key: bytes
@@ -86,7 +85,7 @@ class Checker:
         *,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`progress` is called for each record that is about to be looked at."""
+        """`progress` is called before each record."""
         self._transaction = transaction
         self._databases = databases
         self._records = Records(transaction, databases)
@@ -96,7 +95,7 @@ class Checker:
         """Tables with damage so far."""
 
     def damage(self) -> Iterator[Damage]:
-        """All of it, table by table."""
+        """All damage, table by table."""
         for look in (
             self._check_others,
             self._check_turns,
@@ -120,7 +119,7 @@ class Checker:
         self._found.append(Damage(table=table, key=key, what=what))
 
     def _scan(self, table: Table) -> Iterator[tuple[bytes, Payload]]:
-        """Intact records; the others are noted and passed over."""
+        """Intact records; damage to others is added."""
         try:
             with self._transaction.cursor(db=self._databases[table]) as cursor:
                 for key, value in cursor:
@@ -133,7 +132,7 @@ class Checker:
             self._add(table, b"", f"cannot be read to its end: {error}")
 
     def _get(self, table: Table, key: bytes) -> Payload | None:
-        """None for a record that is damaged, too: that is noted where its table is gone through."""
+        """None for a damaged record, too: the scan of its table adds that."""
         try:
             return self._records.get(table, key)
         except (DataLoss, lmdb.Error):
@@ -157,7 +156,7 @@ class Checker:
             return None
 
     def _check_others(self) -> Iterator[None]:
-        """Tables of which only the checksums are looked at here."""
+        """Tables with checksums and no other rule."""
         for table in Table:
             if table not in _RULED:
                 for _ in self._scan(table):

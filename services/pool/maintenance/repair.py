@@ -1,6 +1,6 @@
-"""A shard that is not served, repaired from another copy of it: a directory or a replica.
+"""Repair of a stopped shard from another copy: a directory or a running replica.
 
-Owns the way through its damage, one unit in a transaction. What is taken is for `record_repair`.
+Owns the loop over its damage, one unit per transaction.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ OpenCopy = Callable[[str, str], AbstractContextManager[Fetch]]
 
 
 def repair(directory: Path, open_copy: OpenCopy, progress: Progress) -> list[Damage]:
-    """Repairs the shard in `directory`, which is not served; the damage that is left.
+    """Repairs the stopped shard in `directory`; the remaining damage.
 
-    Raises `InUse` while the shard is served, `ConfigError` when the copy is of another one, and as
+    Raises `InUse` while the shard is served, `ConfigError` for a copy of another shard, and as
     `check` does.
     """
     damage = list(check(directory, progress))
@@ -60,7 +60,8 @@ def repair(directory: Path, open_copy: OpenCopy, progress: Progress) -> list[Dam
 
 
 def _identity(records: Records) -> tuple[str, str, int]:
-    """Name and lineage of the shard, and the newest commit of this replica; 0 if it is none."""
+    """Name and lineage of the shard, and the newest commit of this replica; 0 without
+    replication."""
     shard, lineage = (
         bytes(records.get(Table.META, key) or b"").decode() for key in (SHARD_KEY, LINEAGE_KEY)
     )
@@ -69,7 +70,7 @@ def _identity(records: Records) -> tuple[str, str, int]:
 
 
 def copy_in(directory: Path) -> OpenCopy:
-    """A replica or a backup that no process writes. Raises as `backup.check` does."""
+    """A copy in a directory that no process writes. Raises as `backup.check` does."""
 
     @contextmanager
     def open_copy(shard: str, lineage: str) -> Iterator[Fetch]:

@@ -1,4 +1,4 @@
-"""A replica that runs, as a copy that a stopped shard is repaired from."""
+"""A running replica as the copy for a repair."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIND_S = 5.0
 
 
 def copy_at(at: Connection, address: str) -> OpenCopy:
-    """A replica that runs, by its `address` (host:port) or as `LEADER`."""
+    """A running replica, by its `address` (host:port) or as `LEADER`."""
 
     @contextmanager
     def open_copy(shard: str, lineage: str) -> Iterator[Fetch]:

@@ -1,7 +1,7 @@
-"""The acknowledgement gate of a leader: answers wait until enough replicas have what they report.
+"""The acknowledgement gate of a leader: answers wait until enough replicas have the writes they
+report.
 
-Owns which answers wait, and for which position. Whether the shard acknowledges alone is for
-`leader` to say; by itself a gate stays shut.
+Owns the waiting answers and their positions. `leader` opens and shuts the gate.
 """
 
 from __future__ import annotations
@@ -17,38 +17,39 @@ RETRY_S = 0.5
 
 
 class Gate:
-    """Answers of a leader pass when enough replicas have what they tell on disk."""
+    """Answers of a leader pass once enough replicas have their writes on disk."""
 
     def __init__(self, shard: str, *, position: int, leads: Callable[[], bool]) -> None:
         self.position = position
-        """Of the newest commit here."""
+        """Newest commit of the leader."""
         self._leads = leads
         self._shard = shard
         self._confirmed = 0
         self.required = False
         """Answers wait for the follower."""
         self._shut = "no follower has joined yet"
-        """Why nothing is acknowledged; "" when it is."""
+        """Why no write is acknowledged; "" if writes are."""
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property
     def is_shut(self) -> bool:
+        """True while no change is acknowledged."""
         return bool(self._shut)
 
     def admit(self) -> None:
-        """Raises `Unavailable` for a change that could not be acknowledged."""
+        """Raises `Unavailable` for a change that cannot be acknowledged."""
         if not self._leads():
-            raise Unavailable(f"this instance of pool shard {self._shard} leads no more")
+            raise Unavailable(f"this instance is no longer the leader of pool shard {self._shard}")
         if self._shut:
             raise Unavailable(
-                f"pool shard {self._shard} acknowledges nothing: {self._shut}",
+                f"pool shard {self._shard} is not accepting writes: {self._shut}",
                 retry_after_s=RETRY_S,
             )
 
     async def passed(self, *, timeout_s: float) -> None:
-        """Returns once everything committed by now may be told.
+        """Returns once every commit so far may be reported.
 
-        Raises `Unavailable` when it may not, `DeadlineExceeded` when that takes too long.
+        Raises `Unavailable` if it may not, `DeadlineExceeded` after `timeout_s`.
         """
         position = self.position
         if not self.required:
@@ -75,24 +76,24 @@ class Gate:
             _settle(self._waiting.popleft()[1], None)
 
     def require(self, confirmed: int) -> None:
-        """From now on answers wait for a follower that has everything up to `confirmed`."""
+        """From now on answers wait for the follower, which has everything up to `confirmed`."""
         self.required, self._confirmed = True, confirmed
 
     def open(self) -> None:
-        """Changes are taken."""
+        """Changes are accepted."""
         self._shut = ""
 
     def go_alone(self) -> None:
-        """This replica is the only one in sync: answers wait for nobody."""
+        """This replica is the only one in sync: answers do not wait."""
         self.required, self._shut = False, ""
         self._release(None)
 
     def shut(self, why: str) -> None:
-        """Nothing is acknowledged, neither what comes nor what waits."""
+        """Refuses new changes, and the answers that wait."""
         self.required, self._shut = False, why
         self._release(
             Unavailable(
-                f"pool shard {self._shard} cannot acknowledge what it stored: {why}",
+                f"pool shard {self._shard} cannot acknowledge a stored write: {why}",
                 retry_after_s=RETRY_S,
             )
         )

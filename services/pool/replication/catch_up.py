@@ -1,6 +1,6 @@
-"""How a follower is brought up to date: the pages of records that it lacks.
+"""Catch-up of a follower: pages of the records that it lacks.
 
-Owns the order of pages. What a page holds is in `storage.journal`; sending is `follower_link`'s.
+Owns the order of pages. `storage.journal` makes a page, `follower_link` sends it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from services.pool.storage.records import Records
 
 
 class CatchUp:
-    """What a follower lacks, page by page; each page is a snapshot of its own.
+    """The records that a follower lacks, page by page; each page is a snapshot of its own.
 
-    A page may be newer than commits that are sent after it. The follower takes them all the same,
-    in order: once it has taken the commit that the newest page shows, it is where the leader was
-    then. So no snapshot is held for long, and the writer waits for nobody.
+    A page may be newer than commits sent after it. The follower applies them anyway, in order:
+    after the commit that the newest page shows, it equals the leader at that commit. So no snapshot
+    is long, and the writer never waits.
     """
 
     def __init__(self, state: ReplicaState, follower: pb.FollowerState, *, term: int) -> None:
-        """`state` was read after commits began to be gathered for the follower, under the
-        leadership `term`."""
+        """`state` was read after the link began to collect commits, under leadership `term`."""
         self.reached = state.position
         """Position that the newest page shows."""
         self._term = term
@@ -47,7 +46,7 @@ class CatchUp:
             self._next, self._after = follower.copied.complete_position, follower.copied.last
 
     def begin(self, lineage: str) -> pb.FollowStep:
-        """What the follower is told first."""
+        """The first step for the follower."""
         return pb.FollowStep(
             begin=pb.FollowBegin(
                 lineage=lineage,
@@ -57,9 +56,9 @@ class CatchUp:
         )
 
     def page(self, records: Records, *, sent: int) -> pb.FollowStep | None:
-        """None when there is no more. Every commit up to `sent` has gone to the follower.
+        """None at the end. Every commit up to `sent` has been sent.
 
-        Raises `FailedPrecondition` when the journal was cut off.
+        Raises `FailedPrecondition` if the journal was cut off.
         """
         if self._keys or self._next < self._end:
             page = self._changed(records)

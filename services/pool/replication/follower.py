@@ -1,7 +1,7 @@
-"""A follower: finds the leader of its shard, takes what it sends, confirms what is on disk.
+"""A follower: finds the leader of its shard, applies its steps, confirms commits on disk.
 
-Owns the calling side of `Follow`. What arrives while one batch is on its way to the disk goes with
-the next, so a follower costs one fsync per batch as the leader does.
+Owns the calling side of `Follow`. Steps that arrive during a commit are applied together in the
+next one: one fsync per batch.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 BATCH_BYTES = 8 << 20
 WINDOW_BYTES = 16 << 20
-"""What may wait for the disk; then the stream is not read, and the leader waits."""
+"""Most bytes that wait for the disk; then the stream is not read: backpressure."""
 RETRY_S = 0.3
 REFUSED_S = 5.0
-"""Pause after a refusal that only an operator can do something about."""
+"""Pause after a refusal that needs an operator."""
 _FIND_S = 60.0
 _COMMIT_S = 60.0
 _STREAM_ENDED = "the leader ended the stream"
 
 
 class Following:
-    """One shard's follower, as long as it runs."""
+    """The follower of one shard."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class Following:
         self._instance_id = instance_id
         self._own_address = own_address
         self._no_room = ""
-        """Why the last steps did not get to the disk, when that was for want of room."""
+        """Why the last steps are not on disk, if there was no room."""
 
     async def run(self) -> None:
-        """Follows whoever leads, until cancelled."""
+        """Follows the current leader until cancelled."""
         while True:
             pause_s = REFUSED_S if self._no_room else RETRY_S
             try:
@@ -99,7 +99,7 @@ class Following:
         return found
 
     async def leader(self) -> tuple[Instance, PoolReplicaServiceAsyncStub]:
-        """Raises `Unavailable` when none is found in time."""
+        """Raises `Unavailable` if none is found in time."""
         return await self._leaders.pick(where=self._leads, timeout_s=_FIND_S)
 
     def _leads(self, instance: Instance) -> bool:
@@ -124,7 +124,7 @@ class Following:
 
 
 class _Inbox:
-    """Steps that have arrived and wait for the disk."""
+    """Steps that wait for the disk."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[pb.FollowStep, int]] = deque()
@@ -139,7 +139,7 @@ class _Inbox:
             self._changed.notify_all()
 
     async def take(self) -> list[pb.FollowStep]:
-        """What has arrived, up to a batch."""
+        """The steps that have arrived, up to a batch."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._steps)
             batch, batch_bytes = [], 0

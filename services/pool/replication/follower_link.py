@@ -1,8 +1,7 @@
-"""The way of commits from a leader to its follower: what the follower lacks, then each commit.
+"""The link from a leader to its follower: catch-up first, then each commit.
 
-Owns the commits that wait to be sent and what the follower has confirmed. The leader commits first
-and sends then, so a follower never has what its leader lacks. Pages of what it lacks are
-`catch_up`'s; the answers that wait for it are `ack_gate`'s.
+Owns the unsent commits and the confirmed position. The leader commits before it sends, so a
+follower never has a commit that its leader lacks.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from services.pool.storage.records import Records
 from services.pool.store import PoolStore
 
 MAX_UNSENT_BYTES = 256 << 20
-"""Of commits that wait for a follower; one that falls further behind starts anew."""
+"""Most bytes of unsent commits; a follower further behind starts again."""
 
 T = TypeVar("T")
 
@@ -45,7 +44,7 @@ class _Commit:
 
 
 class Link:
-    """One follower, for as long as its call lasts."""
+    """One follower, for the time of its call."""
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class Link:
         self._unsent: deque[_Commit] = deque()
         self._unsent_bytes = 0
         self._unconfirmed: deque[tuple[int, float]] = deque()
-        """Position of what was asked to be confirmed, and since when."""
+        """Positions that await confirmation, and since when."""
         self._news = asyncio.Event()
         self._progress = asyncio.Event()
 
@@ -89,14 +88,14 @@ class Link:
         self._news.set()
 
     def end(self, why: ForgeError) -> None:
-        """Nothing more will come of it."""
+        """Ends the link with a reason; later calls keep the first one."""
         if not self.ended.done():
             self.ended.set_result(why)
         self._news.set()
         self._progress.set()
 
     async def reached(self, position: int) -> None:
-        """Returns once the follower has it on disk. Raises what ended the link."""
+        """Returns once the follower has the commit on disk. Raises the reason of the link's end."""
         while not self.confirmed or self.confirmed < position:
             if self.ended.done():
                 raise self.ended.result()
@@ -106,7 +105,7 @@ class Link:
     async def responses(
         self, requests: AsyncIterator[pb.FollowRequest]
     ) -> AsyncIterator[pb.FollowResponse]:
-        """What the follower is sent, while its confirmations are taken in."""
+        """Yields steps for the follower and reads its confirmations."""
         tasks = {
             asyncio.create_task(self._take_in(requests)),
             asyncio.create_task(self._watch()),
@@ -156,7 +155,7 @@ class Link:
         try:
             async for request in requests:
                 if request.WhichOneof("message") != "durable_position":
-                    raise InvalidArgument("a follower tells its state once")
+                    raise InvalidArgument("a follower may send its state only once")
                 self._confirm(request.durable_position)
             self.end(Unavailable("the follower hung up"))
         except ForgeError as error:
@@ -170,7 +169,7 @@ class Link:
         self._progress.set()
 
     async def _watch(self) -> None:
-        """A follower that is frozen keeps its connection: its silence is what tells."""
+        """Ends the link of a silent follower: a frozen one keeps its connection."""
         while True:
             await asyncio.sleep(self._timeout_s / 4)
             if self._unconfirmed:

@@ -1,8 +1,8 @@
-"""A leader's office: its gate, its follower, and the set of replicas in sync.
+"""The leader of a shard: its gate, its follower, and the set of replicas in sync.
 
-Owns who is accepted as the follower and what happens when it comes and goes. In which order things
-happen is what nothing is lost by: a follower is required before it is recorded as in sync, and
-recorded as away before anything is acknowledged without it.
+Owns the admission of a follower and the steps when it joins or leaves. The order of these steps
+guarantees that no acknowledged write is lost: answers wait for a follower before it is recorded as
+in sync, and it is recorded as out of sync before anything is acknowledged without it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BOTH = 2
 
 
 class Leader:
-    """The one that acknowledges."""
+    """The shard's leader: acknowledges writes once enough replicas have them."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Leader:
     ) -> None:
         """`on_members` is called when the set of replicas has changed."""
         self.deposed = asyncio.Event()
-        """Another instance leads, or may."""
+        """Set once another instance leads, or may lead."""
         self.gate = Gate(
             store.shard, position=state.position, leads=lambda: not self.deposed.is_set()
         )
@@ -71,19 +71,19 @@ class Leader:
         self._link: Link | None = None
         self._attending: asyncio.Task[None] | None = None
         self._no_room = ""
-        """Why the follower lacks what it was sent, when it has no room for it."""
+        """Why the follower could not store commits, if its disk is full."""
 
     async def begin(self) -> None:
-        """Takes the record over: an earlier leader can change it no more. Raises StaleFence."""
+        """Rewrites the record under this leader's fence. Raises StaleFence."""
         await self._record(self.members)
         await self._be_without_follower("no follower has joined")
 
     async def hold(self) -> None:
-        """Keeps the office; returns once deposed.
+        """Keeps the leadership; returns once deposed.
 
-        While etcd is away nobody can be elected, and what is acknowledged rests on the follower or
-        on the record, not on the lease: so a lost lease ends nothing. It is campaigned for again,
-        and whoever was elected meanwhile has changed the record.
+        During an outage of etcd no replica can be elected, and acknowledgements rest on the
+        follower or on the record, not on the lease. So a lost lease ends nothing: the leader
+        campaigns again, and a replica elected meanwhile has changed the record.
         """
         while not self.deposed.is_set():
             await first_done(self.leadership.lost(), self.deposed.wait())
@@ -112,7 +112,7 @@ class Leader:
                         log.info("lease_regained", fence=self.leadership.fence)
                         return
                 if campaign.done():
-                    # Elected, and etcd is away again: there is nothing else to wait for.
+                    # Elected, and etcd is unreachable again.
                     await asyncio.sleep(RETRY_S)
             if campaign.done():
                 await campaign.result().resign()
@@ -121,8 +121,8 @@ class Leader:
             await asyncio.wait({campaign})
 
     def admit(self) -> None:
-        """Raises `ResourceExhausted` when the follower that is needed has no room, `Unavailable`
-        for any other change that could not be acknowledged."""
+        """Raises `ResourceExhausted` if the required follower has no room, `Unavailable` for any
+        other change that cannot be acknowledged."""
         if self.gate.is_shut and self._no_room:
             raise ResourceExhausted(
                 f"the follower of pool shard {self._store.shard} has no room: {self._no_room}",
@@ -131,11 +131,12 @@ class Leader:
         self.gate.admit()
 
     def check_readable(self) -> None:
-        """Raises `Unavailable` when another instance may lead by now and know better."""
+        """Raises `Unavailable` if another instance may lead by now and have newer data."""
         if self.gate.is_shut and not self.leadership.alive:
             raise Unavailable(f"whether this instance still leads {self._store.shard} is in doubt")
 
     def committed(self, position: int, changes: Changes) -> None:
+        """Adds a commit to the gate and to the follower's link."""
         self.gate.position = position
         if self._link is not None:
             self._link.add(position, changes)
@@ -150,7 +151,7 @@ class Leader:
         return link.address
 
     def accept(self, follower: pb.FollowerState) -> Link:
-        """A follower joins. Raises as `Follow` in replica.proto tells."""
+        """Admits a follower. Raises as `Follow` in replica.proto specifies."""
         if follower.pool_shard != self._store.shard:
             raise InvalidArgument(
                 f"pool_shard {follower.pool_shard!r} is not led here: this is {self._store.shard!r}"
@@ -167,14 +168,14 @@ class Leader:
                 f"leader {self._state.schema_version}: run the same version on both"
             )
         if follower.newest_term > self.leadership.fence:
-            # What it has may be acknowledged, and would be overwritten by what is older here.
+            # Its commits may be acknowledged, and older records here would overwrite them.
             raise FailedPrecondition(
                 f"replica {follower.replica_id} knows of leadership {follower.newest_term} of pool "
                 f"shard {self._store.shard}, later than {self.leadership.fence} of this instance"
             )
         if self._link is not None:
             if self._link.replica_id == follower.replica_id:
-                self._link.end(Unavailable("the follower came again"))
+                self._link.end(Unavailable("the follower connected again"))
             raise ResourceExhausted(
                 f"pool shard {self._store.shard} has a follower", retry_after_s=RETRY_S
             )
@@ -193,11 +194,11 @@ class Leader:
         return link
 
     async def close(self) -> None:
-        """Lets the follower go, which stays in sync: it has all that was acknowledged."""
+        """Ends the link; the follower stays in sync, as it has every acknowledged write."""
         self._no_room = ""
-        self.gate.shut("its leader ends")
+        self.gate.shut("its leader stops")
         if self._link is not None:
-            self._link.end(Unavailable("the leader of the shard ends"))
+            self._link.end(Unavailable("the leader of the shard stops"))
         if self._attending is not None:
             self._attending.cancel()
             await asyncio.wait({self._attending})
@@ -207,7 +208,7 @@ class Leader:
         self.gate.confirm(position)
 
     async def _attend(self, link: Link) -> None:
-        """One follower, from its coming to its loss."""
+        """Serves one follower until it is lost."""
         try:
             # Its first confirmation says that it has caught up.
             await link.reached(0)
@@ -223,7 +224,7 @@ class Leader:
         link.end(why)
         log.warning("follower_lost", replica=link.replica_id, error=str(why))
         try:
-            await self._be_without_follower(f"its follower is away ({why})")
+            await self._be_without_follower(f"its follower is not connected ({why})")
         except StaleFence as error:
             self.gate.shut(str(error))
         finally:
@@ -233,12 +234,12 @@ class Leader:
         if self._config.min_copies == BOTH:
             self.gate.shut(f"{why}, and min_copies is {BOTH}")
             return
-        # The record first: a follower that has not all must never lead.
+        # The record first: a follower that lacks commits must never lead.
         await self._set_in_sync({self._own_id})
         self.gate.go_alone()
 
     async def _set_in_sync(self, replica_ids: Iterable[str]) -> None:
-        """Raises StaleFence when this replica does not lead any more."""
+        """Raises StaleFence if this replica no longer leads."""
         wanted = frozenset(replica_ids)
         while self.members.in_sync != wanted:
             try:
@@ -256,7 +257,7 @@ class Leader:
             try:
                 self.members = await members.write(self._coordinator)
             except StaleFence:
-                # After a write of unknown outcome it may be our own that we met.
+                # After a write of unknown outcome the newer record may be our own.
                 await self._look_at_record()
                 if self.members.in_sync != members.in_sync or self.members.fence != members.fence:
                     raise Unavailable("the record is not what it was: try again") from None

@@ -1,13 +1,12 @@
 """One of the two instances of a replicated shard: follower until elected, leader until deposed.
 
-    follow    take the leader's commits; serve nobody
-    elected   stop following, then look whether this replica has all that was acknowledged
-    lead      register; acknowledge what the follower has on disk as well
-    deposed   end the process: a fresh one follows
+    follow    apply the leader's commits; serve no calls
+    elected   stop following, then check that this replica has every acknowledged write
+    lead      register; acknowledge writes that the follower has on disk too
+    deposed   end the process; a fresh one follows
 
-Owns this life, and what stands before writer and readers during it. What a leader does is in
-`leader`, what the two say to each other in `follower_link` and `follower`, what they keep in
-`journal`, who may lead in `election`.
+Owns this life cycle, and the gates before writer and readers. `election` decides who leads,
+`leader` acts as one, `follower` and `follower_link` are the two ends of the stream.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Replica:
         *,
         on_lead: Callable[[], None],
     ) -> None:
-        """`on_lead` is called when it is elected, before anybody can find it."""
+        """`on_lead` is called after the election, before the instance registers."""
         self._context = context
         self._config: PoolConfig = context.config
         self._store = store
@@ -69,10 +68,10 @@ class Replica:
         self._readers = readers
         self._on_lead = on_lead
         self._elected: Leadership | None = None
-        """The office it was elected to, whether or not it leads yet."""
+        """The leadership it won, whether or not it leads yet."""
         self._leader: Leader | None = None
         self._self_repair: SelfRepair | None = None
-        """As a leader; a follower meets damage in its passes alone."""
+        """Of a leader; a follower repairs only in its passes."""
         self._task: asyncio.Task[None] | None = None
         self._announcing: asyncio.Task[None] | None = None
         self._in_flight = 0
@@ -80,7 +79,7 @@ class Replica:
         self._idle.set()
 
     async def start(self) -> None:
-        """Begins to follow, and to campaign."""
+        """Starts to follow and to campaign."""
         loop = asyncio.get_running_loop()
 
         def told(position: int, changes: Changes) -> None:
@@ -103,8 +102,8 @@ class Replica:
         return self._leader
 
     async def with_repair(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
-        """The outcome of `attempt`, made again after each damaged record that it met and that the
-        follower could replace."""
+        """The outcome of `attempt`, repeated after each damaged record that the follower could
+        replace."""
         met: set[Key] = set()
         while True:
             outcome = await attempt()
@@ -123,7 +122,7 @@ class Replica:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """While the answer to a change is waited for."""
+        """Held while the answer to a change is pending."""
         self._in_flight += 1
         self._idle.clear()
         try:
@@ -134,13 +133,13 @@ class Replica:
                 self._idle.set()
 
     async def drain(self) -> None:
-        """Lets the follower confirm what is under way, then lets it go."""
+        """Waits until the follower has confirmed pending changes, then ends its link."""
         await self._idle.wait()
         if self._leader is not None:
             await self._leader.close()
 
     async def stop(self) -> None:
-        """Leaves the office to the other one at once."""
+        """Resigns, so that the other replica can lead at once."""
         tasks = {task for task in (self._task, self._announcing) if task is not None}
         for task in tasks:
             task.cancel()
@@ -173,7 +172,7 @@ class Replica:
             log.error("replica_failed", pool_shard=self._store.shard, error=str(error))
         except Exception:
             log.exception("replica_crashed", pool_shard=self._store.shard)
-        # What a deposed leader has in memory and on its streams nobody can vouch for.
+        # A deposed leader's memory and streams may hold unacknowledged writes.
         self._context.stop()
 
     def _following(self) -> Following:
@@ -204,10 +203,10 @@ class Replica:
         return await fetch_unit(stub, shard=self._store.shard, lineage=lineage, unit=unit)
 
     async def _lead(self, leadership: Leadership, members: ReplicaSet) -> None:
-        # What was taken in as a follower is on disk before anything else is.
+        # Commits taken as a follower are on disk first.
         await self._writer.ask(FollowLeader(steps=()), timeout_s=_COMMIT_S)
         if (await self._read(replica_state)).copying:
-            raise Unavailable("its leader began to copy to it while it was elected")
+            raise Unavailable("a leader began to copy to it during its election")
         await bind_leader(self._context.coordinator, self._store, self._config)
         change = partial(adopt, lineage=members.lineage, term=leadership.fence)
         state = await asyncio.to_thread(self._store.write, change)
@@ -249,13 +248,14 @@ class Replica:
 
 
 class LeadersWriter:
-    """The writer, as callers of a replicated shard reach it: answers once both have it on disk."""
+    """The writer behind the gate: answers once both replicas have the change on disk."""
 
     def __init__(self, replica: Replica, writer: WriterRef) -> None:
         self._replica = replica
         self._writer = writer
 
     async def ask(self, message: Any, *, timeout_s: float) -> Any:
+        """As the writer's; repairs damaged records first. Raises `Unavailable` on a follower."""
         leader = self._replica.leader
         leader.admit()
         give_up_s = time.monotonic() + timeout_s
@@ -266,7 +266,7 @@ class LeadersWriter:
                 return await _outcome(self._writer.ask(message, timeout_s=left_s))
 
             answer = await self._replica.with_repair(attempt)
-            # A refusal, too, may rest on what only this replica has yet.
+            # A refusal, too, may depend on unconfirmed commits.
             await leader.gate.passed(timeout_s=max(0.0, give_up_s - time.monotonic()))
         if isinstance(answer, ForgeError):
             raise answer
@@ -274,14 +274,15 @@ class LeadersWriter:
 
 
 class LeadersReaders:
-    """The readers, as callers of a replicated shard reach them: a follower shows nothing, and a
-    leader nothing that its follower, were it elected now, would not have."""
+    """The readers behind the gate: a follower shows nothing, a leader only what its follower has
+    too."""
 
     def __init__(self, replica: Replica, readers: ReaderRef) -> None:
         self._replica = replica
         self._readers = readers
 
     async def run(self, read: Callable[[], T]) -> T:
+        """As the readers'; repairs damaged records first. Raises `Unavailable` on a follower."""
         leader = self._replica.leader
         found = await self._replica.with_repair(lambda: _outcome(self._readers.run(read)))
         if isinstance(found, ForgeError):
@@ -300,6 +301,6 @@ async def _outcome(answer: Awaitable[T]) -> T | ForgeError:
 
 
 def _damage_in(outcome: Any) -> DamagedRecord | None:
-    """The first damaged record that an outcome tells of; turns are answered one by one."""
+    """The first damaged record of an outcome; turns have an answer each."""
     outcomes = outcome if isinstance(outcome, tuple) else (outcome,)
     return next((one for one in outcomes if isinstance(one, DamagedRecord)), None)

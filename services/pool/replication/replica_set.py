@@ -1,8 +1,7 @@
-"""Which replicas of a shard have everything that was acknowledged: one small record in etcd.
+"""The replicas of a shard that have every acknowledged write: one small record in etcd.
 
-Owns the record and the rule who may lead by it. Only the leader of the shard changes it, by
-compare-and-swap, and always *before* it acknowledges anything by the new set: so whoever is in it
-may lead, and nobody else.
+Owns the record and the rule who may lead by it. Only the leader changes it, by compare-and-swap,
+and before it acknowledges anything under the new set: every member may lead, and no other replica.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class ReplicaSet:
         )
 
     async def write(self, coordinator: Coordinator) -> ReplicaSet:
-        """The set as it stands then. Raises StaleFence when somebody else wrote since, Unavailable
-        when the outcome is unknown."""
+        """The set as written. Raises StaleFence if another instance wrote since, Unavailable if the
+        outcome is unknown."""
         fields = {"lineage": self.lineage, "in_sync": sorted(self.in_sync), "fence": self.fence}
         revision = await coordinator.compare_and_swap(
             _key(self.shard), json.dumps(fields).encode(), expected_revision=self.revision
@@ -54,13 +53,13 @@ class ReplicaSet:
         return replace(self, revision=revision)
 
     def of(self, replica_ids: Iterable[str]) -> ReplicaSet:
-        """The same with other members."""
+        """This set with other members."""
         return replace(self, in_sync=frozenset(replica_ids))
 
 
 def may_lead(members: ReplicaSet | None, state: ReplicaState) -> bool:
-    """Whether a replica has all that was acknowledged. Without a record, only one that was never
-    replicated has: a record that is gone could have named others."""
+    """True if a replica has every acknowledged write. Without a record only a replica that was
+    never replicated may lead: a deleted record could have named others."""
     if state.copying:
         return False
     if members is None:
@@ -69,7 +68,7 @@ def may_lead(members: ReplicaSet | None, state: ReplicaState) -> bool:
 
 
 def leadership_name(shard: str) -> str:
-    """What instances of a shard campaign for."""
+    """The name under which instances of a shard campaign."""
     return f"pool/{shard}"
 
 

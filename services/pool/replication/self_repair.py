@@ -1,8 +1,8 @@
-"""A replica's repair of itself: damaged records become those of the other replica.
+"""Self-repair of a replica: damaged records are replaced by those of the other replica.
 
-Owns when: as soon as a read or a change meets one, and in passes over every record.
-A record is fetched only from a copy that has every commit of this one, and stored only if it is
-still damaged then. So a change that was made meanwhile stays, whichever side made it.
+Owns when: as soon as a read or a change meets one, and in passes over every record. A record comes
+only from a copy with every commit of this one, and is stored only if it is still damaged then, so a
+change made meanwhile stays.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from services.pool.store import PoolStore
 PAGE = 64
 """Units verified in one snapshot."""
 REST = 9
-"""A pass rests that many times as long as it reads."""
+"""A pass sleeps so many times as long as it reads."""
 LEFT_S = 60.0
-"""A unit that no copy has is not fetched again for so long."""
+"""Pause before a unit that no copy has is fetched again."""
 _COMMIT_S = 60.0
 _OF_TRAJECTORIES = (Table.TURNS, Table.REWARDS)
 
@@ -43,7 +43,7 @@ FetchSince = Callable[[Key, int], Awaitable[CopiedRecords]]
 
 
 class SelfRepair:
-    """Of one replica, as leader or as follower."""
+    """The repair of one replica, as leader or as follower."""
 
     def __init__(
         self,
@@ -64,12 +64,12 @@ class SelfRepair:
         """Units that no copy has, and when that was found (monotonic)."""
 
     async def repaired(self, damage: DamagedRecord) -> bool:
-        """Whether what was met damaged is whole now."""
+        """Whether the damaged record is intact now."""
         units = units_of(damage.table, damage.key)
         return bool(units) and all([await self._repaired(unit) for unit in units])
 
     async def verify(self, *, every_s: float) -> None:
-        """Goes through all records, pass after pass, until cancelled; 0: never."""
+        """Verifies all records, pass after pass, until cancelled; 0: never."""
         while every_s:
             for table in SENT:
                 if table not in _OF_TRAJECTORIES:  # Verified with their trajectory.
@@ -124,7 +124,7 @@ class SelfRepair:
 
 
 def damaged_units(records: Records, *, table: Table, after: bytes) -> tuple[list[Key], bytes]:
-    """What is damaged among the next units behind that key, and the last key; b"" at the end."""
+    """Damaged ones of the next units after that key, and the last key; b"" at the end."""
     if replica_state(records).copying:
         return [], b""  # Of no single moment: what looks damaged may be on its way.
     keys = [key for key, _ in islice(records.scan_sealed(table, after=after), PAGE)]

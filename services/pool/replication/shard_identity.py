@@ -1,13 +1,13 @@
-"""Which store a shard's name belongs to: one durable record in etcd, and one leased key.
+"""The store that a shard's name belongs to: one durable record in etcd, and one leased key.
 
     pool/shards/<shard>     lineage of the shard, and the data directory that serves it alone (empty
-                            while it is replicated: then the record of its replicas decides)
-    pool/<shard>/server     leased, held by the process that serves an unreplicated shard
+                            while it is replicated: the record of its replicas decides)
+    pool/<shard>/server     leased by the process that serves an unreplicated shard
 
-Owns both. The record is written by compare-and-swap when a shard is first served. A store of
-another lineage, or a copy of the data in another directory, is refused with one line, unless its
-directory has the hand-over mark that `restore` and `adopt` leave: then it takes the name once no
-live process has it. Without a record, as in a new etcd, the first store to start gets the name.
+The record is written by compare-and-swap when a shard is first served. A store of another lineage,
+or a copy in another directory, is refused with one line, unless its directory has the hand-over
+mark of `restore` or `adopt`: then it gets the name once no live process has it. Without a record,
+as in a new etcd, the first store to start gets the name.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Binding:
 
     @classmethod
     def of(cls, store: PoolStore, config: PoolConfig, *, replicated: bool) -> Binding:
+        """The binding for a store in service."""
         return cls(
             lineage=store.lineage(),
             directory_id="" if replicated else store.directory_id,
@@ -67,8 +68,8 @@ async def read_binding(coordinator: Coordinator, shard: str) -> tuple[Binding | 
 def may_serve(binding: Binding | None, store: PoolStore, *, replicated: bool) -> bool:
     """Whether the name belongs to `store`, by the record or by its hand-over mark.
 
-    A shard that is replicated by the record may be served alone by any of its replicas: which of
-    them has everything, `serve_alone` has checked before.
+    A replicated shard may be served alone by any of its replicas; `serve_alone` checks before that
+    it has every acknowledged write.
     """
     if binding is None or has_hand_over_mark(store.directory):
         return True
@@ -80,8 +81,8 @@ def may_serve(binding: Binding | None, store: PoolStore, *, replicated: bool) ->
 
 
 async def check_follower(coordinator: Coordinator, store: PoolStore) -> None:
-    """Raises `ConfigError` when the records of `store` are of another shard of the same name; an
-    empty store follows any."""
+    """Raises `ConfigError` if `store` is of another shard of the same name; an empty store follows
+    any."""
     binding, _ = await read_binding(coordinator, store.shard)
     if binding is None or await asyncio.to_thread(store.read, is_empty):
         return
@@ -90,9 +91,9 @@ async def check_follower(coordinator: Coordinator, store: PoolStore) -> None:
 
 
 async def bind_leader(coordinator: Coordinator, store: PoolStore, config: PoolConfig) -> None:
-    """Enters `store` as one of the replicas that the name belongs to; for the shard's leader.
+    """Records `store` as one of the replicas that own the name; for the shard's leader.
 
-    Raises `ConfigError` when the name belongs to another store, `Unavailable` when a process serves
+    Raises `ConfigError` if the name belongs to another store, `Unavailable` if a process serves
     that, or etcd does not answer.
     """
     binding, _ = await read_binding(coordinator, store.shard)
@@ -112,9 +113,9 @@ async def hold_shard(
 ) -> Registration:
     """Takes the shard's name for `store`, to be served without replicas, until closed.
 
-    Raises `ConfigError` when the name belongs to another store, `Conflict` when a live process
-    serves it, `Unavailable` when etcd does not answer. `on_conflict` is called when another
-    process took it while the lease was lost.
+    Raises `ConfigError` if the name belongs to another store, `Conflict` if a live process serves
+    it, `Unavailable` if etcd does not answer. `on_conflict` is called if another process took it
+    while the lease was lost.
     """
     binding, _ = await read_binding(coordinator, store.shard)
     if not may_serve(binding, store, replicated=False):

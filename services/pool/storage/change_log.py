@@ -1,12 +1,11 @@
-"""The change log of a shard: in which order trajectories were closed, and rewarded afterwards.
+"""The change log of a shard: the order in which trajectories were closed and rewarded later.
 
-Owns the numbers of the log, its encoding and where in it a moment lies. What closes or rewards a
-trajectory is in `data.apply`. A trajectory has at most two entries, named in its header: one from
-its closing, and one from the latest reward since, which replaces the one before. So the log is no
-longer than twice the trajectories, and whoever deletes a trajectory deletes its entries with it.
+Owns the numbers of the log, its encoding and the search by time. A trajectory has at most two
+entries, named in its header: its close, and its latest reward since, which replaces the one before.
+Deleting a trajectory deletes its entries.
 
-The time of an entry is never before that of an earlier one, even where the clock of the host went
-back; then all that closed at or after a moment stands behind the first entry that is not before it.
+Entry times never decrease, even if the host's clock went back: every trajectory closed at or after
+a time is behind the first entry with that time.
 """
 
 from __future__ import annotations
@@ -50,10 +49,12 @@ _decoder = msgspec.msgpack.Decoder(Change)
 
 
 def change_key(number: int) -> bytes:
+    """Key of an entry."""
     return _NUMBER.pack(number)
 
 
 def number_of_change_key(key: bytes) -> int:
+    """Number of an entry."""
     number: int = _NUMBER.unpack(key)[0]
     return number
 
@@ -64,17 +65,18 @@ def newest_change(records: Records) -> int:
 
 
 def decode_change(payload: Payload) -> Change:
+    """Decodes an entry."""
     return _decoder.decode(payload)
 
 
 def log_closed(records: Records, trajectory: bytes, header: TrajectoryHeader) -> TrajectoryHeader:
-    """Logs that `trajectory` was closed; `header` with the number of the entry."""
+    """Logs the close of `trajectory`; `header` with the number of the entry."""
     number = _append(records, ChangeKind.CLOSED, trajectory, header.sealed_unix_s)
     return msgspec.structs.replace(header, closed_change=number)
 
 
 def log_rewarded(records: Records, trajectory: bytes, header: TrajectoryHeader) -> TrajectoryHeader:
-    """Logs that closed `trajectory` got another reward; `header` with the number of the entry."""
+    """Logs a reward of closed `trajectory`; `header` with the number of the entry."""
     if header.rewarded_change:
         records.delete(Table.CHANGES, change_key(header.rewarded_change))
     number = _append(records, ChangeKind.REWARDED, trajectory, 0.0)
@@ -82,7 +84,7 @@ def log_rewarded(records: Records, trajectory: bytes, header: TrajectoryHeader) 
 
 
 def delete_changes(records: Records, header: TrajectoryHeader) -> None:
-    """Takes the entries of a trajectory out of the log."""
+    """Deletes the entries of a trajectory."""
     for number in (header.closed_change, header.rewarded_change):
         if number:
             records.delete(Table.CHANGES, change_key(number))
@@ -120,8 +122,8 @@ def changes_after(records: Records, number: int) -> Iterator[tuple[int, Change]]
 
 
 def number_before(records: Records, unix_s: float) -> int:
-    """A number after which every trajectory closed at or after `unix_s` is logged, and no other
-    entry that is older, as far as the clock went forward."""
+    """A number behind which every trajectory closed at or after `unix_s` is logged, and no older
+    entry as far as the clock went forward."""
     low, high = 0, newest_change(records)
     while low < high:
         middle = (low + high) // 2

@@ -1,8 +1,7 @@
-"""The files of a shard: who may have them open, and how one takes another's place.
+"""Locks on a shard's files, and the exchange of its data file.
 
-Owns the locks in a data directory and the exchange of its data file. A service, or a tool that
-changes the shard, locks the directory; a tool that reads locks the data file, shared. Knows nothing
-of what lies in them.
+A service, or a tool that changes the shard, locks the directory; a tool that reads locks the data
+file, shared.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ def lock_directory(directory: Path) -> int:
 
 @contextmanager
 def data_kept(directory: Path) -> Iterator[None]:
-    """Within it the data file is not exchanged; whoever has LMDB read it must be within.
+    """Keeps the data file from being exchanged; every LMDB reader must hold it.
 
-    Waits for an exchange that is going on, which is short. Raises `FileNotFoundError` when there
-    is no data file.
+    Waits for an exchange in progress, which is short. Raises `FileNotFoundError` if there is no
+    data file.
     """
     while True:
         descriptor = os.open(directory / DATA, os.O_RDONLY)
@@ -70,9 +69,9 @@ def data_kept(directory: Path) -> Iterator[None]:
 def data_locked(
     directory: Path, *, wait_s: float = 0.0, stopped: threading.Event | None = None
 ) -> Iterator[None]:
-    """Within it nobody is within `data_kept`. Waits so long for those who are, unless `stopped`.
+    """Keeps `data_kept` from being entered. Waits up to `wait_s` for its holders, unless `stopped`.
 
-    Raises `FailedPrecondition` when they still are.
+    Raises `FailedPrecondition` if there still are any.
     """
     until_s = time.monotonic() + wait_s
     descriptor = os.open(directory / DATA, os.O_RDONLY)
@@ -97,12 +96,11 @@ def _locked_alone(descriptor: int) -> bool:
 
 
 def exchange_data(directory: Path, copy: Path) -> None:
-    """The data file of the directory `copy` takes the place of that of `directory`.
+    """Replaces the data file of `directory` by that of `copy`.
 
     Both are closed and on disk, and the caller is within `data_locked`. LMDB's lock file goes
-    first: it names the newest transaction of the old file, which is of a later number than any of
-    the copy's.
-    A crash leaves the one file or the other.
+    first: it names a newer transaction than any of the copy's. A crash leaves one file or the
+    other.
     """
     (directory / LOCK).unlink(missing_ok=True)
     (copy / DATA).replace(directory / DATA)
@@ -110,37 +108,39 @@ def exchange_data(directory: Path, copy: Path) -> None:
 
 
 def set_hand_over_mark(directory: Path) -> None:
-    """From now on the store in `directory` may take over the name of its shard from another."""
+    """From now on the store in `directory` may take over the name of its shard."""
     (directory / _HAND_OVER).touch()
     sync_directory(directory)
 
 
 def has_hand_over_mark(directory: Path) -> bool:
+    """Whether the store may take over the name."""
     return (directory / _HAND_OVER).exists()
 
 
 def remove_hand_over_mark(directory: Path) -> None:
-    """It is spent once the store has the name."""
+    """Removes the mark once the store has the name."""
     (directory / _HAND_OVER).unlink(missing_ok=True)
 
 
 def compacted(directory: Path) -> Path:
-    """Where the copy is made that is to take the place of the data file."""
+    """Directory of a copy that will replace the data file."""
     return directory / _COMPACTED
 
 
 def unfinished(copy: Path) -> Path:
-    """The name that a copy has until it is whole and on disk."""
+    """Name of a copy until it is complete and on disk."""
     return copy.with_name(f".{copy.name}.unfinished")
 
 
 def drop_compacted(directory: Path) -> None:
-    """Removes what there is of such a copy."""
+    """Removes the copy, finished or not."""
     for copy in (compacted(directory), unfinished(compacted(directory))):
         shutil.rmtree(copy, ignore_errors=True)
 
 
 def sync_directory(directory: Path) -> None:
+    """Writes the directory's entries to disk."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -149,5 +149,5 @@ def sync_directory(directory: Path) -> None:
 
 
 def file_bytes(path: Path) -> int:
-    """0 when it is not there."""
+    """Size of a file; 0 if it is absent."""
     return path.stat().st_size if path.exists() else 0

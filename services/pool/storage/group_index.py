@@ -1,14 +1,13 @@
-"""Indexes of the groups of a shard, and counters of those that are settled.
+"""Indexes of the groups of a shard, and counters of settled ones.
 
     pending         place in the queue     groups that are not settled
-    settled order   step, or time          groups that are: trained, then tombstoned and evaluated
+    settled order   step, or time          settled groups: trained, then tombstoned and evaluated
     tags            tag, place             groups with a tag
-    settled counts  see `SettledCounts`    what a scheduler counts of settled groups
+    settled counts  see `SettledCounts`    counters of settled groups, for schedulers
 
-They let a scan read what is pending and a bounded number of settled groups, however many there ever
-were. Owns their keys, and the rule by which they follow the records of groups, states and
-trajectories: all of it can be made again from these (`rebuild`). A group that is settled keeps its
-share of the counters for ever; a rewind takes it out.
+A scan reads pending groups and a bounded number of settled ones through them. Owns their keys, and
+the rule by which they follow the records of groups, states and trajectories; `rebuild` makes them
+from these. A settled group stays counted until a rewind.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ INDEXES = (Table.PENDING, Table.SETTLED_ORDER, Table.TAGS)
 
 
 def tag_prefix(tag: str) -> bytes:
-    """Of the keys of all groups with a tag; a place in the queue follows."""
+    """Start of the keys of a tag's groups; a place in the queue follows."""
     return blake2b(tag.encode(), digest_size=_TAG_BYTES).digest()
 
 
 def entries_of(group: common_pb2.GroupRecord, state: common_pb2.GroupRecord) -> list[Key]:
-    """Every entry that a group has in the indexes; `group` is without its state."""
+    """Every index entry of a group; `group` is without its state."""
     task = group.task
     place = queue_key(task.purpose, group.queue_index, task.task_id)
     entries = [(Table.TAGS, tag_prefix(task.tag) + place)] if task.tag else []
@@ -68,7 +67,7 @@ def entries_of(group: common_pb2.GroupRecord, state: common_pb2.GroupRecord) -> 
 
 
 def task_of_entry(table: Table, key: bytes) -> TaskId:
-    """Raises ValueError."""
+    """The task of an entry. Raises ValueError."""
     match table:
         case Table.PENDING:
             return task_of_queue_key(key)
@@ -85,24 +84,24 @@ def _order_key(task_id: str, state: common_pb2.GroupRecord) -> bytes:
 
 
 def enter_new(records: Records, group: common_pb2.GroupRecord) -> None:
-    """A group was stored that is pending."""
+    """Indexes a new, pending group."""
     for table, key in entries_of(group, common_pb2.GroupRecord()):
         records.put(table, key, b"")
 
 
 class GroupMoves:
-    """Groups that change their state in one command; `store` comes last."""
+    """State changes of groups in one command; call `store` last."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
         self._counts = SettledCounts()
         self._damaged: set[str] = set()
-        """Tasks of groups whose record, or the state before, is damaged."""
+        """Tasks of groups with a damaged record or former state."""
 
     def moved(
         self, task_id: str, before: common_pb2.GroupRecord | None, after: common_pb2.GroupRecord
     ) -> None:
-        """The state of a group that is stored, as it was, None for a damaged one, and as it is."""
+        """A group's state changed; `before` is None if that was damaged."""
         if before is None:
             self._damaged.add(task_id)
             return
@@ -129,7 +128,7 @@ class GroupMoves:
             self._counts.enter(group, after, rollouts)
 
     def store(self) -> None:
-        """The states are stored already."""
+        """Stores the indexes; the states are stored already."""
         if self._damaged:
             _index_again(self._records, self._damaged)
         else:
@@ -177,13 +176,13 @@ def _store(records: Records, counts: SettledCounts) -> None:
     try:
         counts.store(records)
     except DataLoss as error:
-        # A counter is no reason to refuse a commit: what it counted is still there.
+        # Counters can be made again, so a damaged one refuses no commit.
         log.error("settled_counts_damaged", error=str(error))
         _recount(records)
 
 
 def counted_rollouts(records: Records, group: common_pb2.GroupRecord) -> list[Rollout]:
-    """Of a training group, what each of its rollouts was sealed with first: the lowest attempt."""
+    """For each rollout of a training group its first seal: the lowest attempt."""
     if group.task.purpose != common_pb2.PURPOSE_TRAIN:
         return []
     found: dict[int, Rollout] = {}
@@ -205,7 +204,7 @@ def counted_rollouts(records: Records, group: common_pb2.GroupRecord) -> list[Ro
 
 
 def rebuild(records: Records) -> None:
-    """Makes all of it again. What cannot be read is indexed by what is left of it."""
+    """Makes all indexes again. A damaged group is indexed by its readable records."""
     for table in INDEXES:
         records.clear(table)
     for group, state in stored_groups(records):
@@ -215,7 +214,7 @@ def rebuild(records: Records) -> None:
 
 
 def _index_again(records: Records, task_ids: Container[str]) -> None:
-    """Makes the entries of groups again, whatever they were, and all counters."""
+    """Makes the entries of some groups, and all counters, again."""
     for table in (Table.PENDING, Table.SETTLED_ORDER):
         keys = [key for key, _ in records.scan_sealed(table)]
         for key in keys:
@@ -242,8 +241,8 @@ def _recount(records: Records) -> None:
 def stored_groups(
     records: Records,
 ) -> Iterator[tuple[common_pb2.GroupRecord, common_pb2.GroupRecord]]:
-    """Every group and its state. One without a readable state counts as pending; of one without a
-    readable record, the queue tells id, purpose and place."""
+    """Every group and its state. A damaged state counts as pending; the queue gives id, purpose and
+    place of a damaged group."""
     damaged: set[TaskId] = set()
     for key, value in records.scan_sealed(Table.GROUPS):
         try:
@@ -282,7 +281,7 @@ def _group_of(records: Records, task_id: str) -> common_pb2.GroupRecord | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewestSettled:
-    """The settled groups that a bounded scan returns, and where it stops."""
+    """The settled groups of a bounded scan, and where it stops."""
 
     task_ids: list[TaskId]
     """The longest settled first: those that were trained, then the others."""
@@ -293,7 +292,7 @@ class NewestSettled:
 
 
 def is_whole(records: Records) -> bool:
-    """Whether the indexes have as many groups as there are."""
+    """Whether the indexes have as many groups as are stored."""
     indexed = records.count(Table.PENDING) + records.count(Table.SETTLED_ORDER)
     return indexed == records.count(Table.GROUPS)
 
@@ -348,7 +347,7 @@ def unindexed(records: Records) -> list[TaskId]:
 
 
 def next_queue_index(records: Records, purpose: int) -> int:
-    """One above the highest of all groups of a purpose."""
+    """One above the highest queue index of a purpose."""
     last = next(records.keys_backwards(Table.QUEUE, prefix=bytes([purpose])), None)
     return 0 if last is None else place_of_queue_key(last)[1] + 1
 

@@ -1,15 +1,14 @@
-"""A replica's own account of its shard: which commit it stands at, and which records each changed.
+"""A replica's account of its shard: its position, and the records that each commit changed.
 
-Owns two tables that are never sent: `replica`, the state below, and `journal`, the keys (not the
-values) that each of the last commits changed. With them a replica that was away is brought up to
-date by the present values of whatever either side changed since both were last equal: no log of
-values is kept, and what a deposed leader wrote and nobody acknowledged is overwritten on the way.
+Owns two tables that are never sent: `replica`, the state below, and `journal`, the keys (not
+values) that each of the last commits changed. A returning replica gets the present values of every
+record that either side changed since both were last equal: no log of values is kept, and
+unacknowledged writes of a deposed leader are overwritten.
 
-A commit has a position, one above the one before, and is known by that and the leadership that
-made it, as two leaders may each have made one at the same position. `follow` is how a follower
-takes what a leader sends; until it has caught up its records are of no single moment, which
-`copying` says. A catch-up by journal that is cut short goes on from the same commit, a whole copy
-behind its last page.
+A commit is identified by its position and the leadership that made it, as two leaders may each have
+made one at the same position. `follow` applies a leader's steps; until it has caught up, its
+records are of no single moment (`copying`). An interrupted catch-up by journal resumes from the
+same commit, a whole copy after its last page.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from services.pool.storage.records import Records, open_value
 from services.pool.storage.tables import LOCAL, Key, Table
 
 JOURNAL_BYTES = 256 << 20
-"""Of keys; what lies further back is forgotten, and who was away longer gets a whole copy."""
+"""Most bytes of keys; a follower that needs older ones gets a whole copy."""
 TOUCHED_BYTES = 1 << 20
-"""Of keys that one message names; with more, a whole copy is asked for."""
+"""Most bytes of keys in one message; a follower with more asks for a whole copy."""
 PAGE_BYTES = 1 << 20
 
 SENT = tuple(table for table in Table if table not in LOCAL)
@@ -42,7 +41,7 @@ Changes = Mapping[Key, bytes | None]
 
 
 class ReplicaState(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Where a replica stands."""
+    """Position and history of a replica."""
 
     replica_id: str = ""
     """Of the data directory; empty for a shard that was never replicated."""
@@ -77,6 +76,7 @@ _keys_decoder = msgspec.msgpack.Decoder(list[tuple[str, bytes]])
 
 
 def replica_state(records: Records) -> ReplicaState:
+    """The stored state; the default before the first."""
     stored = records.get(Table.REPLICA, _STATE_KEY)
     return ReplicaState() if stored is None else _state_decoder.decode(stored)
 
@@ -87,18 +87,18 @@ def _keep(records: Records, state: ReplicaState) -> ReplicaState:
 
 
 def begin_replication(records: Records, *, replica_id: str) -> ReplicaState:
-    """The state, as that of `replica_id`; called when a replicated shard is opened."""
+    """The state under `replica_id`; called when a replicated shard is opened."""
     state = replica_state(records)
     if state.replica_id == replica_id and state.schema_version == SCHEMA_VERSION:
         return state
-    # A migration is in no journal, and a copy of the files is another replica, and maybe an old
-    # one: whoever follows must copy all.
+    # A migration is in no journal, and a copy of the files is another, maybe old, replica:
+    # followers must copy everything.
     own = msgspec.structs.replace(state, replica_id=replica_id, schema_version=SCHEMA_VERSION)
     return _keep(records, _cut_off(records, own))
 
 
 def leave_replication(records: Records) -> None:
-    """From now on commits are not counted: nobody can catch up by the journal."""
+    """Stops counting commits: a later follower copies everything."""
     _keep(records, _cut_off(records, replica_state(records)))
 
 
@@ -116,18 +116,18 @@ def _cut_off(records: Records, state: ReplicaState) -> ReplicaState:
 
 
 def adopt(records: Records, lineage: str, *, term: int) -> ReplicaState:
-    """Lead a lineage from here on, or be its first leader."""
+    """Leads a lineage from here on, or becomes its first leader."""
     state = replica_state(records)
     made = [each for each in state.terms if each[1] < state.position]
     begun = (*made, (term, state.position))
-    # Nobody is asked for commits from before the journal.
-    told = [index for index, (_, after) in enumerate(begun) if after < state.journal_from]
-    terms = begun[told[-1] if told else 0 :]
+    # Commits from before the journal are never requested.
+    older = [index for index, (_, after) in enumerate(begun) if after < state.journal_from]
+    terms = begun[older[-1] if older else 0 :]
     return _keep(records, msgspec.structs.replace(state, lineage=lineage, terms=terms))
 
 
 def is_empty(records: Records) -> bool:
-    """Whether nobody's data would be lost with the records."""
+    """True if the shard has no groups and no trajectories."""
     return not records.count(Table.GROUPS) and not records.count(Table.TRAJECTORIES)
 
 
@@ -135,7 +135,7 @@ def is_empty(records: Records) -> bool:
 
 
 def log_commit(records: Records, changes: Changes, *, confirmed_position: int) -> int:
-    """Enters what this transaction changed as the next commit; its position."""
+    """Adds the changes of this transaction as the next commit; its position."""
     state = replica_state(records)
     agreed = max(state.agreed_position, min(confirmed_position, state.position))
     state = msgspec.structs.replace(state, agreed_position=agreed)
@@ -171,9 +171,9 @@ def can_catch_up(state: ReplicaState, follower: pb.FollowerState) -> bool:
 
 
 def can_continue_copy(state: ReplicaState, follower: pb.FollowerState, *, term: int) -> bool:
-    """Whether the journal tells what has changed in that part of a copy which the follower has.
+    """Whether the journal has every change in the follower's part of a copy.
 
-    Under another leadership it may not: what was sent and never acknowledged is in no journal.
+    Another leadership's may not: its unacknowledged commits are in no journal.
     """
     copied = follower.copied
     return (
@@ -185,9 +185,9 @@ def can_continue_copy(state: ReplicaState, follower: pb.FollowerState, *, term: 
 
 
 def keys_changed(records: Records, *, after: int, up_to: int) -> tuple[list[pb.RecordKey], int]:
-    """What the commits after `after` changed, a page of it, and the last of them looked at.
+    """A page of keys changed by the commits after `after`, and the last commit read.
 
-    Raises `FailedPrecondition` when the journal has forgotten one of them.
+    Raises `FailedPrecondition` if the journal no longer has one of them.
     """
     found: dict[tuple[str, bytes], None] = {}
     size_bytes = 0
@@ -202,7 +202,7 @@ def keys_changed(records: Records, *, after: int, up_to: int) -> tuple[list[pb.R
 
 
 def present_values(records: Records, keys: Sequence[pb.RecordKey]) -> tuple[pb.RecordChanges, int]:
-    """The records of `keys` as they are now, up to a page, and how many keys that took."""
+    """The present records of `keys`, up to a page, and the number of keys read."""
     page = pb.RecordChanges(position=replica_state(records).position)
     size_bytes = 0
     for taken, key in enumerate(keys):
@@ -215,7 +215,7 @@ def present_values(records: Records, keys: Sequence[pb.RecordKey]) -> tuple[pb.R
 
 
 def all_records(records: Records, *, after: pb.RecordKey | None) -> tuple[pb.RecordChanges, bool]:
-    """A page of everything there is behind that record, as it is now, and whether there is more."""
+    """A page of all records after that one, and whether there are more."""
     page = pb.RecordChanges(position=replica_state(records).position)
     size_bytes = 0
     number, last = (0, b"") if after is None else (SENT.index(_table(after)), after.key)
@@ -244,7 +244,7 @@ def caught_up_message(position: int, terms: Iterable[tuple[int, int]]) -> bytes:
 
 
 def record_key(table: Table, key: bytes) -> pb.RecordKey:
-    """As it is sent."""
+    """A key in its message."""
     return pb.RecordKey(table=table.value, key=key)
 
 
@@ -252,7 +252,7 @@ def record_key(table: Table, key: bytes) -> pb.RecordKey:
 
 
 def follower_state(records: Records, *, shard: str) -> pb.FollowerState:
-    """What a leader must know to bring this replica up to date."""
+    """The state that a leader needs to bring this replica up to date."""
     state = replica_state(records)
     lineage = state.lineage or ("" if is_empty(records) else "unreplicated")
     found = pb.FollowerState(
@@ -279,9 +279,9 @@ def follower_state(records: Records, *, shard: str) -> pb.FollowerState:
 
 
 def follow(records: Records, steps: Sequence[pb.FollowStep]) -> int:
-    """Takes what the leader sent, in order; the position reached, 0 while still copying.
+    """Applies a leader's steps in order; the position reached, 0 while copying.
 
-    Raises `DataLoss` when a record or a commit was lost on the way; then nothing is taken.
+    Raises `DataLoss`, and applies nothing, if a record or a commit was lost on the way.
     """
     state = replica_state(records)
     _check(state, steps)

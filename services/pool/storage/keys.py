@@ -1,8 +1,7 @@
-"""Keys of the store: how names become bytes whose order is the order of a range scan.
+"""Keys of the store: names as bytes in the order of a range scan.
 
-Owns the layout of keys and nothing of values. A task id holds no colon and numbers have a fixed
-width, so no trajectory's key is a prefix of another's: everything of a task, and everything of a
-trajectory, lies together and is found by one prefix.
+A task id holds no colon and numbers have a fixed width, so no trajectory's key is a prefix of
+another's: the records of a task, and of a trajectory, are adjacent and share one prefix.
 
     groups, states    task
     queue             purpose(u8) queue_index(u64) task
@@ -10,8 +9,8 @@ trajectory, lies together and is found by one prefix.
     turns             task ":" rollout(u32) attempt(u32) turn(u32)
     rewards           task ":" rollout(u32) attempt(u32) event_id
 
-Numbers are big-endian, so that bytes sort as the numbers do. The longest key is a reward's: 200 +
-1 + 8 + MAX_EVENT_ID_BYTES, below the 511 bytes LMDB allows.
+Numbers are big-endian. The longest key is a reward's: 200 + 1 + 8 + MAX_EVENT_ID_BYTES, below
+LMDB's 511 bytes.
 """
 
 from __future__ import annotations
@@ -33,10 +32,12 @@ _TURN = struct.Struct(">I")
 
 
 def group_key(task_id: str) -> bytes:
+    """Key of a group and of its state."""
     return task_id.encode()
 
 
 def queue_key(purpose: int, queue_index: int, task_id: str) -> bytes:
+    """Key of a group in the queue."""
     return _QUEUE.pack(purpose, queue_index) + task_id.encode()
 
 
@@ -47,11 +48,12 @@ def place_of_queue_key(key: bytes) -> tuple[common_pb2.Purpose.ValueType, int]:
 
 
 def task_of_queue_key(key: bytes) -> TaskId:
+    """Task of a queue entry."""
     return TaskId(task_key_of_queue_key(key).decode())
 
 
 def task_key_of_queue_key(key: bytes) -> bytes:
-    """Key of the group, also where a damaged one cannot be decoded."""
+    """Key of the group, even if a damaged one cannot be decoded."""
     return key[_QUEUE.size :]
 
 
@@ -66,24 +68,28 @@ def trajectory_key(name: TrajectoryName) -> bytes:
 
 
 def name_of_trajectory_key(key: bytes) -> TrajectoryName:
+    """Name of a trajectory."""
     rollout_index, attempt = _NUMBERS.unpack(key[-_NUMBERS.size :])
     task_id = TaskId(key[: -_NUMBERS.size - 1].decode())
     return TrajectoryName(task_id=task_id, rollout_index=rollout_index, attempt=attempt)
 
 
 def turn_key(trajectory: bytes, turn_index: int) -> bytes:
+    """Key of a turn."""
     return trajectory + _TURN.pack(turn_index)
 
 
 def trajectory_of_turn_key(key: bytes) -> bytes:
-    """Key of the trajectory that a turn is of."""
+    """Key of a turn's trajectory."""
     return key[: -_TURN.size]
 
 
 def index_of_turn_key(key: bytes) -> int:
+    """Index of a turn."""
     index: int = _TURN.unpack(key[-_TURN.size :])[0]
     return index
 
 
 def reward_key(trajectory: bytes, event_id: str) -> bytes:
+    """Key of a reward."""
     return trajectory + event_id.encode()

@@ -1,8 +1,7 @@
-"""The LMDB environment of one shard: opening, transactions, growth and what the disk answers.
+"""The LMDB environment of one shard: open, transactions, growth, disk errors.
 
-Owns the files in the data directory while they are open, and the size of the map.
-Knows nothing of groups and trajectories. Every exception that leaves it is a `ForgeError` or a
-defect.
+Owns the open files in the data directory and the size of the map. Every exception that leaves it is
+a `ForgeError` or a defect.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from services.pool.storage.records import Records
 from services.pool.storage.tables import Table
 
 TOOL_READERS = 126
-"""Snapshots that other processes may hold, such as one that makes a backup: more than anybody does,
-for with them they would take the places of our own readers."""
+"""Reader slots for other processes, such as backups, so that they never use up our own."""
 DISK_RETRY_S = 2.0
 """When to try again after the disk was full."""
 
@@ -44,7 +42,7 @@ DISK_RETRY_S = 2.0
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 _PANICS = (lmdb.PanicError, lmdb.ProblemError)
-"""LMDB serves this environment no more; only a fresh process can open its files again."""
+"""This environment is unusable; only a fresh process can open its files again."""
 
 T = TypeVar("T")
 OnPanic = Callable[[Unavailable], None]
@@ -65,8 +63,8 @@ class Environment:
     ) -> None:
         """Opens or creates the shard in `directory`.
 
-        Raises `ConfigError` when the directory cannot be used or another process has it, or when
-        its schema is not this one's; `DataLoss` when what lies there is no intact shard.
+        Raises `ConfigError` if the directory cannot be used or is in use, or for an unknown schema;
+        `DataLoss` if there is no intact shard.
         """
         self._on_panic = on_panic
         self._first_panic = threading.Lock()
@@ -124,7 +122,8 @@ class Environment:
             )
 
     def identity(self) -> str:
-        """Of this directory, drawn when first asked for; a copy of the data alone has another."""
+        """Identity of this directory, generated at the first call; a copy of the data gets
+        another."""
         path = self.directory / "replica"
         if not path.exists():
             unfinished = path.with_suffix(".unfinished")
@@ -137,10 +136,10 @@ class Environment:
         return path.read_text()
 
     def read(self, look: Callable[[Records], T]) -> T:
-        """What `look` finds in one consistent snapshot.
+        """The result of `look` in one consistent snapshot.
 
-        It sees memoryviews into the map, which end with the snapshot: it must copy what it
-        returns. Readers wait for nobody, but for the moment in which the map grows.
+        `look` gets memoryviews into the map, which end with the snapshot: it must copy what it
+        returns. Readers wait only while the map grows.
         """
         with self._gate.shared(), self._errors(), self._lmdb.begin(buffers=True) as transaction:
             return look(Records(transaction, self._databases))
@@ -150,10 +149,9 @@ class Environment:
     ) -> T:
         """Applies `change` in one transaction, observed by `listeners`; returns once it is on disk.
 
-        When the map is full it grows and `change` runs again from the start, as it does when room
-        was kept for a reader that has died. Raises `ResourceExhausted` when the disk or the map's
-        ceiling is reached; nothing of `change` is then stored, and everything stored before is
-        intact.
+        `change` runs again from the start after the map has grown, or after pages of a dead reader
+        were freed. Raises `ResourceExhausted` if the disk or the map is full; then nothing of
+        `change` is stored, and earlier records are intact.
         """
         with self._writing:
             if self._compaction is not None:
@@ -206,7 +204,7 @@ class Environment:
                     self._databases = self._open_tables()
 
     def _dead_readers_gone(self) -> bool:
-        """Whether there were any: the pages that they seemed to read are free again."""
+        """Frees the pages of readers that died; whether there were any."""
         return bool(self._lmdb.reader_check())
 
     def _grow(self) -> None:
@@ -222,18 +220,19 @@ class Environment:
 
     @property
     def map_bytes(self) -> int:
+        """Size of the memory map."""
         with self._gate.shared(), self._errors():
             return int(self._lmdb.info()["map_size"])
 
     @property
     def used_bytes(self) -> int:
-        """Of the file, pages free for reuse included."""
+        """Size of the data file, free pages included."""
         with self._gate.shared(), self._errors():
             return int((self._lmdb.info()["last_pgno"] + 1) * self._lmdb.stat()["psize"])
 
     @property
     def live_bytes(self) -> int:
-        """Of the file, pages that records lie in."""
+        """Bytes of the data file in use by records."""
         with self._gate.shared(), self._errors(), self._lmdb.begin() as transaction:
             trees = [transaction.stat(database) for database in self._databases.values()]
             trees.append(self._lmdb.stat())
@@ -244,18 +243,19 @@ class Environment:
 
     @property
     def disk_free_bytes(self) -> int:
+        """Free bytes on the disk."""
         disk = os.statvfs(self.directory)
         return disk.f_bavail * disk.f_frsize
 
     @property
     def room_bytes(self) -> int:
-        """What can still be written: pages free for reuse, and what the file may grow by."""
+        """Bytes that can still be written: free pages, and the growth of the file."""
         growth_bytes = min(self.disk_free_bytes, self.map_max_bytes - self.used_bytes)
         return growth_bytes + self.used_bytes - self.live_bytes
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Tells a disk without room, a damaged file and a panic of LMDB from defects."""
+        """Translates a full disk, a damaged file and an LMDB panic."""
         try:
             yield
         except lmdb.DiskError as error:
@@ -272,7 +272,7 @@ class Environment:
             raise _no_room(error) from None
 
     def _panic(self, error: lmdb.Error) -> Unavailable:
-        """The process must end: nothing can be read or written through this environment."""
+        """The process must end: this environment can no longer read or write."""
         panic = Unavailable(
             f"LMDB gave up the shard in {self.directory}, which a fresh process opens again: "
             f"{error}",
@@ -292,7 +292,7 @@ class Environment:
 
 
 class _Gate:
-    """Lets readers in freely, and out before the map moves."""
+    """Admits readers, and waits for them before the map moves."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

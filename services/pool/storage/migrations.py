@@ -1,9 +1,8 @@
-"""From one schema of the store to the next.
+"""Migrations of the store's schema.
 
-Owns the schema version, and one migration for each step of its history. They are applied when a
-shard is opened, all in one transaction: a crash in between leaves the shard as it was. Raise
-`SCHEMA_VERSION` with every change that old code cannot read, or must not write beside, and
-register the step that takes a shard there.
+Owns the schema version, and one migration per step. They run when a shard is opened, in one
+transaction: a crash leaves the shard as it was. Raise `SCHEMA_VERSION` with every change that old
+code cannot read, or must not write beside, and register its migration.
 """
 
 from __future__ import annotations
@@ -59,10 +58,10 @@ def migrate(
     to: int = SCHEMA_VERSION,
     migrations: Mapping[int, Migration] = MIGRATIONS,
 ) -> int:
-    """Brings a shard, within the transaction of `records`, to version `to`; the version it had.
+    """Brings a shard, in the transaction of `records`, to version `to`; the version before.
 
-    A shard without one is new. Raises `ConfigError` when it is of a later version, or of one that
-    no migration starts from.
+    A shard without one is new. Raises `ConfigError` for a later version, or one without a
+    migration.
     """
     found = stored_version(records)
     for version in range(found or to, to):
@@ -83,7 +82,7 @@ def migrate(
 
 
 def stored_version(records: Records) -> int:
-    """The version of a shard; 0 for one that is new. Raises `DataLoss` when it is no number."""
+    """The version of a shard; 0 for a new one. Raises `DataLoss` if it is not a number."""
     stored = records.get(Table.META, _SCHEMA_KEY)
     if stored is None:
         return 0

@@ -1,8 +1,7 @@
 """Intact records of one copy of a shard, read for the repair of another.
 
-Owns what is read together, and both sides of FetchRecords. A repair unit is one key: a trajectory
-stands for its header, turns and rewards, a group for its record and state; every other record
-stands for itself. What is taken from a copy is for `record_repair` to say.
+Owns both sides of FetchRecords. A repair unit is one key: a trajectory's stands for its header,
+turns and rewards, a group's for record and state, any other for itself.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _TABLES = {table.value: table for table in SENT}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopiedRecords:
-    """What a copy has of one unit."""
+    """The intact records of one unit in a copy."""
 
     values: Mapping[Key, bytes]
     """As they lie on disk; every checksum matches."""
@@ -40,11 +39,12 @@ class CopiedRecords:
     """The newest commit that they show; 0 for a copy that was never replicated."""
 
     def of(self, table: Table) -> dict[bytes, bytes]:
+        """The records of one table."""
         return {key: value for (each, key), value in self.values.items() if each is table}
 
 
 def units_of(table: Table, key: bytes) -> list[Key]:
-    """What to repair when a record is damaged; nothing for a record of one replica alone."""
+    """The units to repair for a damaged record; none for a record of one replica alone."""
     if not key:
         return []  # The table cannot be read to its end.
     match table:
@@ -62,7 +62,7 @@ def units_of(table: Table, key: bytes) -> list[Key]:
 
 
 def stored_values(records: Records, unit: Key) -> Iterator[tuple[Key, bytes]]:
-    """Every record of a unit as it lies on disk, damaged or not."""
+    """Every record of a unit as stored, damaged or not."""
     table, key = unit
     for each in (table, Table.STATES) if table is Table.GROUPS else (table,):
         value = records.get_sealed(each, key)
@@ -76,12 +76,12 @@ def stored_values(records: Records, unit: Key) -> Iterator[tuple[Key, bytes]]:
 
 
 def intact_values(records: Records, unit: Key) -> dict[Key, bytes]:
-    """Those of them whose checksum matches."""
+    """The intact records of a unit."""
     return {record: value for record, value in stored_values(records, unit) if opens(record, value)}
 
 
 def opens(record: Key, value: bytes) -> bool:
-    """Whether its checksum matches."""
+    """True if the checksum matches."""
     try:
         open_value(*record, value)
     except DamagedRecord:
@@ -90,7 +90,7 @@ def opens(record: Key, value: bytes) -> bool:
 
 
 def copied_records(records: Records, units: Iterable[Key]) -> CopiedRecords:
-    """What this copy has. Raises `Unavailable` for a replica that catches up."""
+    """The intact records of units here. Raises `Unavailable` while this replica catches up."""
     state = replica_state(records)
     if state.copying:
         raise Unavailable("this replica catches up: its records are of no single moment")
@@ -102,8 +102,8 @@ def copied_records(records: Records, units: Iterable[Key]) -> CopiedRecords:
 
 # Any, as the stub's own type knows only blocking streams.
 async def fetch_unit(stub: Any, *, shard: str, lineage: str, unit: Key) -> CopiedRecords:
-    """What the replica behind `stub` has of `unit`. Raises as FetchRecords in replica.proto tells,
-    and `DeadlineExceeded`."""
+    """The records of `unit` on the replica behind `stub`. Raises as FetchRecords in replica.proto
+    specifies, and `DeadlineExceeded`."""
     source = f"the other replica of pool shard {shard}"
     request = pb.FetchRecordsRequest(pool_shard=shard, lineage=lineage, records=[record_key(*unit)])
     responses = stub.FetchRecords(request)
@@ -116,7 +116,7 @@ async def fetch_unit(stub: Any, *, shard: str, lineage: str, unit: Key) -> Copie
 
 
 def _fetched(message: bytes) -> CopiedRecords:
-    """What an answer brought; a value that was damaged on the way is left out."""
+    """The records of an answer, without those damaged on the way."""
     changes = pb.RecordChanges.FromString(message)
     values = {
         (_TABLES[each.record.table], each.record.key): each.value
@@ -128,8 +128,8 @@ def _fetched(message: bytes) -> CopiedRecords:
 
 
 def answer(records: Records, request: pb.FetchRecordsRequest) -> bytes:
-    """The serialized RecordChanges that `request` asks for. Raises as FetchRecords in replica.proto
-    tells."""
+    """The serialized RecordChanges for `request`. Raises as FetchRecords in replica.proto
+    specifies."""
     shard, lineage = (
         bytes(records.get(Table.META, key) or b"").decode() for key in (SHARD_KEY, LINEAGE_KEY)
     )

@@ -1,4 +1,4 @@
-"""How records are named in messages for people."""
+"""Names of records in messages for operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.pool.storage.tables import Table
 
 
 def describe(table: Table, key: bytes) -> str:
-    """A key as people write it; in hex what is none of that table."""
+    """A key as operators write it; in hex if it cannot be parsed."""
     try:
         match table:
             case Table.TRAJECTORIES:

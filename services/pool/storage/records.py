@@ -1,12 +1,11 @@
-"""Values of the store: what is written under each key, and the checksum that guards it.
+"""Values of the store, and the checksum that guards each.
 
-Owns the encoding of records and the view of one transaction as checked records. Owns no rule
-about which records may be written. Every value is
+Owns the encoding of records and the view of one transaction as checked records. Every value is
 
     crc32(key, payload) as u32, payload
 
-and is verified whenever it is read, so that a flipped bit, a torn page or a value under the wrong
-key is `DamagedRecord` and never a wrong token.
+and is verified at every read: a flipped bit, a torn page or a value under the wrong key is
+`DamagedRecord`, never a wrong token.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class DamagedRecord(DataLoss):
 
 
 class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """What a shard knows of a trajectory beside its turns and rewards.
+    """State and counts of a trajectory.
 
     Stored as an array: a field added at the end, with a default, reads old records.
     """
@@ -76,6 +75,7 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=Tru
 
     @property
     def is_open(self) -> bool:
+        """True before the close."""
         return self.state == common_pb2.TRAJECTORY_STATE_OPEN
 
 
@@ -84,15 +84,17 @@ _header_decoder = msgspec.msgpack.Decoder(TrajectoryHeader)
 
 
 def encode_header(header: TrajectoryHeader) -> bytes:
+    """Encodes a header."""
     return _header_encoder.encode(header)
 
 
 def decode_header(payload: Payload) -> TrajectoryHeader:
+    """Decodes a header."""
     return _header_decoder.decode(payload)
 
 
 class TurnHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What a seal and a summary need of a turn, readable without parsing the turn."""
+    """The fields of a turn for seals and summaries, readable without parsing the turn."""
 
     turn_index: int
     parent_turn: int
@@ -105,11 +107,12 @@ class TurnHead(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def new_tokens(self) -> int:
+        """Tokens that the turn adds to its tree."""
         return self.prompt_tokens + self.sampled_tokens
 
 
 def encode_turn_head(head: TurnHead) -> bytes:
-    """What lies before the serialized Turn."""
+    """The bytes before the serialized Turn."""
     return _TURN_HEAD.pack(
         head.parent_turn,
         head.prefix_tokens,
@@ -121,6 +124,7 @@ def encode_turn_head(head: TurnHead) -> bytes:
 
 
 def decode_turn_head(turn_index: int, payload: Payload) -> TurnHead:
+    """Decodes the head of a stored turn."""
     parent, prefix, prompt, sampled, low, high = _TURN_HEAD.unpack_from(payload)
     return TurnHead(
         turn_index=turn_index,
@@ -180,11 +184,12 @@ class Records:
         self._listeners = listeners
 
     def get(self, table: Table, key: bytes) -> Payload | None:
+        """The payload, None if there is no record. Raises `DamagedRecord`."""
         value = self._transaction.get(key, db=self._databases[table])
         return None if value is None else open_value(table, key, value)
 
     def has(self, table: Table, key: bytes) -> bool:
-        """Whether there is a record, be it damaged."""
+        """Whether there is a record, intact or not."""
         return self._transaction.get(key, db=self._databases[table]) is not None
 
     def put(self, table: Table, key: bytes, *payload: bytes) -> None:
@@ -201,7 +206,7 @@ class Records:
                 listener.record_changed(table, key, None, replicated=True)
 
     def get_sealed(self, table: Table, key: bytes) -> bytes | None:
-        """The record as it lies on disk, checksum and all."""
+        """The record as stored, with its checksum."""
         value = self._transaction.get(key, db=self._databases[table])
         return None if value is None else bytes(value)
 
@@ -226,8 +231,8 @@ class Records:
     def delete_prefix(
         self, table: Table, prefix: bytes, *, limit: int, limit_bytes: int
     ) -> tuple[int, int]:
-        """Deletes records whose key starts with `prefix` until one of the limits is reached; how
-        many, and the bytes of their values."""
+        """Deletes records whose key starts with `prefix`, up to one of the limits; their number and
+        the bytes of their values."""
         deleted = size_bytes = 0
         with self._transaction.cursor(db=self._databases[table]) as cursor:
             found = cursor.set_range(prefix)
@@ -252,7 +257,7 @@ class Records:
             yield key, open_value(table, key, value)
 
     def scan_stored(self, table: Table, *, prefix: bytes) -> Iterator[tuple[bytes, bytes, Payload]]:
-        """As `scan`, with the checksum that each record was stored with."""
+        """As `scan`, with the checksum of each record."""
         for key, value in self._scan(table, prefix, b""):
             payload = value[_CHECKSUM.size :]
             checksum = checksum_of(key, payload)
@@ -263,7 +268,7 @@ class Records:
     def scan_sealed(
         self, table: Table, *, prefix: bytes = b"", after: bytes = b""
     ) -> Iterator[tuple[bytes, bytes]]:
-        """As `scan`, as they lie on disk."""
+        """As `scan`, but records as stored, intact or not."""
         for key, value in self._scan(table, prefix, after):
             yield key, bytes(value)
 
@@ -291,5 +296,6 @@ class Records:
                 found = cursor.next()
 
     def count(self, table: Table) -> int:
+        """Number of records in a table."""
         entries: int = self._transaction.stat(self._databases[table])["entries"]
         return entries

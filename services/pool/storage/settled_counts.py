@@ -1,12 +1,11 @@
-"""Counters of settled groups, for schedulers, which count groups that they do not read.
+"""Counters of settled groups, for schedulers, which do not read those groups.
 
     groups and rollouts   by purpose, state, domain and reason
-    recent rollouts       by domain: the last `RECENT_ROLLOUTS` of training groups, by when they
-                          were sealed
-    commits               by batch id: the step, and how many groups it trained here
+    recent rollouts       by domain: the last `RECENT_ROLLOUTS` of training groups, by seal time
+    commits               by batch id: the step, and the number of groups it trained here
 
-Owns the records of these and their change. A rewind takes rollouts out of the recent ones, and none
-comes in their place: what was more recent than all others is then in groups that are pending.
+A rewind removes rollouts from the recent ones without replacement: more recent rollouts are then in
+pending groups.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Rollout(NamedTuple):
-    """One that counts."""
+    """A rollout that is counted."""
 
     sealed_unix_s: float
     trajectory: bytes
@@ -40,7 +39,7 @@ class Rollout(NamedTuple):
 
 
 class CountKey(NamedTuple):
-    """What groups are counted by."""
+    """The key of a counter."""
 
     purpose: int
     state: int
@@ -61,19 +60,23 @@ class GroupCount(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RecentRollouts(msgspec.Struct, array_like=True, frozen=True):
+    """The last rollouts of a domain."""
+
     domain: str
     rollouts: list[tuple[float, bytes]]
     """The latest first."""
 
 
 class Commit(msgspec.Struct, array_like=True, frozen=True):
+    """The groups that one batch trained."""
+
     batch_id: str
     groups: dict[int, int]
     """Groups trained, by step."""
 
     @property
     def step(self) -> int:
-        """By which the batch counts as committed."""
+        """Step by which the batch counts as committed."""
         return max(self.groups)
 
 
@@ -83,7 +86,7 @@ _commit_decoder = msgspec.msgpack.Decoder(Commit)
 
 
 class SettledCounts:
-    """Changes of the counters, to be stored together."""
+    """Changes of the counters, stored together."""
 
     def __init__(self) -> None:
         self._groups: defaultdict[CountKey, int] = defaultdict(int)
@@ -99,7 +102,7 @@ class SettledCounts:
         state: common_pb2.GroupRecord,
         rollouts: Sequence[Rollout],
     ) -> None:
-        """A group is settled, in that state."""
+        """Counts a group that is now settled in `state`."""
         come = self._come[group.task.domain]
         for rollout in rollouts:
             come[rollout.trajectory] = rollout.sealed_unix_s
@@ -115,7 +118,7 @@ class SettledCounts:
         state: common_pb2.GroupRecord,
         rollouts: Sequence[Rollout],
     ) -> None:
-        """A group is not settled any more, or not in that state."""
+        """Uncounts a group that was settled in `state`."""
         self._gone[group.task.domain] |= {rollout.trajectory for rollout in rollouts}
         self._add(group, state, rollouts, -1)
 
@@ -135,6 +138,7 @@ class SettledCounts:
             self._commits[state.batch_id, state.step] += sign
 
     def store(self, records: Records) -> None:
+        """Adds the changes to the stored counters."""
         for key, groups in self._groups.items():
             if groups or self._rollouts[key]:
                 _add_groups(records, key, groups, self._rollouts[key])
@@ -145,10 +149,11 @@ class SettledCounts:
             _change_recent(records, domain, self._gone[domain], self._come[domain])
 
     def rows(self) -> dict[CountKey, tuple[int, int]]:
-        """Groups and rollouts that were entered, less those that left."""
+        """Groups and rollouts entered, minus those that left."""
         return {key: (groups, self._rollouts[key]) for key, groups in self._groups.items()}
 
     def commits(self) -> dict[tuple[str, int], int]:
+        """Groups entered, minus those that left, by batch and step."""
         return dict(self._commits)
 
 
@@ -213,21 +218,24 @@ def _change_recent(
 
 
 def group_counts(records: Records) -> Iterator[GroupCount]:
+    """Every counter of groups."""
     for _, payload in records.scan(Table.SETTLED_COUNTS, prefix=_GROUPS):
         yield _count_decoder.decode(payload)
 
 
 def recent_rollouts(records: Records) -> Iterator[RecentRollouts]:
+    """The recent rollouts of every domain."""
     for _, payload in records.scan(Table.SETTLED_COUNTS, prefix=_RECENT):
         yield _recent_decoder.decode(payload)
 
 
 def commits(records: Records) -> Iterator[Commit]:
+    """Every commit."""
     for _, payload in records.scan(Table.SETTLED_COUNTS, prefix=_COMMITS):
         yield _commit_decoder.decode(payload)
 
 
 def commit_of(records: Records, batch_id: str) -> Commit | None:
-    """None when no group of this shard was trained by that batch."""
+    """None if that batch trained no group of this shard."""
     stored: Payload | None = records.get(Table.SETTLED_COUNTS, _key(_COMMITS, batch_id))
     return None if stored is None else _commit_decoder.decode(stored)

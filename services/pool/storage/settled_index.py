@@ -1,6 +1,6 @@
-"""The index of settled groups: what can be freed, in the order in which it was settled.
+"""The index of settled groups: which groups can be freed, in the order of settlement.
 
-Owns the keys and values of table `settled`. Trajectories whose group never came are in it too.
+Owns the keys and values of table `settled`. Orphans are in it too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SETTLED_KEY = struct.Struct(">Q")
 _STEP = struct.Struct(">Q")
 _MS = 1000
 _ORPHAN = 2**64 - 1
-"""In place of a step: nobody ever stored the group."""
+"""In place of a step: the group was never stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,21 +32,21 @@ class SettledGroup:
     task_id: TaskId
     settled_unix_s: float
     step: int
-    """That trained it; 0 for one that was tombstoned or evaluated."""
+    """Step that trained it; 0 if it was tombstoned or evaluated."""
     orphan: bool = False
-    """There are trajectories and no group: only age frees them."""
+    """Trajectories without a group: only age frees them."""
     damaged: bool = False
-    """The entry cannot be read: of its group nothing is known, and nothing is freed."""
+    """The entry is damaged: its group is unknown and not freed."""
 
 
 def index_settled(records: Records, task_id: str, state: common_pb2.GroupRecord) -> None:
-    """Enters a settled group in the index."""
+    """Adds a settled group."""
     key = settled_key(state.settled_unix_s, task_id)
     records.put(Table.SETTLED, key, _STEP.pack(state.step))
 
 
 def remove_settled(records: Records, task_id: str, state: common_pb2.GroupRecord | None) -> None:
-    """Takes a group out of the index; `state`: as it was entered, None where that is unknown."""
+    """Removes a group; `state` as it was added, None if unknown."""
     if state is None:
         keys = [key for key, _ in records.scan_sealed(Table.SETTLED)]
         entered = [key for key in keys if key[_SETTLED_KEY.size :] == group_key(task_id)]
@@ -57,13 +57,13 @@ def remove_settled(records: Records, task_id: str, state: common_pb2.GroupRecord
 
 
 def index_orphan(records: Records, task_id: str, state: common_pb2.GroupRecord) -> None:
-    """Enters trajectories whose group never came, under the state they were given."""
+    """Adds an orphan under the state it was given."""
     key = settled_key(state.settled_unix_s, task_id)
     records.put(Table.SETTLED, key, _STEP.pack(_ORPHAN))
 
 
 def index_all_settled(records: Records, *, now_unix_s: float) -> None:
-    """Enters what was settled before there was an index, as if it had been just now."""
+    """Adds groups settled before the index existed, as if settled now."""
     for key, payload in list(records.scan(Table.STATES)):
         state = common_pb2.GroupRecord.FromString(bytes(payload))
         if state.state in SETTLED_STATES and not state.settled_unix_s:
@@ -73,7 +73,7 @@ def index_all_settled(records: Records, *, now_unix_s: float) -> None:
 
 
 def settled_after(records: Records, after: bytes) -> Iterator[SettledGroup]:
-    """Settled groups that have something to free, the longest settled first."""
+    """Settled groups that have records to free, the oldest first."""
     for key, value in records.scan_sealed(Table.SETTLED, after=after):
         try:
             settled_unix_s, task_id = parse_settled_key(key)
@@ -93,10 +93,11 @@ def settled_after(records: Records, after: bytes) -> Iterator[SettledGroup]:
 
 
 def parse_settled_key(key: bytes) -> tuple[float, TaskId]:
-    """When the group of an entry was settled, and its task. Raises ValueError or struct.error."""
+    """Time of settlement and task of an entry. Raises ValueError or struct.error."""
     settled_ms: int = _SETTLED_KEY.unpack_from(key)[0]
     return settled_ms / _MS, TaskId(key[_SETTLED_KEY.size :].decode())
 
 
 def settled_key(settled_unix_s: float, task_id: str) -> bytes:
+    """Key of an entry."""
     return _SETTLED_KEY.pack(round(settled_unix_s * _MS)) + group_key(task_id)

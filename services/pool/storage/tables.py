@@ -1,4 +1,4 @@
-"""The tables of a shard. What lies in one is for the module that its line names to say."""
+"""The tables of a shard."""
 
 from __future__ import annotations
 

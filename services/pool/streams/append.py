@@ -1,8 +1,7 @@
-"""One AppendTurns call: turns in on one side, durable answers out on the other.
+"""One AppendTurns call: turns in, durable answers out.
 
-Owns the joining of chunks, the bound on what a sender may have in flight, and the order of
-answers. While one batch is being committed the next one gathers, so a stream costs one message to
-the writer per commit, not per turn.
+Owns the joining of chunks, the bound on unanswered turns, and the order of answers. Turns that
+arrive during a commit make the next batch: one message to the writer per commit.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ COMMIT_TIMEOUT_S = 30.0
 BATCH_TURNS = 256
 """Most turns of one stream in one commit."""
 WINDOW_BYTES = 8 << 20
-"""What may wait for the commit in hand; then the stream is not read, and its sender waits."""
+"""Most bytes that wait for a commit; then the stream is not read: backpressure."""
 
 
 class _Arrival(NamedTuple):
@@ -57,7 +56,7 @@ class AppendStream:
     async def responses(
         self, requests: AsyncIterator[pool_pb2.AppendTurnsRequest]
     ) -> AsyncIterator[pool_pb2.AppendTurnsResponse]:
-        """One answer per turn, in the order of arrival, until the sender is done."""
+        """Yields one answer per turn, in the order of arrival, until the sender ends."""
         self._intake = asyncio.create_task(self._take_in(requests))
         if self._draining:
             self._intake.cancel()
@@ -77,7 +76,8 @@ class AppendStream:
             await asyncio.wait({self._intake})
 
     def drain(self) -> None:
-        """Read no further; answer what has arrived, then end the call; also before it begins."""
+        """Stops reading, answers every turn that has arrived, then ends the call; also before it
+        begins."""
         self._draining = True
         self._end()
         if self._intake is not None:
@@ -106,7 +106,7 @@ class AppendStream:
         self._arrived.set()
 
     async def _next_batch(self) -> list[_Arrival]:
-        """What has arrived since the last one; empty when nothing more will."""
+        """The turns since the last batch; empty at the end."""
         await self._arrived.wait()
         batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), BATCH_TURNS))]
         self._waiting_bytes -= sum(arrival.size_bytes for arrival in batch)
@@ -147,7 +147,7 @@ def _response(sequence: int, error: ForgeError | None) -> pool_pb2.AppendTurnsRe
 
 
 class _Assembly:
-    """Takes turns out of messages: several whole ones, or a chunk of one."""
+    """Takes turns out of messages: several complete ones, or a chunk of one."""
 
     def __init__(self, max_turn_bytes: int) -> None:
         self._max_turn_bytes = max_turn_bytes
@@ -157,10 +157,10 @@ class _Assembly:
         self._refusal: InvalidArgument | None = None
 
     def add(self, request: pool_pb2.AppendTurnsRequest) -> list[_Arrival]:
-        """The turns that are whole with this message.
+        """The turns that this message completes.
 
-        A turn that is too big or no turn at all is refused by itself. Raises `InvalidArgument`
-        when chunks of two turns are mixed: then nothing on the stream can be told apart.
+        A turn that is too large or malformed is refused alone. Raises `InvalidArgument` if chunks
+        of two turns are mixed: the stream is then unusable.
         """
         if request.turns:
             if self._begun is not None:
@@ -172,7 +172,7 @@ class _Assembly:
         return [] if arrival is None else [arrival]
 
     def end(self) -> list[_Arrival]:
-        """What is left of a turn whose last chunk never came, refused."""
+        """The refusal of a turn without its last chunk."""
         if self._begun is None:
             return []
         refusal = self._refusal or InvalidArgument(
@@ -204,7 +204,7 @@ class _Assembly:
         return _Arrival(sequence=request.sequence, turn=turn, size_bytes=len(serialized))
 
     def _join(self, request: pool_pb2.AppendTurnsRequest) -> bytes:
-        """The turn's bytes once it is whole; the chunks after a refusal are dropped."""
+        """The bytes of a complete turn; chunks after a refusal are dropped."""
         if self._refusal is None:
             try:
                 return self._joiner.add(request.turn) or b""

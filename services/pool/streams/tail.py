@@ -1,8 +1,7 @@
-"""One TailTrajectories call: the change log from a cursor on, then what is added to it.
+"""One TailTrajectories call: the change log from a cursor on, then its new entries.
 
-Owns cursors, the news that the log has grown, and the end of a reader that takes nothing. Nothing
-is queued for a reader: what it has not taken lies in the log, so it costs one page of memory
-however far behind it is, and the writer knows nothing of it.
+Owns cursors, the wake-up when the log grows, and the end of a stalled reader. Unsent entries stay
+in the log: a reader costs one page of memory, and the writer does not know it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ PAGE_ENTRIES = 256
 """Of the log, looked at in one snapshot."""
 PAGE_BYTES = 1 << 20
 POLL_S = 1.0
-"""How late a change is seen at worst that nobody announced, as after a restart of the writer."""
+"""Longest delay of a change without a wake-up, as after a restart of the writer."""
 STALL_S = 60.0
 """How long one response may wait to be taken."""
 
@@ -43,7 +42,7 @@ Send = Callable[[pool_pb2.TailTrajectoriesResponse], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogPage:
-    """What one snapshot shows of the log after some entry."""
+    """Entries of the log in one snapshot."""
 
     responses: list[tuple[int, pool_pb2.TailTrajectoriesResponse]]
     """With the number of its entry."""
@@ -56,7 +55,7 @@ class LogPage:
 def read_log(
     records: Records, wanted: pool_pb2.TrajectoryFilter, *, shard: str, after: int
 ) -> LogPage:
-    """The entries after `after` that fit; those of deleted trajectories are passed over."""
+    """The entries after `after` that fit; deleted trajectories are skipped."""
     responses: list[tuple[int, pool_pb2.TailTrajectoriesResponse]] = []
     last = after
     size_bytes = 0
@@ -79,12 +78,13 @@ def read_log(
 
 
 def cursor_text(shard: str, number: int) -> str:
+    """The cursor behind an entry."""
     return f"{shard}/{number}"
 
 
 def first_number(records: Records, request: pool_pb2.TailTrajectoriesRequest, *, shard: str) -> int:
-    """The entry after which `request` wants to begin. Raises `InvalidArgument` for a cursor that
-    is none of this shard, `FailedPrecondition` for one of its future."""
+    """The entry after which `request` begins. Raises `InvalidArgument` for a cursor of another
+    shard, `FailedPrecondition` for one of its future."""
     newest = newest_change(records)
     if not request.cursor:
         return 0 if request.from_start else newest
@@ -114,17 +114,18 @@ class Tails:
         self._unsent: set[asyncio.Future[None]] = set()
 
     def announce(self) -> None:
-        """The log has grown: wakes everybody who waits for that."""
+        """Wakes every tail: the log has grown."""
         self._grown.set()
         self._grown = asyncio.Event()
 
     def drain(self) -> None:
+        """Ends every tail."""
         self._draining = True
         self.announce()
 
     async def follow(self, request: pool_pb2.TailTrajectoriesRequest, send: Send) -> None:
-        """Sends what `request` asks for until the call is cancelled. Raises `Unavailable` once
-        the instance drains, `ResourceExhausted` for a reader that takes nothing."""
+        """Sends the entries for `request` until the call is cancelled. Raises `Unavailable` once
+        the instance drains, `ResourceExhausted` for a stalled reader."""
         check_filter(request.filter)
         if self._open >= MAX_TAILS:
             raise ResourceExhausted(f"{self._open} tails are open already", retry_after_s=1.0)
@@ -169,7 +170,7 @@ class Tails:
     async def _send(
         self, send: Send, response: pool_pb2.TailTrajectoriesResponse, resume_after: int
     ) -> None:
-        """Raises `ResourceExhausted` when the reader does not take it in time."""
+        """Raises `ResourceExhausted` if the reader does not take it in time."""
         sent = asyncio.ensure_future(send(response))
         try:
             done, _ = await asyncio.wait({sent}, timeout=self._stall_s)

@@ -23,7 +23,7 @@ def gate() -> Gate:
 
 async def test_nothing_is_acknowledged_before_a_follower_has_joined(gate):
     """A change is refused with a hint to retry, and what was stored meanwhile is not told."""
-    with pytest.raises(Unavailable, match="acknowledges nothing"):
+    with pytest.raises(Unavailable, match="is not accepting writes"):
         gate.admit()
     with pytest.raises(Unavailable):
         await gate.passed(timeout_s=1.0)
@@ -58,7 +58,7 @@ async def test_answers_that_wait_for_a_lost_follower_are_never_given(gate):
     waiting = asyncio.create_task(gate.passed(timeout_s=60.0))
     await settle(2)
     gate.shut("its follower is away")
-    with pytest.raises(Unavailable, match="cannot acknowledge what it stored"):
+    with pytest.raises(Unavailable, match="cannot acknowledge a stored write"):
         await waiting
     with pytest.raises(Unavailable, match="its follower is away"):
         gate.admit()
@@ -74,9 +74,9 @@ async def test_a_deposed_leader_acknowledges_nothing():
     """Once its lease is over, not even alone."""
     gate = Gate("s0", position=5, leads=lambda: False)
     gate.go_alone()
-    with pytest.raises(Unavailable, match="leads no more"):
+    with pytest.raises(Unavailable, match="is no longer the leader"):
         gate.admit()
-    with pytest.raises(Unavailable, match="leads no more"):
+    with pytest.raises(Unavailable, match="is no longer the leader"):
         await gate.passed(timeout_s=1.0)
 
 
