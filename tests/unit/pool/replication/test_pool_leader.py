@@ -224,7 +224,7 @@ async def test_a_lost_follower_is_recorded_before_anything_is_told(make_office, 
         await waiting
         assert await office.in_sync() == {office.ids[0]}
     else:
-        with pytest.raises(Unavailable, match="its follower is away"):
+        with pytest.raises(Unavailable, match="its follower is not connected"):
             await waiting
 
 
