@@ -1,11 +1,11 @@
-"""A loss of one's own: SAPO (arXiv 2511.20347), a soft gate in place of PPO's clip.
+"""A custom loss: SAPO (arXiv 2511.20347), a soft gate in place of PPO's clip.
 
     python -m services.trainer --objective.algorithm examples.custom_loss:sapo \\
         --objective.loss-options positive=1.0,negative=1.05 --objective.normalization sequence
 
 A loss gets the trained tokens of a pass (`forge.rl.losses.TrainedTokens`) and `loss_options` as
-keywords, and returns one value per token. Merging, masks, KL penalty and normalization are done
-for it: what is returned is added up over the whole batch, each sample with its own advantages.
+keywords, and returns one value per token. Forge does merging, masks, KL penalty and normalization:
+it sums the values over the complete batch, each sample with its own advantages.
 """
 
 import torch

@@ -96,20 +96,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.FinishRolloutsResponse:
         """Settle attempts by what the pool has of them."""
         leader = await self._lead(context)
-        ids = [validation.check_outcome(outcome, n) for n, outcome in enumerate(request.outcomes)]
+        ids = [validation.check_result(result, n) for n, result in enumerate(request.outcomes)]
         locate = m.LocateRollouts(trajectory_ids=ids)
         by_shard = await ask_with_look_up(leader.queue, leader.shards, locate, timeout_s=ASK_S)
         # The pool is authoritative: a sealed rollout is complete, whatever its runner reports.
         summaries = await leader.shards.summaries(by_shard)
         reports = [
             m.Report(
-                trajectory_id=outcome.trajectory_id,
-                error=outcome.error,
-                permanent=outcome.permanent,
-                kind=validation.failure_kind(outcome.kind),
-                summary=summaries.get(outcome.trajectory_id),
+                trajectory_id=result.trajectory_id,
+                error=result.error,
+                permanent=result.permanent,
+                kind=validation.failure_kind(result.kind),
+                summary=summaries.get(result.trajectory_id),
             )
-            for outcome in request.outcomes
+            for result in request.outcomes
         ]
         await leader.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
         return scheduler_pb2.FinishRolloutsResponse()

@@ -118,18 +118,18 @@ def check_step(step: int) -> int:
     return step
 
 
-def check_outcome(outcome: scheduler_pb2.FinishRolloutsRequest.Outcome, number: int) -> str:
-    """The trajectory id of an outcome; the lease has the same id."""
+def check_result(result: scheduler_pb2.FinishRolloutsRequest.Outcome, number: int) -> str:
+    """Returns the trajectory id of a rollout result; the lease has the same id."""
     try:
-        parse_trajectory_id(outcome.trajectory_id)
+        parse_trajectory_id(result.trajectory_id)
     except InvalidArgument as error:
         raise InvalidArgument(f"outcomes[{number}]: {error}") from None
-    if outcome.lease_id not in ("", outcome.trajectory_id):
+    if result.lease_id not in ("", result.trajectory_id):
         raise InvalidArgument(
-            f"outcomes[{number}]: lease_id {outcome.lease_id[:240]!r} is not the lease of "
-            f"trajectory_id {outcome.trajectory_id!r}"
+            f"outcomes[{number}]: lease_id {result.lease_id[:240]!r} is not the lease of "
+            f"trajectory_id {result.trajectory_id!r}"
         )
-    return outcome.trajectory_id
+    return result.trajectory_id
 
 
 def failure_kind(kind: scheduler_pb2.FailureKind.ValueType) -> FailureKind:

@@ -73,13 +73,13 @@ class SubmissionActor(Actor):
         for record in [self._record(task) for task in fresh]:
             self._unsettled[record.task.task_id] = record
             by_shard[record.pool_shard].append(record)
-        outcomes = await asyncio.gather(
+        answers = await asyncio.gather(
             *(self._store(shard, records) for shard, records in by_shard.items()),
             return_exceptions=True,
         )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
         if fresh:
             log.info("groups_accepted", groups=len(fresh))
         return len(fresh)

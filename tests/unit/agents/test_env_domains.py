@@ -75,7 +75,7 @@ async def test_imperfect_teacher_leaves_room_to_learn(name: str) -> None:
 
 
 async def test_teacher_reads_what_the_sandbox_answers() -> None:
-    """Demonstrated programs are run without a sandbox, yet tell of the same results and errors."""
+    """Demonstrated programs run without a sandbox, with the same results and errors."""
     for seed in range(4 * EPISODES):
         episode = get_domain("code").episode(payload("code", seed))
         (context,) = demonstration("code", seed, flawless=False).contexts
@@ -99,7 +99,7 @@ def test_task_is_a_function_of_its_seed(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_unknown_tool_is_a_tool_error(name: str) -> None:
-    """A model may ask for anything; it is told so and the episode goes on."""
+    """A model may call any name; it gets an error and the episode continues."""
     episode = get_domain(name).episode(payload(name, 0))
     with pytest.raises(ToolError):
         await episode.call("launch", {"target": "moon"})

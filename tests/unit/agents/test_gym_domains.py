@@ -44,7 +44,7 @@ def test_examples_are_right_and_phrased_like_the_tasks(domain: GymDomain) -> Non
 
 
 def _entry(domain: GymDomain, question: str) -> dict[str, object]:
-    """The example as the package itself would have it, answer worked out anew."""
+    """The example as an entry of the package, with a computed answer."""
     import math
     import re
 

@@ -52,7 +52,7 @@ async def value(pool: RewardPool, function: str, **payload: Any) -> float:
 
 
 async def failure(pool: RewardPool, function: str, **payload: Any) -> str:
-    """What is told of a call that fails: one line that begins with the function."""
+    """The error of a failed call: one line that begins with the function."""
     with pytest.raises(RewardError) as caught:
         await score(pool, function, **payload)
     prefix = f"reward function {MODULE}:{function}: "
@@ -94,7 +94,7 @@ async def test_components_cross_as_they_are(pool: RewardPool) -> None:
 
 
 async def test_arguments_cross_as_they_are(pool: RewardPool) -> None:
-    """Numbers of any size, any text, nested lists: what was submitted is what is seen."""
+    """Numbers of any size, any text, nested lists: the function gets the submitted values."""
     told = await failure(pool, "arguments", big=2**80, text="é\udcff")
     assert f"{{'big': {2**80}, 'text': 'é\\udcff'}}" in told
     assert "task_id='t0', domain='arguments'" in told
@@ -119,12 +119,12 @@ async def test_arguments_cross_as_they_are(pool: RewardPool) -> None:
     ],
 )
 async def test_what_is_no_reward_is_refused(pool: RewardPool, returns: str, told: str) -> None:
-    """Garbage is told with the function and the value it returned."""
+    """The error has the function and the returned value."""
     assert told in await failure(pool, "evaluated", returns=returns)
 
 
 async def test_a_function_that_fails_says_where(pool: RewardPool) -> None:
-    """Type, text, file and line; the process goes on serving, even after sys.exit."""
+    """Type, text, file and line; the process serves further calls, even after sys.exit."""
     before = await value(pool, "own_pid")
     told = await failure(pool, "fails")
     assert told.startswith("KeyError: 'expected' (reward_functions.py:")
@@ -151,7 +151,7 @@ async def test_processes_are_used_again_and_bounded() -> None:
 
 
 async def test_a_function_that_takes_too_long_is_killed() -> None:
-    """Whatever it ignores, its process is gone when the runner is told."""
+    """Also if it ignores signals: its process has ended before the error."""
     pool = make_pool(call_s=0.2)
     before = set(psutil.Process().children())
     await pool.check()
@@ -164,7 +164,7 @@ async def test_a_function_that_takes_too_long_is_killed() -> None:
 async def test_all_that_a_function_started_is_killed_with_it(
     pool: RewardPool, tmp_path: Path
 ) -> None:
-    """A call nobody waits for any more leaves nothing behind, whatever it had started."""
+    """A cancelled call leaves no process behind."""
     os.mkfifo(tmp_path / "fifo")
     running = asyncio.create_task(score(pool, "hangs_with_company", fifo=str(tmp_path / "fifo")))
     told = await asyncio.to_thread((tmp_path / "fifo").read_text)
@@ -172,12 +172,12 @@ async def test_all_that_a_function_started_is_killed_with_it(
     with pytest.raises(asyncio.CancelledError):
         await running
     worker, child = map(int, told.split())
-    # The kernel has been told by now; a killed grandchild dies when it is next scheduled.
+    # The signal is sent; a killed grandchild ends when it is next scheduled.
     await asyncio.to_thread(wait_for_death, [worker, child])
 
 
 async def test_a_crash_is_told_with_its_last_words(own_pool: RewardPool) -> None:
-    """A dead process is one line: which signal, and what it said last."""
+    """A dead process is one line: the signal and the last output."""
     told = await failure(own_pool, "crashes")
     assert told == "its process was killed by SIGSEGV; it printed: about to fall"
 
@@ -197,7 +197,7 @@ async def test_a_process_spoiled_by_another_call_is_replaced(own_pool: RewardPoo
 
 
 async def test_memory_is_limited(own_pool: RewardPool) -> None:
-    """A function that takes more than its process may is told so; the next call has it all."""
+    """A function above the limit fails with this reason; the next call has the full memory."""
     told = await failure(own_pool, "greedy", bytes=512 << 20)
     assert told.startswith("MemoryError")
     assert await value(own_pool, "greedy", bytes=1 << 20) == 1 << 20
@@ -210,7 +210,7 @@ async def test_who_meddles_with_the_pipe_fails_alone(own_pool: RewardPool) -> No
 
 
 async def test_a_trajectory_that_is_not_plain_data_is_refused(pool: RewardPool) -> None:
-    """A scaffold that keeps objects in its messages is told so."""
+    """The error says that the messages contain objects."""
     odd = Transcript(answer="", turns=1, messages=({"role": "user", "content": object()},))
     with pytest.raises(RewardError, match="the trajectory is not plain data"):
         await pool.score(odd, RewardTask(task_id="t0", domain="right", payload={}))

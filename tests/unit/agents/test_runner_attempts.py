@@ -162,14 +162,14 @@ async def test_tools_side_by_side_count_once_for_a_reward_function(
 async def test_what_no_attempt_can_mend_is_permanent(
     bench: Bench, task: dict[str, Any], said: str
 ) -> None:
-    """A wrong task is given up at once; the report names what is wrong with it."""
+    """A wrong task fails permanently; the report names the problem."""
     outcome = await bench.run(lease(**task))
     assert outcome.permanent
     assert said in outcome.error
 
 
 async def test_a_payload_that_is_no_json_is_permanent(bench: Bench) -> None:
-    """Garbage from whoever submitted the task ends that task, not the runner."""
+    """An invalid payload ends its task, not the runner."""
     claim = lease()
     claim.task.payload_json = "{"
     outcome = await bench.run(claim)
@@ -222,7 +222,7 @@ async def test_the_episode_is_closed_however_it_ends(bench: Bench) -> None:
 
 
 async def test_a_stopped_rollout_is_abandoned_first(bench: Bench) -> None:
-    """Cancellation, as after a lost claim, leaves a record and then goes on."""
+    """A cancel, as after a lost lease, first stores the abandon."""
     began = asyncio.Event()
 
     async def hang(token: str, messages: list[Message]) -> Message:
@@ -281,7 +281,7 @@ async def test_a_reward_function_makes_a_domain_of_prompts(bench: Bench) -> None
 async def test_a_score_that_cannot_be_is_refused(
     bench: Bench, rewards: list[Reward], said: str
 ) -> None:
-    """No outcome or two, no number, a turn that was not: told here, not by the trainer."""
+    """No outcome or two, no number, an unknown turn: the runner refuses them before the trainer."""
 
     class Scoring(SumEpisode):
         def score(self, transcript: Any) -> list[Reward]:

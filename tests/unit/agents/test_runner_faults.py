@@ -119,7 +119,7 @@ async def test_process_that_its_host_kills_is_the_hosts_failure(bench: Bench) ->
 
 
 class Time:
-    """A clock that goes on by what a wait was to last, and work that ends at some time."""
+    """A clock that advances by the length of each wait, and work that ends at a given time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
@@ -136,7 +136,7 @@ class Time:
         return await self._wait(tasks, timeout=None if timeout is None else 0.0)
 
     async def limit(self, *, crowding: float = 1.0, waited_s: Callable[[], float]) -> float:
-        """When work that never ends is given up, of a limit of 100 s."""
+        """The time at which endless work is cancelled, with a limit of 100 s."""
 
         async def waited() -> float:
             return waited_s()
@@ -153,7 +153,7 @@ class Time:
 
 
 async def test_time_waiting_for_the_model_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a rollout that has waited for 300 s, the limit is that much later."""
+    """After 300 s of waiting the limit is 300 s later."""
     time = Time(monkeypatch)
     ended_s = await time.limit(waited_s=lambda: min(300.0, time.now_s * 0.9))
     assert 400.0 <= ended_s <= 406.0
@@ -208,7 +208,7 @@ async def test_result_and_error_come_through() -> None:
 
 
 async def test_what_is_limited_is_cancelled_with_its_caller() -> None:
-    """And has ended when the caller goes on."""
+    """The work has ended when the caller continues."""
     ended = asyncio.Event()
     began = asyncio.Event()
 

@@ -96,6 +96,6 @@ async def test_when_all_failed_one_is_tried_anyway(gateways: Gateways) -> None:
 
 
 def test_no_gateway_is_unavailable() -> None:
-    """Nothing to choose from is told as such."""
+    """The error says that no gateway is registered."""
     with pytest.raises(Unavailable, match="no gateway"):
         least_loaded((), {}, "t0:0:0")

@@ -1,6 +1,6 @@
 """The runner's side of a lease: bounded work, renewal, loss, reports, drain.
 
-The scheduler is a stand-in that hands out what it is given and records what it is told.
+The scheduler is a fake that leases given rollouts and records the reports.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ async def test_no_more_rollouts_run_than_allowed() -> None:
 
 
 async def test_what_runs_is_renewed() -> None:
-    """Every claim held is renewed well within its time."""
+    """Every lease is renewed well before it expires."""
     scheduler, work = StandIn(lease(0, lease_s=0.03), lease(1, lease_s=0.03)), Work()
     async with working(scheduler, work):
         assert sorted(await scheduler.renewed.get()) == ["lease-0", "lease-1"]
@@ -178,7 +178,7 @@ async def test_a_new_leader_hears_at_once_what_runs() -> None:
 
 
 async def test_claims_are_renewed_while_an_agent_blocks_the_event_loop() -> None:
-    """An agent that computes, or waits without yielding, costs neither its own claim nor others."""
+    """An agent that computes, or waits without yielding, loses no lease, its own or another."""
     scheduler = StandIn(lease(0, lease_s=0.03))
     async with working(scheduler, blocking(lambda: scheduler.renewals >= 3)):
         await scheduler.until_reported(1)
@@ -207,7 +207,7 @@ async def test_event_loop_that_stays_blocked_loses_its_claims() -> None:
 
 
 async def test_a_lost_claim_stops_its_rollout_and_no_other() -> None:
-    """The scheduler has given it to somebody else: there is nothing left to report."""
+    """The scheduler has leased it to another runner: this one reports nothing."""
     scheduler, work = StandIn(lease(0, lease_s=0.03), lease(1, lease_s=0.03)), Work()
     scheduler.lost = ["lease-0"]
     async with working(scheduler, work):
@@ -240,7 +240,7 @@ async def test_asking_for_work_outlives_the_scheduler() -> None:
 
 
 async def test_a_wrong_key_ends_the_runner() -> None:
-    """Without the right to lease there is no point in going on."""
+    """A runner that may not lease ends with the error."""
     scheduler = StandIn()
     scheduler.refusals["LeaseRollouts"] = [Unauthenticated("not signed by this cluster's key")]
     runner = a_runner(scheduler, Work())
@@ -250,7 +250,7 @@ async def test_a_wrong_key_ends_the_runner() -> None:
 
 
 async def test_draining_lets_rollouts_end() -> None:
-    """A runner that is told to stop takes nothing new and finishes what it has."""
+    """A stopped runner leases nothing more and finishes its rollouts."""
     scheduler, work = StandIn(lease(0)), Work()
     runner = a_runner(scheduler, work)
     running = asyncio.create_task(runner.run())
@@ -265,7 +265,7 @@ async def test_draining_lets_rollouts_end() -> None:
 
 
 async def test_what_was_given_as_the_runner_left_is_run() -> None:
-    """The answer to a call that waits may be on its way already: that claim is not thrown away."""
+    """The response to a waiting call may be on its way: its lease is not lost."""
     scheduler, work = StandIn(), Work()
     work.go.set()
     runner = a_runner(scheduler, work)
@@ -279,7 +279,7 @@ async def test_what_was_given_as_the_runner_left_is_run() -> None:
 
 
 async def test_runner_leaves_without_a_scheduler() -> None:
-    """One that is away keeps nobody from stopping."""
+    """An unreachable scheduler does not prevent the stop."""
     scheduler, work = StandIn(), Work()
     runner = a_runner(scheduler, work)
     running = asyncio.create_task(runner.run())
@@ -291,7 +291,7 @@ async def test_runner_leaves_without_a_scheduler() -> None:
 
 
 async def test_what_outlasts_the_drain_is_stopped_and_reported() -> None:
-    """Its task is free to be attempted elsewhere at once, not when the claim runs out."""
+    """Another runner can attempt its task at once, not after the expiry of the lease."""
     scheduler, work = StandIn(lease(0)), Work()
     async with working(scheduler, work):
         await work.began.get()
@@ -302,7 +302,7 @@ async def test_what_outlasts_the_drain_is_stopped_and_reported() -> None:
 
 
 async def test_a_rollout_stopped_before_its_first_step_is_reported() -> None:
-    """However early the runner is told to stop, no claim is left behind."""
+    """Even an immediate stop leaves no lease behind."""
     scheduler, work = StandIn(lease(0)), Work()
     runner = a_runner(scheduler, work)
     running = asyncio.create_task(runner.run())

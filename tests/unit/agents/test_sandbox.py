@@ -1,4 +1,4 @@
-"""Programs of a model run within limits, and what they did wrong is told in one line."""
+"""Programs of a model run within limits, and their errors have one line."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_program_that_waits_is_ended(program: str) -> None:
 
 
 async def test_long_sleep_is_refused_at_once(sandbox: Sandbox) -> None:
-    """Its deadline is far away; the model reads what it did wrong."""
+    """Long before its deadline, with an error for the model."""
     outcome = await sandbox.run("import time; time.sleep(2); time.sleep(1)")
     assert outcome.error == "TimeoutError: more than 2 s of sleep"
 

@@ -61,7 +61,7 @@ async def test_parallel_calls_run_at_the_same_time(scaffold: BlackBox) -> None:
 async def test_a_bad_call_comes_back_as_text(
     scaffold: BlackBox, name: str, arguments: str, said: str
 ) -> None:
-    """The model is told what was wrong and may try again; the turn is remembered as failed."""
+    """The model gets the error and may try again; the turn is recorded as failed."""
     async with ScriptedGateway(replay(calls((name, arguments)), text("4"))) as gateway:
         transcript = await scaffold.run(rollout(gateway), SumEpisode(4))
     (result,) = [m["content"] for m in transcript.messages if m["role"] == "tool"]
@@ -102,7 +102,7 @@ async def test_a_task_the_gateway_refuses_is_permanent(scaffold: BlackBox) -> No
 
 
 async def test_a_gateway_that_is_gone_is_unavailable(scaffold: BlackBox) -> None:
-    """The one failure that another gateway can mend is told apart from the others."""
+    """This failure has its own error, because another gateway can serve the retry."""
     async with ScriptedGateway(replay(text("4"))) as gateway:
         gone = rollout(gateway)
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1"):

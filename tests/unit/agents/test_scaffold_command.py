@@ -95,7 +95,7 @@ async def test_the_task_is_told_without_its_answer(monkeypatch: pytest.MonkeyPat
 
 
 async def test_an_anthropic_program_has_one_credential(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The session token, whatever the runner's own environment holds; the base has no /v1."""
+    """The session token, for any environment of the runner; the base URL has no /v1."""
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "its-own")
     program = (
         "import json, os\n"
@@ -117,7 +117,7 @@ async def test_an_answer_file_beats_the_output() -> None:
 
 
 async def test_the_output_kept_is_bounded() -> None:
-    """Of endless output the end is kept."""
+    """The end of endless output is kept."""
     program = f"print('x' * {3 * OUTPUT_BYTES}); print('last')"
     assert await answer_of(python(program)) == "last"
 
@@ -222,6 +222,6 @@ async def test_cancellation_ends_the_program(tmp_path: Path) -> None:
     ],
 )
 def test_a_command_that_cannot_run_is_refused_at_the_start(command: str, said: str) -> None:
-    """A wrong setting is told before any task is leased."""
+    """A wrong setting is an error before any lease."""
     with pytest.raises(ConfigError, match=said):
         Command(command, limits=NO_LIMITS)

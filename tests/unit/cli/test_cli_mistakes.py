@@ -106,7 +106,7 @@ def test_version_is_that_of_the_distribution() -> None:
 
 
 def test_last_words_of_a_process_are_shown_as_they_are() -> None:
-    """They are no markup, whatever brackets they hold."""
+    """Brackets in them are not markup."""
     console = Console(file=StringIO(), width=200)
     crashed = ProcessEvent(kind="crashed", name="pool", pid=1, last_line="[/tmp/x] [red]")
     RunDisplay(console, total_steps=1).process_event(crashed)

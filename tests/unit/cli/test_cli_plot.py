@@ -148,7 +148,7 @@ def test_a_picture_names_the_domains(tmp_path: Path) -> None:
     ],
 )
 def test_files_without_steps_are_named(tmp_path: Path, content: str | None, said: str) -> None:
-    """One line: the file, and what is wrong with it."""
+    """One line: the file and the problem."""
     file = tmp_path / "metrics.jsonl"
     if content is not None:
         file.write_text(content)

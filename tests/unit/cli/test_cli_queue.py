@@ -18,7 +18,7 @@ DRAINING = scheduler_pb2.ACTIVITY_DRAINING
 async def test_drain_waits_for_what_a_new_leader_does_not_know_yet(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing seems to run until runners have renewed: the end is what is told after that."""
+    """A new leader knows no running group before the runners have renewed their leases."""
     looks = [
         scheduler_pb2.GetSchedulerStatusResponse(activity=DRAINING, mode="fifo", **found)
         for found in (

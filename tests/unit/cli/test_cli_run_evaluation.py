@@ -1,4 +1,4 @@
-"""`forge run --eval-every-steps`: what the trainer is told, and what a person is shown of it."""
+"""`forge run --eval-every-steps`: the trainer's settings and the display."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def options_of(root: Path, **changed: Any) -> RunOptions:
 async def test_the_trainer_gets_the_held_out_tasks_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a file of the run; of the last weights it is told nothing, for the run measures them. What
-    the command line sets wins."""
+    """In a file of the run, without the last weights, which the run measures itself. The command
+    line wins."""
 
     async def no_model(*_: Any, **__: Any) -> Path:
         return tmp_path / "model"
@@ -110,7 +110,7 @@ def test_an_evaluation_is_one_line_once() -> None:
 async def test_each_evaluation_is_noted_once_and_the_last_one_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However often it is looked at; a trainer that is away leaves what is known."""
+    """For any number of polls; an unreachable trainer leaves the progress unchanged."""
     answers: list[Any] = [
         pb.GetTrainerStatusResponse(),
         pb.GetTrainerStatusResponse(latest_evaluation=EVALUATION),
@@ -145,7 +145,7 @@ async def test_each_evaluation_is_noted_once_and_the_last_one_waited_for(
     while len(answers) > 1:
         await campaign._observe()
     assert [each.step for each in campaign.progress.evaluations] == [6]
-    # The last one may end after the run's own measurement: nobody may stop the trainer before.
+    # The last one may end after the run's own measurement: the trainer must not stop before.
     monkeypatch.setattr(campaign_module, "POLL_S", 0.0)
     answers[:0] = [pb.GetTrainerStatusResponse(evaluating=True)] * 2
     await campaign._trainer_evaluated()
@@ -184,7 +184,7 @@ def test_the_table_has_a_row_per_evaluation() -> None:
 
 
 def test_a_line_of_an_evaluation_states_its_interval() -> None:
-    """If it has one: an earlier version of the trainer told none."""
+    """Evaluations of an earlier trainer have none."""
     told = pb.Evaluation()
     told.CopyFrom(EVALUATION)
     assert "95 %" not in evaluation_line(told)

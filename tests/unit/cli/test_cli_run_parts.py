@@ -109,7 +109,7 @@ def test_tasks_depend_on_seed_and_index_alone() -> None:
 
 
 def test_run_directory_remembers_its_phase(tmp_path: Path) -> None:
-    """What is saved is what is loaded, and entering a phase changes that alone."""
+    """A saved state is loaded unchanged; `enter` changes only the phase."""
     directory = RunDirectory(tmp_path / "run")
     assert directory.load() is None
     directory.create()
@@ -215,7 +215,7 @@ def test_result_table_shows_each_domain_and_the_mean() -> None:
 
 
 def test_a_change_between_different_tasks_has_no_interval() -> None:
-    """A run that an earlier version began measured other tasks: what it has is told without one."""
+    """A run of an earlier version measured other tasks: its change has no interval."""
     before, after = measured(qa=[0.0] * 4, code=[0.5] * 4), measured(qa=[1.0] * 4, code=[0.5] * 5)
     rows = table_rows(before, after)
     assert rows["code"] == ["0.500", "0.500", "+0.000", "-", "-"]
@@ -283,7 +283,7 @@ def test_sparkline_spans_zero_to_one() -> None:
 async def test_an_etcd_of_our_own_that_cannot_start_ends_the_run_in_its_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for it, or is told to start one; that there is little room was told before."""
+    """The error is immediate and has the cause; the warning about disk space comes before."""
     program = tmp_path / "etcd"
     program.write_text("#!/bin/sh\necho no space left on device >&2\nexit 2\n")
     program.chmod(0o755)

@@ -70,7 +70,7 @@ def nothing(candidates: Any, rewards: Any) -> list[int]:
 
 
 async def test_interrupted_submission_goes_on(tmp_path: Path) -> None:
-    """Each line once an epoch, in the order of the file, whoever begins where."""
+    """Each line once per epoch, in the order of the file, also after an interruption."""
     file = write(tmp_path / "t.jsonl", *({"payload": {"n": n}} for n in range(5)))
     queue = Queue(calls=2)
     with pytest.raises(KeyboardInterrupt):

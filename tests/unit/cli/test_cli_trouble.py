@@ -1,4 +1,4 @@
-"""What a person is shown when nothing is trained, or a pool shard is awaited."""
+"""The lines about a stall and about an unreachable pool shard."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_run_says_once_why_nothing_is_trained() -> None:
 
 
 def test_run_names_the_shard_that_is_awaited() -> None:
-    """Training goes on without it, so nothing else would tell."""
+    """Training continues without it, so no other line would show it."""
     assert "Unreachable: pool shard 1." in shown(AWAY)
 
 

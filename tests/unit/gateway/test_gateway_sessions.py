@@ -225,7 +225,7 @@ async def test_drained_is_what_ends_while_draining(make: Make, shard: Shard) -> 
 
 
 async def test_drained_is_what_a_dead_session_left(make: Make, shard: Shard) -> None:
-    """Its actor was given up; its turns are the writer's."""
+    """Its actor stays dead; the writer has its turns."""
     sessions = make()
     shard.open.clear()
     async with sessions.use_session(claims(0)) as session:

@@ -65,7 +65,7 @@ def test_claim_and_trajectory_must_agree() -> None:
     """A claim is named by its trajectory."""
     outcome = scheduler_pb2.FinishRolloutsRequest.Outcome(lease_id="a:0:1", trajectory_id="a:0:0")
     with pytest.raises(InvalidArgument, match=r"outcomes\[4\]: lease_id 'a:0:1' is not"):
-        validation.check_outcome(outcome, 4)
+        validation.check_result(outcome, 4)
 
 
 @pytest.mark.parametrize("wait_s", [-1.0, float("nan"), float("inf")])

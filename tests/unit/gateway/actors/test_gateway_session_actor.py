@@ -47,7 +47,7 @@ class World:
 
     kept: list[common_pb2.Turn] = field(default_factory=list)
     waiting: list[common_pb2.Turn] = field(default_factory=list)
-    """Of what was kept: what is not acknowledged."""
+    """The turns that are not acknowledged."""
     stored: common_pb2.Trajectory | None = None
     fetches: int = 0
     size_bytes: int = 0
@@ -214,7 +214,7 @@ async def test_agents_time_is_between_answer_and_request(session: ActorRef, worl
 
 
 async def test_tools_beside_another_call_count(session: ActorRef, world: World) -> None:
-    """The time is to the request's arrival, whatever ends while it is answered."""
+    """The time is up to the request's arrival, whichever calls end later."""
     await end(session, "a", await begin(session, "a", arrived_s=99.0), started_s=99.0)
     long = await begin(session, "long", arrived_s=101.0)
     short = await begin(session, "short", arrived_s=110.0)
@@ -263,7 +263,7 @@ async def test_context_too_long_counts_as_no_call(session: ActorRef) -> None:
 async def test_closing_aborts_calls_and_waits_for_their_turns(
     session: ActorRef, world: World
 ) -> None:
-    """No call begins any more; those in flight are aborted, and recorded before it goes on."""
+    """No call begins; calls in flight are aborted, and recorded before the close continues."""
     aborted: list[str] = []
     prompt = await begin(session, "a", abort=lambda: aborted.append("a"))
     close = StartClose(agent_ended=moment(world.now_s))
@@ -282,7 +282,7 @@ async def test_closing_aborts_calls_and_waits_for_their_turns(
 
 
 async def test_rebuilds_before_its_first_message(world: World) -> None:
-    """A session that the pool knows goes on where it stopped, malformed turns included."""
+    """A session in the pool continues after its last turn, malformed turns included."""
     system = ActorSystem("test")
     lost = await system.spawn(lambda: SessionActor(CLAIMS, world.settings()), name="lost")
     await end(lost, "a", await begin(lost, "a"), parse_error="broken")
@@ -297,7 +297,7 @@ async def test_rebuilds_before_its_first_message(world: World) -> None:
 async def test_absent_pool_fails_the_message_and_not_the_session(
     session: ActorRef, world: World
 ) -> None:
-    """The first call fails while the pool is away; the next one finds it and goes through."""
+    """The first call fails while the pool is unreachable; the next one succeeds."""
     world.away = True
     with pytest.raises(Unavailable):
         await begin(session, "a")
@@ -333,7 +333,7 @@ async def test_turn_that_another_gateway_was_first_with_is_numbered_anew(
 
 
 async def test_unknown_answer_is_looked_for_in_the_pool(session: ActorRef, world: World) -> None:
-    """An answer that another gateway gave keeps its ids; one that nobody gave costs one look."""
+    """An answer of another gateway keeps its ids; an invented one costs one read."""
     theirs = World()
     system = ActorSystem("theirs")
     other = await system.spawn(lambda: SessionActor(CLAIMS, theirs.settings()), name="other")
@@ -373,7 +373,7 @@ async def test_answers_that_nobody_knows_go_on_without_the_pool(
 
 
 async def test_a_name_that_was_taken_back_stays_unknown(session: ActorRef, world: World) -> None:
-    """Here at once, and to whoever reads the session, where the turn still has it; others stay."""
+    """In this session at once, and after a rebuild, though the turn keeps it; others stay."""
     for call_id, name in (("a", "resp_1"), ("b", "resp_2")):
         await end(
             session, call_id, await begin(session, call_id), handle=Handle(name=name, facts={})

@@ -112,7 +112,7 @@ def backlog() -> Backlog:
 
 @pytest.fixture
 def contested() -> list[str]:
-    """Trajectories whose sessions were told to number their turns anew."""
+    """Trajectories whose sessions had to renumber their turns."""
     return []
 
 
@@ -143,7 +143,7 @@ async def flush(writer: ActorRef, trajectory_id: str = "t:0:0") -> asyncio.Futur
 
 
 async def test_flush_waits_for_every_acknowledgement(writer: ActorRef, shard: FakeShard) -> None:
-    """It is done when the last turn of its trajectory is, whatever others still wait for."""
+    """It is done with the last turn of its trajectory, independent of other trajectories."""
     writer.tell(turn(0))
     writer.tell(turn(0, "other:0:0"))
     writer.tell(turn(1))
@@ -163,7 +163,7 @@ async def test_flush_waits_for_every_acknowledgement(writer: ActorRef, shard: Fa
 async def test_a_pool_that_acknowledges_nothing_gets_another_stream(
     shard: FakeShard, backlog: Backlog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stream that takes turns and stays silent is given up, and the turns are sent again."""
+    """A stream that accepts turns without answers is replaced, and the turns are sent again."""
     monkeypatch.setattr(shard_writer, "_SILENCE_S", 0.05)
     system = ActorSystem("test")
     writer = await system.spawn(
@@ -178,7 +178,7 @@ async def test_a_pool_that_acknowledges_nothing_gets_another_stream(
 
 
 async def test_turn_waits_for_the_one_before(writer: ActorRef, shard: FakeShard) -> None:
-    """Of one trajectory a turn is sent once its predecessor is durable; others do not wait."""
+    """A turn is sent after its predecessor is durable; other trajectories do not wait."""
     for index in range(2):
         writer.tell(turn(index))
     writer.tell(turn(0, "other:0:0"))

@@ -175,7 +175,7 @@ def test_a_call_whose_begin_is_not_known_has_no_time() -> None:
 
 
 def test_a_close_that_is_tried_again_keeps_the_agents_end() -> None:
-    """The first one tells when the agent ended."""
+    """The first one has the end of the agent."""
     session = Session()
     assert session.time.closing_s is None
     session.call(0.0, 1.0)

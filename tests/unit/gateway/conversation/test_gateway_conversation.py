@@ -80,7 +80,7 @@ def test_same_messages_again_are_the_same_prompt() -> None:
 
 
 def test_call_ids_tell_equal_answers_apart() -> None:
-    """Two samples that made the same call are told apart by the ids given to their calls."""
+    """The ids of their calls distinguish two samples with the same call."""
     session = Session("chatml", tools=TOOLS)
     call = '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
     first = session.turn([user("One?")], call)

@@ -1,7 +1,7 @@
-"""No drift, whatever agents do: what is trained on is what was sampled, token for token.
+"""No drift for any agent: the trained ids are the sampled ids, token for token.
 
-Random agents fork, edit, cut and summarize their histories, sample in parallel, spell calls anew
-and drop reasoning; random models say whatever they like, in tokens that no tokenizer would choose.
+Random agents fork, edit, cut and summarize their histories, sample in parallel, respell calls and
+drop reasoning; random models sample any text, in tokens that no tokenizer would choose.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Speaker:
         self.calls = bool(self.session.tools) and self.session.model.format.takes_tools
 
     def text(self) -> str:
-        """Never the same twice: which of two equal answers was meant, nobody could tell."""
+        """Never the same twice: two equal answers could not be distinguished."""
         self.texts += 1
         return " ".join([f"{self.texts}", *self.random.choices(WORDS, k=self.random.randrange(4))])
 
@@ -71,7 +71,7 @@ class Speaker:
         return body[: max(body.rfind(end) for end in self.session.model.end_texts)]
 
     def repeated(self, history: list[Message]) -> list[Message]:
-        """The history as the agent sends it: reasoning may be gone, arguments spelt anew."""
+        """The history as the agent sends it: without reasoning, or with other spellings."""
         return [self._careless(message) for message in history]
 
     def _careless(self, message: Message) -> Message:

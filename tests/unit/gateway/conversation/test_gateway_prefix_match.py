@@ -21,7 +21,7 @@ SAID = Message(role="assistant", content="1")
 
 texts = st.sampled_from(["a", "b", " a", "No.", ""])
 steps = st.tuples(
-    st.integers(0, 5),  # which history to go on from
+    st.integers(0, 5),  # which history to continue
     st.integers(0, 4),  # which message of it to edit; most often none
     texts,  # what is said
     texts,  # what the model answers

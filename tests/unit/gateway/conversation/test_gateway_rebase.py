@@ -66,7 +66,7 @@ class Gateway:
 steps = st.lists(
     st.tuples(
         st.integers(0, 1),  # which gateway
-        st.integers(0, 3),  # which history to go on from
+        st.integers(0, 3),  # which history to continue
         st.sampled_from(["a", "b c"]),  # what is said
         st.sampled_from(["1", "ab", "b c"]),  # what is answered
         st.lists(st.integers(0, 1), max_size=3),  # who sends to the pool then

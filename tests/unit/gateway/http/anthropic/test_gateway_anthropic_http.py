@@ -101,7 +101,7 @@ async def test_errors_in_mid_stream_are_events(url: str, turns: ScriptedTurns) -
 async def test_a_long_silence_has_pings(
     url: str, turns: ScriptedTurns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While tokens come that say nothing yet, the agent is told that the stream lives."""
+    """While tokens arrive without an event, pings show that the stream is alive."""
     monkeypatch.setattr(messages, "PING_EVERY_S", 0.0)
     turns.script = ["a", "", "", "b"]
     async with aiohttp.ClientSession() as http:

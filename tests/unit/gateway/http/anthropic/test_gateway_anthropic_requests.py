@@ -1,4 +1,4 @@
-"""Anthropic requests: whatever comes, it is understood or refused, and nothing breaks."""
+"""Anthropic requests: every request is accepted or refused, without another error."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_failed_tool_says_error(content: Any, becomes: str) -> None:
 
 
 def test_assistant_blocks_are_one_message() -> None:
-    """Text, reasoning and calls are told apart wherever they stand."""
+    """Text, reasoning and calls are separated at any position."""
     thinking = {"type": "thinking", "thinking": "hm", "signature": "whatever"}
     redacted = {"type": "redacted_thinking", "data": "x"}
     message = read(said(thinking, text("I "), use(), text("look"), redacted), USER)[0]
@@ -132,7 +132,7 @@ def test_assistant_blocks_are_one_message() -> None:
 
 
 def test_numbers_in_arguments_are_not_rounded() -> None:
-    """Arguments are kept as they were spelt, whatever number is in them."""
+    """Arguments keep their spelling, with any numbers."""
     body = (
         b'{"model":"m","max_tokens":1,"messages":[{"role":"assistant","content":[{"type":'
         b'"tool_use","id":"a","name":"f","input":{"n": 123456789012345678901234567890, "x": 1e0}}'
@@ -165,7 +165,7 @@ def test_numbers_in_arguments_are_not_rounded() -> None:
 )
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_what_cannot_be_is_refused_by_name(messages: Any, says: str, system: str | None) -> None:
-    """The error names the block, counted as the agent counts, and what is wrong with it."""
+    """The error names the block, by the agent's numbering, and the problem."""
     with pytest.raises(InvalidArgument, match=says):
         read(*messages, system=system)
 
