@@ -7,35 +7,46 @@ from forge.v1 import scheduler_pb2
 from services.scheduler.validation import ACTIVITIES
 
 _LEADING = gauge("forge_scheduler_leading", "1 on the leader, 0 on a standby.")
-_HEAD = gauge(
-    "forge_scheduler_head",
-    "H: lowest queue index whose group is not consumed, in a batch or assigned to one.",
-)
-_WINDOW = gauge("forge_scheduler_window_groups", "W: positions that a trainer sees.")
-_CONCURRENCY = gauge("forge_scheduler_concurrency_groups", "N: most groups that run at once.")
-_RUNNING_LIMIT = gauge(
-    "forge_scheduler_running_limit_groups", "Most training groups that may run now; at most N."
-)
-_STALENESS = gauge(
-    "forge_scheduler_staleness_p99_steps",
-    "Adaptive mode: staleness of recently trained groups, 99th percentile.",
-)
-_SHIFT = gauge(
-    "forge_scheduler_shift_kl",
-    "Adaptive mode: divergence of the last weighed batch from the queue.",
-)
+_FIELDS = {
+    "head": gauge(
+        "forge_scheduler_head",
+        "H: lowest queue index whose group is not consumed, in a batch or assigned to one.",
+    ),
+    "window": gauge("forge_scheduler_window_groups", "W: positions that a trainer sees."),
+    "concurrency": gauge("forge_scheduler_concurrency_groups", "N: most groups that run at once."),
+    "running_limit": gauge(
+        "forge_scheduler_running_limit_groups", "Most training groups that may run now; at most N."
+    ),
+    "staleness_p99": gauge(
+        "forge_scheduler_staleness_p99_steps",
+        "Adaptive mode: staleness of recently trained groups, 99th percentile.",
+    ),
+    "shift_kl": gauge(
+        "forge_scheduler_shift_kl",
+        "Adaptive mode: divergence of the last weighed batch from the queue.",
+    ),
+    "skipped": gauge(
+        "forge_scheduler_skipped_groups",
+        "Groups tombstoned because all rollouts have the same outcome.",
+    ),
+    "surplus": gauge(
+        "forge_scheduler_surplus_rollouts",
+        "Rollouts sealed after another attempt, or after the group was settled.",
+    ),
+    "running_rollouts": gauge("forge_scheduler_running_rollouts", "Attempts leased to runners."),
+    "eval_pending": gauge(
+        "forge_scheduler_eval_pending_groups", "Evaluation groups that are not finished."
+    ),
+    "untrained_s": gauge(
+        "forge_scheduler_untrained_seconds",
+        "Time since a batch was committed or an evaluation group finished.",
+    ),
+}
+"""By field of the status."""
 _ACTIVITY = gauge(
     "forge_scheduler_activity",
     "1 for the activity that an operator set: running, paused, draining.",
     ["state"],
-)
-_SKIPPED = gauge(
-    "forge_scheduler_skipped_groups",
-    "Groups tombstoned because all rollouts have the same outcome.",
-)
-_SURPLUS = gauge(
-    "forge_scheduler_surplus_rollouts",
-    "Rollouts sealed after another attempt, or after the group was settled.",
 )
 _GROUPS = gauge(
     "forge_scheduler_groups",
@@ -43,19 +54,11 @@ _GROUPS = gauge(
     "complete groups are pending.",
     ["state"],
 )
-_ROLLOUTS = gauge("forge_scheduler_running_rollouts", "Attempts leased to runners.")
-_EVAL_PENDING = gauge(
-    "forge_scheduler_eval_pending_groups", "Evaluation groups that are not finished."
-)
 _COMPLETED = gauge(
     "forge_scheduler_completed_rollouts", "Training rollouts completed, by domain.", ["domain"]
 )
 _REWARD = gauge(
     "forge_scheduler_recent_reward_ratio", "Mean outcome of recent rollouts, by domain.", ["domain"]
-)
-_UNTRAINED = gauge(
-    "forge_scheduler_untrained_seconds",
-    "Time since a batch was committed or an evaluation group finished.",
 )
 _AWAY = gauge("forge_scheduler_shards_away", "Unreachable pool shards that may hold groups.")
 FAILURES = counter(
@@ -94,22 +97,13 @@ def clear() -> None:
 
 def show(status: scheduler_pb2.GetSchedulerStatusResponse) -> None:
     """The answer of GetSchedulerStatus, as gauges."""
-    _HEAD.set(status.head)
-    _WINDOW.set(status.window)
-    _CONCURRENCY.set(status.concurrency)
-    _RUNNING_LIMIT.set(status.running_limit)
-    _STALENESS.set(status.staleness_p99)
-    _SHIFT.set(status.shift_kl)
-    _SKIPPED.set(status.skipped)
-    _SURPLUS.set(status.surplus)
-    _UNTRAINED.set(status.untrained_s)
+    for field, metric in _FIELDS.items():
+        metric.set(getattr(status, field))
     _AWAY.set(len(status.shards_away))
     for number, activity in ACTIVITIES.items():
         _ACTIVITY.labels(activity.value).set(status.activity == number)
     for state in _STATES:
         _GROUPS.labels(state.removesuffix("_groups")).set(getattr(status, state))
-    _ROLLOUTS.set(status.running_rollouts)
-    _EVAL_PENDING.set(status.eval_pending)
     for domain in status.domains:
         _COMPLETED.labels(domain.domain).set(domain.completed_rollouts)
         _REWARD.labels(domain.domain).set(domain.recent_reward)

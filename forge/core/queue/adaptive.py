@@ -4,24 +4,15 @@
     shift      divergence of the mix of a batch from that of the queue (`mix_shift`)
 
 Owns three decisions and their state: whether one more group may start, the size of the window, and
-which groups make a batch. The bound S on staleness, with batches of B groups, is kept in advance
-and not by feedback, so tasks that become slower cannot break it:
+which groups make a batch. docs/scheduler.md has the rules and their reasons. With a bound S on
+staleness and batches of B groups:
 
-- At most S B groups are started and not trained on: in the order of a FIFO, all of them can be
-  trained on in time. Starting half a batch less leaves a choice between groups. The choice pays
-  for the unused places only after many steps, so this applies only if half a batch is little
-  against what was trained since the queue was last empty, and not to the last S B groups.
-- A batch contains the groups that would be late otherwise (`forge.core.queue.staleness`), and
-  waits for them. Other groups start meanwhile.
-- The rest of the batch takes from each kind of group its share of the queue, oldest first. Without
-  shares, short groups would dominate after a start, when an empty queue is filled again, and when
-  tasks become slower. The batch waits while its shift exceeds the bound, or while the groups that
-  it leaves behind would push the shift of a later batch beyond it. It waits no longer than a FIFO:
-  once the next groups of the queue are complete, a batch is returned.
-- W = 2 S B: while a slow group holds the head, training continues for S steps.
-
-The mix of the queue is estimated from the oldest groups that have all ended, so slow groups are
-included. The estimate also changes while a batch waits, so a change of tasks blocks nothing.
+- At most S B groups are started and not trained on, half a batch less once that is little against
+  what was trained since the queue was last empty. W = 2 S B.
+- A batch contains the groups that would be late otherwise (`forge.core.queue.staleness`), then from
+  each kind of group its share of the queue, oldest first. It waits while its shift, or that of a
+  later batch of the groups that it leaves behind, exceeds the bound, but no longer than a FIFO.
+- The mix of the queue is estimated from the oldest groups that have all ended.
 """
 
 from __future__ import annotations

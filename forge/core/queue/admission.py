@@ -91,7 +91,7 @@ class QueueSettings:
     domain_limits: Mapping[str, Positive] = field(default_factory=dict)
     """Most groups of a domain that run at once; a domain at its limit is passed over."""
     rollout_lease_s: Annotated[float, Meta(ge=1)] = 20.0
-    """A runner's claim ends this long after its last renewal, and later for a runner whose renewals
+    """A runner's lease ends this long after its last renewal, and later for a runner whose renewals
     come late."""
     rollout_timeout_s: Annotated[float, Meta(ge=1)] = 7200.0
     """Longest life of one attempt, renewed or not."""
@@ -110,7 +110,7 @@ class QueueSettings:
     max_backoff_s: NotNegative = 60.0
     """Longest wait between attempts."""
     batch_lease_s: Annotated[float, Meta(ge=1)] = 300.0
-    """A trainer's claim ends this long after its last renewal."""
+    """A trainer's lease of a batch ends this long after its last renewal."""
     short_batch_after_s: NotNegative = 5.0
     """Time without a new task after which the queue counts as at its end: the groups left may then
     form a batch smaller than asked for."""

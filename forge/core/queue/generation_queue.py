@@ -98,7 +98,7 @@ class GenerationQueue:
         )
 
     def expire(self, now_s: float) -> tuple[TrajectoryId, ...]:
-        """Take back late batches; the attempts whose claims ended, see `Rollouts.expire`."""
+        """Take back late batches; the attempts with expired leases, see `Rollouts.expire`."""
         self.batches.expire(now_s)
         return self.rollouts.expire(now_s)
 

@@ -222,11 +222,7 @@ class Rollouts:
         return (self.hold_until_s, *self._claims.next_event_s())
 
     def _next_slot(self, now_s: float) -> Slot | None:
-        for evaluation in (True, False):
-            slot = self._first_of(evaluation, now_s)
-            if slot is not None:
-                return slot
-        return None
+        return self._first_of(True, now_s) or self._first_of(False, now_s)
 
     def _first_of(self, evaluation: bool, now_s: float) -> Slot | None:
         order, away = self._ledger.dispatch, self._ledger.away
@@ -235,13 +231,9 @@ class Rollouts:
             fresh = order.first_group(evaluation=evaluation, away=away)
             if fresh is None or (slot is not None and slot < Slot.of(fresh, 0)):
                 return slot
-            if not self._may_start(fresh):
+            if self._ledger.counts.running >= self._settings.concurrency or not self._admits(fresh):
                 return slot
             self._start(fresh, now_s)
-
-    def _may_start(self, group: Group) -> bool:
-        free = self._ledger.counts.running < self._settings.concurrency
-        return free and self._admits(group)
 
     def _admits(self, group: Group) -> bool:
         """Whether it may start while fewer than N groups run."""

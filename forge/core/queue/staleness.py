@@ -67,15 +67,11 @@ class Deadlines:
 
     def started(self, group: Group) -> None:
         """Its deadline counts from this step."""
-        since = self._since.setdefault(group.spec.index, self._step)
-        self._open[since][group.spec.index] = group
-        self._line_up(group)
+        self._open_since(group, self._step)
 
     def came_back(self, group: Group) -> None:
         """It is complete and in no batch; due at once if its start is unknown."""
-        since = self._since.setdefault(group.spec.index, -math.inf)
-        self._open[since][group.spec.index] = group
-        self._line_up(group)
+        self._open_since(group, -math.inf)
 
     def taken(self, group: Group) -> None:
         """It is in a batch, or tombstoned."""
@@ -168,8 +164,9 @@ class Deadlines:
             if group.phase is not Phase.BATCHED and _inside(group, edge, away):
                 yield before, group
 
-    def _line_up(self, group: Group) -> None:
+    def _open_since(self, group: Group, step: float) -> None:
         index = group.spec.index
+        self._open[self._since.setdefault(index, step)][index] = group
         if index not in self._order:
             self._order[index] = (self._begun, group)
             self._begun += 1

@@ -1,18 +1,13 @@
 """The window [H, H+W) over the generation queue: groups that a trainer may take.
 
-Owns the head, the edge, and the fill of a batch. The rules (MiniMax Forge, arXiv 2605.26494,
-windowed FIFO):
+Owns the head, the edge, and the fill of a batch, by the rules of docs/scheduler.md (windowed FIFO,
+MiniMax Forge, arXiv 2605.26494):
 
-- A complete group below the edge, H+W, is assigned to the open batch at once, if that batch has
-  room for its domain. Groups at or beyond the edge are not.
-- The head H is the lowest index whose group is neither consumed nor taken. Consumed means TRAINED
-  (its batch is committed) or TOMBSTONED; taken means assigned, or in a batch. So the window moves
-  while a batch fills.
-- A released batch leaves H unchanged: its groups are below H, stay assigned, and are the first of
-  the next batch. H moves back with a rewind, and with a new leader, which reads durable state only.
-- H passes at most `most_taken` groups that are not consumed: trainers that never commit cannot
-  move it through the queue.
-- If W shrinks, the edge stays until the head is near enough. Only a rewind moves it back.
+- A complete group inside is assigned to the open batch at once, if that has room for its domain.
+- H is the lowest index whose group is neither consumed (trained or tombstoned) nor taken (assigned,
+  or in a batch). It passes at most `most_taken` groups that are not consumed, and moves back only
+  with a rewind: the groups of a released batch stay assigned, below H.
+- If W shrinks, the edge stays until H is near enough.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ submitted again.
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from forge.runtime.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler.group_look_up import ask_with_look_up
-from services.scheduler.pool_shards import PoolShards
+from services.scheduler.pool_shards import PoolShards, gathered
 from services.scheduler.state.messages import AddGroups, FindNew, ReserveIndices, Submit
 from services.scheduler.validation import digest_of
 
@@ -73,13 +72,7 @@ class SubmissionActor(Actor):
         for record in [self._record(task) for task in fresh]:
             self._unsettled[record.task.task_id] = record
             by_shard[record.pool_shard].append(record)
-        answers = await asyncio.gather(
-            *(self._store(shard, records) for shard, records in by_shard.items()),
-            return_exceptions=True,
-        )
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
+        await gathered(self._store(shard, records) for shard, records in by_shard.items())
         if fresh:
             log.info("groups_accepted", groups=len(fresh))
         return len(fresh)

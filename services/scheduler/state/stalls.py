@@ -151,17 +151,17 @@ class Watch:
         """`counts`: the fields of `Facts` that the queue knows."""
         reasons = self._tombstones.most_common(1)
         batch = self._batch if batch_is_out else None
-        known: dict[str, object] = {
-            "idle_s": self.idle_s(now_s),
-            "runner_silent_s": now_s - self._runner_s if self._runner_s is not None else 0.0,
-            "trainer_silent_s": now_s - self._trainer_s if self._trainer_s is not None else 0.0,
-            "batch": (batch[0], batch[1], now_s - batch[2]) if batch else None,
-            "tombstoned": self._tombstones.total(),
-            "tombstone_reason": reasons[0][0] if reasons else "",
-            "faults": self._faults,
-            "fault_reason": self._fault_reason,
-        }
-        return Facts(**(known | counts))  # type: ignore[arg-type]
+        return Facts(
+            idle_s=self.idle_s(now_s),
+            runner_silent_s=now_s - self._runner_s if self._runner_s is not None else 0.0,
+            trainer_silent_s=now_s - self._trainer_s if self._trainer_s is not None else 0.0,
+            batch=(batch[0], batch[1], now_s - batch[2]) if batch else None,
+            tombstoned=self._tombstones.total(),
+            tombstone_reason=reasons[0][0] if reasons else "",
+            faults=self._faults,
+            fault_reason=self._fault_reason,
+            **counts,  # type: ignore[arg-type]
+        )
 
 
 def why(facts: Facts, *, after_s: float) -> Stall | None:
