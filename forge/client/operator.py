@@ -31,10 +31,10 @@ from forge.v1.trainer_pb2_grpc import TrainerServiceStub
 
 BATCH_TASKS = 256
 BATCH_BYTES = 2 << 20
-"""Of one SubmitTasks call; a task by itself may be up to 1 MiB."""
+"""Most bytes of one SubmitTasks call; one task may have up to 1 MiB."""
 RECONNECT_S = 0.5
 SOLVED_OUTCOME = 1.0 - 1e-6
-"""Of a task that is solved: 1, but for the rounding of a sum."""
+"""Outcome of a solved task: 1, up to the rounding of a sum."""
 LOOK_PAUSE = 9.0
 """Between two looks at a tag, over the time a look takes: thousands of groups take a second of the
 scheduler's each time."""
@@ -49,15 +49,15 @@ class DomainResult:
     domain: str
     rollouts: int
     failed: int
-    """Rollouts that were given up; they count as outcome 0."""
+    """Abandoned rollouts; they count as outcome 0."""
     mean_outcome: float
     solved: int
     """Rollouts whose outcome is 1, or more."""
     sampled_tokens: int
-    """Of the rollouts that were not given up, all turns together."""
+    """Tokens of all turns of the sealed rollouts."""
     min_weight_version: int
     max_weight_version: int
-    """Of the tokens sampled; -1 when none was."""
+    """Over the sampled tokens; -1 if there are none."""
     task_outcomes: Mapping[str, float]
     """Mean outcome of each task's rollouts, by task id."""
 

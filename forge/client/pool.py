@@ -27,10 +27,10 @@ from forge.v1.pool_pb2_grpc import PoolServiceStub
 CALL_S = 60.0
 FIND_S = 3.0
 FETCH_TRAJECTORIES = 16
-"""Asked for in one call."""
+"""Trajectories in one call."""
 COMPACT_S = 6 * 3600.0
 TAIL_BUFFER = 64
-"""Responses of all shards that may wait for who tails them; then the streams are not read."""
+"""Most responses of all shards that wait for the caller; then the streams are not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class PoolReader:
                         patience = self._patience()
                         yield trajectory
             except (NotFound, DataLoss) as error:
-                # One by one tells which of them it is.
+                # Fetched one by one, they show which of them it is.
                 if size == 1:
                     trajectory_id = left.pop(0)
                     if isinstance(error, DataLoss):

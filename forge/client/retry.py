@@ -1,7 +1,7 @@
-"""Trying a call again while that can help.
+"""Retries of a call.
 
-Owns the decision when and how often; which errors are worth it is the error tree's
-(`ForgeError.retryable`), and making a call safe to repeat is its author's.
+Owns their times. The error tree says which errors to retry (`ForgeError.retryable`); the caller
+makes its call idempotent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class Patience:
-    """How long one call is still worth repeating, and after which pauses."""
+    """Deadline and pauses of the retries of one call."""
 
     def __init__(self, retry_for_s: float, *, clock: Callable[[], float], rng: Random) -> None:
         self._clock = clock
@@ -28,8 +28,8 @@ class Patience:
         self._backoff = Backoff(0.05, 2.0)
 
     def pause_s(self, error: ForgeError) -> float:
-        """How long to wait before the next attempt. Raises `error` when there is to be none."""
-        # The server's own word on when to come back beats our guess.
+        """Pause before the next attempt. Raises `error` if there is none."""
+        # The server's hint overrides the backoff.
         delay_s = self._backoff.next_s()
         pause_s = error.retry_after_s or delay_s * self._rng.uniform(0.5, 1.5)
         if not error.retryable or self._clock() + pause_s > self._deadline_s:

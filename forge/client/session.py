@@ -82,7 +82,7 @@ class AgentSession(SessionClient):
         """Sample one turn after `messages`, and wait for all of it.
 
         A call that finds no gateway, or too busy a one, is repeated; what an attempt had sampled
-        stays on record as a turn nobody built on. Raises `InvalidArgument` for a context too
+        stays on record as an unused turn. Raises `InvalidArgument` for a context too
         long.
         """
         request = chat_request(messages, **options)

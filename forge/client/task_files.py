@@ -25,7 +25,7 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
     "priority": ((int,), "a whole number"),
     "scaffold": ((str,), "a text"),
 }
-"""What a line may have, each with its JSON types and how they are called."""
+"""Fields of a line, each with its JSON types and their name."""
 
 
 def read_tasks(file: Path, defaults: common_pb2.Task) -> list[common_pb2.Task]:

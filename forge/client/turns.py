@@ -43,8 +43,7 @@ class SessionInfo:
     turns: int
     """Turns of this session that ended so far."""
     model_s: float = 0.0
-    """For how long model calls have been in flight at this gateway; those that overlap count
-    once."""
+    """Time with model calls in flight at this gateway; overlapping calls count once."""
     unanswered: str = ""
     """Why the last model call that ended got no answer, if that was no fault of the agent."""
 
@@ -126,7 +125,7 @@ class GenerateOptions(TypedDict, total=False):
 def reward_event(
     name: str, value: float, *, kind: RewardKind = "outcome", turn_index: int = -1, key: str = ""
 ) -> common_pb2.RewardEvent:
-    """A reward component; `key` tells apart several of one name and turn."""
+    """A reward component; `key` distinguishes several of one name and turn."""
     return common_pb2.RewardEvent(
         event_id=f"{kind}-{name}-{turn_index}{key and '-'}{key}",
         name=name,

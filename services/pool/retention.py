@@ -66,7 +66,7 @@ Coverage = Callable[[], Awaitable[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
-    """How long and how much is kept."""
+    """Limits by age and size."""
 
     keep_age_s: float
     keep_bytes: int
@@ -88,13 +88,13 @@ class _Passed:
     """The beginning of the index, as far as a sweep found nothing to free."""
 
     until_unix_s: float
-    """By then something may be old enough."""
+    """Time when the first skipped group may be old enough."""
     least_step: float = math.inf
-    """Once a checkpoint covers it, something can be freed."""
+    """Lowest step of a skipped group: a checkpoint of it makes that due."""
     after: bytes = b""
     """Key of the last entry."""
     ended: bool = False
-    """Something behind it waits for its age alone, or for want of room."""
+    """The next group waits for its age alone, or for disk pressure."""
 
     def add(self, group: SettledGroup, *, due: bool, covered_step: int, keep_age_s: float) -> None:
         """The next entry; what was due is freed, or cannot be read."""
@@ -128,7 +128,7 @@ class Retention:
         self._coverage = coverage
         self._now_unix_s = now_unix_s
         self._looked_until = b""
-        """Key of the last trajectory that was looked at for its group."""
+        """Key of the last trajectory checked for its group."""
         self._passed = _Passed(until_unix_s=0.0)
         self._damaged: set[bytes] = set()
         """Keys of damaged entries that were logged."""
@@ -230,7 +230,7 @@ class Retention:
             FREED_RECORDS.inc(freed.records)
             FREED_BYTES.inc(freed.payload_bytes)
             total, unfinished = _sum(total, freed), freed.unfinished
-            # At most half of the writer's time is ours.
+            # Retention takes at most half of the writer's time.
             await asyncio.sleep(time.monotonic() - began_s)
         return total
 

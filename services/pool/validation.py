@@ -78,8 +78,8 @@ def _turn_head(turn: common_pb2.Turn) -> TurnHead:
     )
 
 
-# Columns are looked at as bytes where that tells as much: a turn of 200k tokens must not keep the
-# event loop for as long as it takes to make an int of each.
+# Columns are checked as bytes where possible: making an int of each token would block the event
+# loop for a turn of 200k tokens.
 
 
 def _check_not_negative(field: str, column: bytes) -> None:

@@ -182,7 +182,7 @@ async def test_a_tail_survives_the_pool(client, pool, finder):
     await record(client, "gone:0:0")
     last = await call.read()
     pool.terminate()
-    with pytest.raises(Unavailable, match=f"go on with cursor {last.cursor}"):
+    with pytest.raises(Unavailable, match=f"resume from cursor {last.cursor}"):
         async with translated():
             while await call.read() is not grpc.aio.EOF:
                 pass

@@ -94,7 +94,7 @@ class SetGroupStates:
     """Replaces states of groups."""
 
     states: dict[str, common_pb2.GroupRecord] = field(default_factory=dict)
-    """By task id: a GroupRecord with state, batch, step and reason alone."""
+    """GroupRecords with only state, batch, step and reason, by task id."""
     fence: int
     now_unix_s: float
     past_damage: bool = False

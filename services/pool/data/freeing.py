@@ -100,7 +100,7 @@ def intact_state(records: Records, task_id: str) -> common_pb2.GroupRecord | Non
 
 
 def is_freed(records: Records, task_id: str) -> bool:
-    """Whether a group was freed: by its state or, where that is damaged, by its trajectories."""
+    """True if a group was freed, by its state or, if that is damaged, by its trajectories."""
     state = intact_state(records, task_id)
     if state is not None:
         return bool(state.freed_unix_s)

@@ -27,7 +27,7 @@ from services.pool.storage.records import Records, is_intact_entry
 from services.pool.storage.tables import Table
 
 PAGE_GROUPS, PAGE_BYTES = 512, 1 << 20
-"""Of the groups in one message."""
+"""Most groups, and bytes of groups, in one message."""
 
 
 Read = Callable[[Callable[[Records], Any]], Any]
@@ -56,11 +56,11 @@ class GroupScan:
         self._prefix = prefix
         self._after = b""
         self._queued = 0
-        """Groups told by an intact entry and a record."""
+        """Groups with an intact entry and a record so far."""
         self.damaged = 0
-        """Entries that were passed over."""
+        """Damaged entries so far."""
         self._unqueued: list[TaskId] | None = None
-        """Tasks that are still to be told, once the index is at its end."""
+        """Tasks to return after the end of the index; None before it."""
 
     def next_page(self, *, limit: int = PAGE_GROUPS, limit_bytes: int = PAGE_BYTES) -> Page | None:
         """The next groups, which fit in one message; None at the end."""
@@ -86,7 +86,7 @@ class GroupScan:
         if not self._unqueued:
             return None
         task_ids, self._unqueued = self._unqueued[:limit], self._unqueued[limit:]
-        found: Page = self._read(partial(told_by_record, task_ids=task_ids, brief=self._brief))
+        found: Page = self._read(partial(groups_by_record, task_ids=task_ids, brief=self._brief))
         return found
 
     def _find_unqueued(self, records: Records) -> list[TaskId]:
@@ -102,17 +102,17 @@ class GroupScan:
         return [task_id for task_id in tasks if task_id not in queued]
 
 
-def told_by_record(records: Records, *, task_ids: Sequence[TaskId], brief: bool) -> Page:
+def groups_by_record(records: Records, *, task_ids: Sequence[TaskId], brief: bool) -> Page:
     """Groups without an index entry, read by their records."""
-    told = []
+    groups = []
     for task_id in task_ids:
         log.error("queue_entry_lost", task_id=task_id)
         UNQUEUED_GROUPS.inc()
         try:
-            told.append(reads.scanned_group(records, task_id, brief=brief))
+            groups.append(reads.scanned_group(records, task_id, brief=brief))
         except DataLoss as error:
             log.error("group_not_readable", task_id=task_id, error=str(error))
-    return told
+    return groups
 
 
 class TaskScan:
@@ -155,7 +155,7 @@ class BoundedScan:
             self._lost = self._read(group_index.unindexed) if self._pending.damaged else []
         if self._lost:
             task_ids, self._lost = self._lost[:limit], self._lost[limit:]
-            found: Page = self._read(partial(told_by_record, task_ids=task_ids, brief=True))
+            found: Page = self._read(partial(groups_by_record, task_ids=task_ids, brief=True))
             return found
         return self._settled.next_page(**limits)
 

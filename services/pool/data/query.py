@@ -40,10 +40,10 @@ DEFAULT_PAGE, MAX_PAGE = 100, 1000
 PAGE_COST = 4096
 """Records looked at for one page, about; a turn of an open trajectory is one as well."""
 PAGE_BYTES = 2 << 20
-"""Of the summaries on one page, about."""
+"""Most bytes of summaries on one page, about."""
 
 MAX_KEY_BYTES = 511
-"""What LMDB allows."""
+"""LMDB's limit."""
 
 _FILTER_HASH_BYTES = 8
 

@@ -106,9 +106,9 @@ class GroupPage:
     last_key: bytes
     """Continue after it; b"" when nothing is left."""
     whole: int
-    """How many of the groups have a record."""
+    """Number of groups with a record."""
     damaged: int
-    """Entries that were passed over."""
+    """Damaged entries, which were skipped."""
 
 
 def groups(
@@ -127,7 +127,7 @@ def groups(
     size_bytes = whole = damaged = 0
     for key, value in records.scan_sealed(table, prefix=prefix, after=after):
         if not is_intact_entry(key, value):
-            # It may name another group, or another place: the group's record tells.
+            # It may name another group or place; only the group's record is reliable.
             log.error("queue_entry_damaged", key=key.hex())
             damaged += 1
             continue
@@ -160,7 +160,7 @@ def groups_of(
         try:
             group = _stored_group(records, task_id)
         except DataLoss as error:
-            # What an earlier scan told of it stands.
+            # The result of an earlier scan remains valid.
             log.error("group_not_readable", task_id=task_id, error=str(error))
         else:
             page.append(_scanned(records, group, brief=True))

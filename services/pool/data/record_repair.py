@@ -116,7 +116,7 @@ def _repair_trajectory(ours: Records, trajectory: bytes, copy: CopiedRecords, pu
     for record, value in wanted.items():
         if there.get(record) != value:
             put(*record, value)
-    # Only a digest can tell that a record has no place here.
+    # Only a digest shows that a record does not belong here.
     for record in there if is_compared(header) else ():
         if record not in wanted:
             put(*record, None)

@@ -26,9 +26,9 @@ from services.pool.storage.file_locks import InUse
 
 DAMAGED, REFUSED, SERVED = 1, 2, 3
 SHOWN_DAMAGE = 1000
-"""Lines of it; more are counted."""
+"""Most lines of damage; more are counted."""
 _CONNECTION = ("--etcd", "--cluster", "--key-file", "--tls-ca", "--tls-cert", "--tls-key")
-"""Of the system whose replica `--repair` names; without them it names a directory."""
+"""Connection to the system of the replica in `--repair`; without them that is a directory."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -49,7 +49,7 @@ COPY_BYTES = 1 << 22
 AHEAD_BYTES = 1 << 36
 
 Progress = Callable[[int, int], None]
-"""How much is done, and of how much."""
+"""Receives the work done and the total."""
 
 
 def check(directory: Path, progress: Progress) -> Iterator[Damage]:

@@ -34,14 +34,14 @@ from services.pool.storage.records import Records
 from services.pool.storage.tables import Key, Table
 
 NOTED_BYTES = 64 << 20
-"""Of keys that may change while the copy is made."""
+"""Most bytes of keys that may change during the copy."""
 CHUNK_BYTES = 8 << 20
-"""Of records that are brought into the copy in one transaction."""
+"""Bytes of records per transaction of the copy."""
 FEW_RECORDS = 256
-"""For no more than these, and what is written meanwhile, do writers wait."""
+"""Writers wait for at most these and the records changed meanwhile."""
 ROUNDS = 20
 TOOLS_S = 30.0
-"""How long to wait for those who read the file, such as a backup."""
+"""Longest wait for readers of the file, such as a backup."""
 PROGRESS_S = 0.5
 
 
@@ -129,7 +129,7 @@ class Compactor:
         environment = self._environment
         await asyncio.to_thread(environment.start_compaction_log, NOTED_BYTES)
         try:
-            # Tells at once of somebody who is reading.
+            # Fails at once if another process reads the file.
             with data_locked(self._directory):
                 pass
             await self._copy()
@@ -209,7 +209,7 @@ class Compactor:
         self._bring_in(copy, log)
         counts = [one.read(_counts) for one in (self._environment, copy)]
         if counts[0] != counts[1]:
-            raise DataLoss(f"the copy has {counts[1]} records, not {counts[0]}; it is thrown away")
+            raise DataLoss(f"the copy has {counts[1]} records, not {counts[0]}; it is deleted")
 
     def _clean(self) -> None:
         self._environment.stop_compaction_log()

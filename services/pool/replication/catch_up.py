@@ -37,7 +37,7 @@ class CatchUp:
         self._after: pb.RecordKey | None = None
         """The last that was copied."""
         self.way = "copy"
-        """Of all records; or the `rest` of a copy that was cut short, or by the `journal`."""
+        """A `copy` of all records, the `rest` of an interrupted one, or by the `journal`."""
         if not self._copying:
             self.way = "journal"
             self._keys, self._next = list(follower.touched), follower.agreed_position

@@ -128,7 +128,7 @@ async def serve_alone(coordinator: Coordinator, store: PoolStore) -> None:
         raise ConfigError(
             f'durability = "local": this replica of pool shard {store.shard} may lack what '
             "another has acknowledged; serve that one, or, if it is lost, delete the key "
-            f"pool/{store.shard}/replicas of the cluster in etcd to go on with this one"
+            f"pool/{store.shard}/replicas of the cluster in etcd to continue with this one"
         )
     known = members or ReplicaSet(
         shard=store.shard, lineage=state.lineage, in_sync=frozenset(), fence=0

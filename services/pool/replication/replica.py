@@ -82,11 +82,11 @@ class Replica:
         """Starts to follow and to campaign."""
         loop = asyncio.get_running_loop()
 
-        def told(position: int, changes: Changes) -> None:
+        def on_commit(position: int, changes: Changes) -> None:
             loop.call_soon_threadsafe(self._committed, position, changes)
 
         await check_follower(self._context.coordinator, self._store)
-        await asyncio.to_thread(self._store.count_commits, told)
+        await asyncio.to_thread(self._store.count_commits, on_commit)
         self._context.ready = False
         self._task = asyncio.create_task(self._live(), name="replica")
 

@@ -20,11 +20,11 @@ class ReplicaSet:
 
     shard: str
     lineage: str
-    """Drawn when the shard is first replicated: data of another lineage is of another shard."""
+    """Identity of the store; data of another lineage belongs to another shard."""
     in_sync: frozenset[str]
-    """Ids of the replicas that have all that was acknowledged."""
+    """Ids of the replicas that have every acknowledged write."""
     fence: int
-    """Of the leader that wrote the record."""
+    """Fence of the leader that wrote the record."""
     revision: int = 0
     """In etcd; 0 before it is written."""
 

@@ -35,9 +35,9 @@ class Binding:
 
     lineage: str
     directory_id: str
-    """Of the one data directory that serves it; empty while it is replicated."""
+    """Identity of the data directory that serves it; empty while it is replicated."""
     data_dir: str
-    """Where that was when it last started, for people."""
+    """Path of that directory at its last start, for messages."""
     host: str
     instance_id: str
 

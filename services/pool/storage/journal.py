@@ -44,11 +44,11 @@ class ReplicaState(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Position and history of a replica."""
 
     replica_id: str = ""
-    """Of the data directory; empty for a shard that was never replicated."""
+    """Identity of the data directory; empty for a shard that was never replicated."""
     lineage: str = ""
-    """Of the shard; empty until it follows or leads."""
+    """Lineage of the shard; empty until it follows or leads."""
     position: int = 0
-    """Of the newest commit."""
+    """Position of the newest commit."""
     agreed_position: int = 0
     """Newest one that another replica is known to have had as well."""
     journal_from: int = 0
@@ -63,7 +63,7 @@ class ReplicaState(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """While a whole copy is made: the CopyProgress of its last page."""
     terms: tuple[tuple[int, int], ...] = ()
     """Leaderships that made its commits, oldest first, as far back as the journal: the term, and
-    the position behind which it began. Term 0 is nobody's."""
+    the position behind which it began. Term 0 has no leader."""
 
     def term_at(self, position: int) -> int:
         """The leadership that made the commit at `position`."""

@@ -214,7 +214,7 @@ class Environment:
                 f"the pool shard is full: its map has reached map_max_bytes {self.map_max_bytes}",
                 retry_after_s=DISK_RETRY_S,
             )
-        # The map moves, so nobody may look into it meanwhile.
+        # The map moves: no reader may use it meanwhile.
         with self._gate.exclusive():
             self._lmdb.set_mapsize(min(2 * size, self.map_max_bytes))
 

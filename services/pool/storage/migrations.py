@@ -49,7 +49,7 @@ MIGRATIONS: Mapping[int, Migration] = {
     # 3 to 4: what is pending, what is settled in order, tags, and the counters.
     3: rebuild,
 }
-"""What takes a shard from the version named to the next."""
+"""Migrations from each version to the next."""
 
 
 def migrate(

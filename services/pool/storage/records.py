@@ -48,7 +48,7 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=Tru
     domain: str = ""
     """Known once sealed."""
     turns: int = 0
-    """This and the three below are counted at the seal; until then the turns tell."""
+    """This and the three below are counted at the seal; before it, from the turns."""
     sampled_tokens: int = 0
     min_weight_version: int = -1
     max_weight_version: int = -1
@@ -59,13 +59,13 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=Tru
     rewarded_change: int = 0
     """Number of its latest reward after that; 0 before the first."""
     turn_bytes: int = 0
-    """Of its turns as stored, counted at the seal."""
+    """Bytes of its turns as stored, counted at the seal."""
     freed: bool = False
     """Turns and rewards are gone, or going; nothing may be added."""
     outcome: float | None = None
     """Sum of its outcome rewards, once freed; None when it had none."""
     closing_agent_s: float | None = None
-    """From the end of its last turn to the end of the agent, by its seal; None when not known."""
+    """Seconds from the end of its last turn to the end of the agent; None if unknown."""
     reward_events: int = 0
     """This and the two below are kept from the closing on; see
     `data.closed_digests`."""
@@ -165,7 +165,7 @@ def open_value(table: Table, key: bytes, value: Payload) -> Payload:
 
 
 def is_intact_entry(key: bytes, value: bytes) -> bool:
-    """Whether an index entry, which has no payload, lies under the key it was stored under."""
+    """True if an index entry, which has no payload, is under its original key."""
     return value == checksum_of(key, b"")
 
 

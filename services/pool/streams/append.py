@@ -42,7 +42,7 @@ class AppendStream:
         self._writer = writer
         self._assembly = _Assembly(max_turn_bytes)
         self._arrived = asyncio.Event()
-        """Set when something waits, or nothing more will come."""
+        """Set while turns wait, and at the end."""
         self._room = asyncio.Event()
         self._room.set()
         self._waiting: deque[_Arrival] = deque()
@@ -50,7 +50,7 @@ class AppendStream:
         self._ended = False
         self._draining = False
         self._together = False
-        """Whether the sender puts several turns in a message, and takes answers likewise."""
+        """The sender puts several turns in a message, and takes answers likewise."""
         self._intake: asyncio.Task[None] | None = None
 
     async def responses(

@@ -29,12 +29,12 @@ from services.pool.store import PoolStore
 
 MAX_TAILS = 256
 PAGE_ENTRIES = 256
-"""Of the log, looked at in one snapshot."""
+"""Most entries read in one snapshot."""
 PAGE_BYTES = 1 << 20
 POLL_S = 1.0
 """Longest delay of a change without a wake-up, as after a restart of the writer."""
 STALL_S = 60.0
-"""How long one response may wait to be taken."""
+"""Longest wait of one response for its reader."""
 
 T = TypeVar("T")
 Send = Callable[[pool_pb2.TailTrajectoriesResponse], Coroutine[Any, Any, None]]
@@ -49,7 +49,7 @@ class LogPage:
     last: int
     """Number of the last entry looked at."""
     ended: bool
-    """Whether nothing follows it."""
+    """True at the end of the log."""
 
 
 def read_log(
@@ -138,30 +138,32 @@ class Tails:
     async def _follow(self, request: pool_pb2.TailTrajectoriesRequest, send: Send) -> None:
         shard = self._store.shard
         last = await self._read(partial(first_number, request=request, shard=shard))
-        # Told at once where it stands, a reader can resume even if nothing ever fits.
+        # With a first cursor a reader can resume even if no entry ever fits.
         await self._send(
             send, pool_pb2.TailTrajectoriesResponse(cursor=cursor_text(shard, last)), last
         )
-        told = last
+        sent_number = last
         while not self._draining:
             grown = self._grown
             page = await self._read(
                 partial(read_log, wanted=request.filter, shard=shard, after=last)
             )
             for number, response in page.responses:
-                await self._send(send, response, told)
-                told = number
+                await self._send(send, response, sent_number)
+                sent_number = number
             last = page.last
-            if last - told >= PAGE_ENTRIES:
+            if last - sent_number >= PAGE_ENTRIES:
                 # A reader whose filter is narrow would otherwise resume far back.
                 cursor = cursor_text(shard, last)
-                await self._send(send, pool_pb2.TailTrajectoriesResponse(cursor=cursor), told)
-                told = last
+                await self._send(
+                    send, pool_pb2.TailTrajectoriesResponse(cursor=cursor), sent_number
+                )
+                sent_number = last
             if page.ended:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(grown.wait(), POLL_S)
         raise Unavailable(
-            f"this pool instance is draining: go on with cursor {cursor_text(shard, told)}"
+            f"this pool instance is draining: resume from cursor {cursor_text(shard, sent_number)}"
         )
 
     async def _read(self, look: Callable[[Records], T]) -> T:
@@ -182,7 +184,7 @@ class Tails:
             self._unsent.add(sent)
             sent.add_done_callback(self._forget)
             raise ResourceExhausted(
-                f"a response was not taken for {self._stall_s:g} s: go on with cursor "
+                f"a response was not taken for {self._stall_s:g} s: resume from cursor "
                 f"{cursor_text(self._store.shard, resume_after)}"
             )
         sent.result()

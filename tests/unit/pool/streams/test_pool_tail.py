@@ -148,7 +148,7 @@ async def test_draining_ends_every_tail_with_its_cursor(store, tails):
     tails.announce()
     await reader.reach(2)
     tails.drain()
-    with pytest.raises(Unavailable, match="draining: go on with cursor s0/1"):
+    with pytest.raises(Unavailable, match="draining: resume from cursor s0/1"):
         await task
 
 
