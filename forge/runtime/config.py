@@ -93,7 +93,7 @@ class Setting:
     """`name`, or `table.name`."""
     type: Any
     value: Any
-    owner: type[Any]
+    owner: type[Any] = ServiceConfig
     """The dataclass with the field."""
 
     @property
@@ -143,7 +143,8 @@ def load(
     if "--help" in argv or "-h" in argv:
         sys.stdout.write(_help(default, service))
         raise SystemExit(0)
-    words = known | settings_of(_Flags())
+    extra = (("config", str), ("print_config", bool))
+    words = known | {key: Setting(key=key, type=kind, value="") for key, kind in extra}
     flags = _read(_flags(argv, words), words)
     file = flags.pop("config", "") or environ.get("FORGE_CONFIG", "")
     print_only = flags.pop("print_config", False)
@@ -170,12 +171,6 @@ def to_toml(config: ServiceConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Flags:
-    config: str = ""
-    print_config: bool = False
-
-
 def settings_of(table: Any, prefix: str = "") -> dict[str, Setting]:
     """Return the settings of a config by key."""
     found: dict[str, Setting] = {}
@@ -194,10 +189,10 @@ def _changed(table: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     changes = {}
     for field in dataclasses.fields(table):
         key, value = prefix + field.name, getattr(table, field.name)
-        if dataclasses.is_dataclass(value):
-            changes[field.name] = _changed(value, values, key + ".")
-        elif key in values:
-            changes[field.name] = values[key]
+        nested = dataclasses.is_dataclass(value)
+        changes[field.name] = (
+            _changed(value, values, key + ".") if nested else values.get(key, value)
+        )
     return dataclasses.replace(table, **changes)
 
 
