@@ -14,6 +14,7 @@ from forge.core.errors import ConfigError, StaleFence, Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.security import Keyring, Security
 from tests.support.runtime.etcd import Certificates, EtcdServer, free_port
+from tests.support.runtime.waiting import LIMIT_S
 
 
 async def test_registered_instance_is_discovered_with_address_and_metadata(
@@ -24,7 +25,7 @@ async def test_registered_instance_is_discovered_with_address_and_metadata(
         "pool", "pool-0", "127.0.0.1:7001", metadata={"shard": "a"}
     )
     other = await Coordinator.connect(etcd.endpoint, cluster=cluster)
-    (found,) = await other.discover("pool").wait(timeout_s=30)
+    (found,) = await other.discover("pool").wait(timeout_s=LIMIT_S)
     assert (found.kind, found.instance_id, found.address) == ("pool", "pool-0", "127.0.0.1:7001")
     assert found.metadata == {"shard": "a"}
     assert registration.alive
@@ -56,7 +57,7 @@ async def test_registration_outlives_a_pause_in_its_making(
     ) -> int | None:
         leases.append(lease_id)
         if len(leases) == 1:
-            await etcd.revoke(lease_id, timeout_s=60)
+            await etcd.revoke(lease_id, timeout_s=LIMIT_S)
             # Real time: by its own clock the lease runs out, too.
             await asyncio.sleep(1.0)
         return await swap(key, value, expected_revision=expected_revision, lease_id=lease_id)
@@ -64,7 +65,7 @@ async def test_registration_outlives_a_pause_in_its_making(
     monkeypatch.setattr(etcd, "swap", paused_once)
     registration = await coordinator.register("pool", "pool-0", "127.0.0.1:7001", ttl_s=1.0)
     assert len(leases) > 1
-    await coordinator.discover("pool").wait(timeout_s=60)
+    await coordinator.discover("pool").wait(timeout_s=LIMIT_S)
     await registration.close()
 
 
@@ -72,9 +73,11 @@ async def test_updated_metadata_reaches_discovery(coordinator: Coordinator) -> N
     """An update replaces the metadata that others see, under a later revision."""
     registration = await coordinator.register("decode", "d", "h:1", metadata={"version": "1"})
     discovery = coordinator.discover("decode")
-    (before,) = await discovery.wait(timeout_s=30)
+    (before,) = await discovery.wait(timeout_s=LIMIT_S)
     await registration.update({"version": "2"})
-    (after,) = await discovery.wait(timeout_s=30, where=lambda one: one.metadata["version"] == "2")
+    (after,) = await discovery.wait(
+        timeout_s=LIMIT_S, where=lambda one: one.metadata["version"] == "2"
+    )
     assert after.revision > before.revision
     await registration.close()
 
@@ -83,10 +86,10 @@ async def test_closed_registration_leaves_discovery_at_once(coordinator: Coordin
     """Who leaves is not waited for until its lease runs out."""
     registration = await coordinator.register("pool", "p", "h:1", ttl_s=300)
     discovery = coordinator.discover("pool")
-    await discovery.wait(timeout_s=30)
+    await discovery.wait(timeout_s=LIMIT_S)
     await registration.close()
     while discovery.instances:
-        await asyncio.wait_for(discovery.changed(), 30)
+        await asyncio.wait_for(discovery.changed(), LIMIT_S)
     assert not registration.alive
 
 
@@ -103,7 +106,7 @@ async def test_clusters_on_one_etcd_do_not_see_each_other(
     stranger = await Coordinator.connect(etcd.endpoint, cluster="stranger")
     theirs = await stranger.register("pool", "p", "h:1")
     mine = await coordinator.register("pool", "q", "h:2")
-    (found,) = await coordinator.discover("pool").wait(timeout_s=30)
+    (found,) = await coordinator.discover("pool").wait(timeout_s=LIMIT_S)
     assert found.instance_id == "q"
     await theirs.close()
     await mine.close()
@@ -154,7 +157,7 @@ async def test_one_leader_at_a_time_with_growing_fence(
     await first.resign()
     assert not first.alive
     await first.lost()
-    second = await asyncio.wait_for(waiting, 30)
+    second = await asyncio.wait_for(waiting, LIMIT_S)
     assert second.alive
     assert second.fence > first.fence
     await second.resign()
@@ -176,7 +179,7 @@ async def test_of_many_candidates_each_is_elected_in_its_turn(coordinator: Coord
         leaders -= 1
         await leadership.resign()
 
-    await asyncio.wait_for(asyncio.gather(*(lead_once(index) for index in range(6))), 240)
+    await asyncio.wait_for(asyncio.gather(*(lead_once(index) for index in range(6))), LIMIT_S)
     assert fences == sorted(set(fences))
     assert len(fences) == 6
 
@@ -202,13 +205,13 @@ async def test_who_leaves_while_etcd_writes_leaves_nothing_behind(
             if entered == "discovery"
             else coordinator.campaign("scheduler", "a", ttl_s=600.0)
         )
-        await asyncio.wait_for(written.wait(), 60)
+        await asyncio.wait_for(written.wait(), LIMIT_S)
         entering.cancel()
         await asyncio.wait({entering})
     assert entering.cancelled()
     assert await coordinator.get("services/pool/pool-0") is None
     assert await coordinator.get("leader/scheduler") is None
-    leadership = await asyncio.wait_for(coordinator.campaign("scheduler", "b"), 60)
+    leadership = await asyncio.wait_for(coordinator.campaign("scheduler", "b"), LIMIT_S)
     await leadership.resign()
 
 
@@ -260,6 +263,6 @@ async def test_entry_that_nobody_can_read_does_not_hide_the_others(
     discovery = coordinator.discover("pool")
     await coordinator.compare_and_swap("services/pool/junk", b"not json", expected_revision=0)
     registration = await coordinator.register("pool", "p", "h:1")
-    (found,) = await discovery.wait(timeout_s=30)
+    (found,) = await discovery.wait(timeout_s=LIMIT_S)
     assert found.instance_id == "p"
     await registration.close()

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from forge.core.errors import Unavailable
 from forge.runtime.coordination import Coordinator
 from tests.support.runtime.etcd import EtcdServer
-from tests.support.runtime.waiting import until
+from tests.support.runtime.waiting import LIMIT_S, until
 
 TTL_S = 2.0
 """The shortest lease that etcd grants."""
@@ -47,7 +47,7 @@ async def test_killed_etcd_leaves_the_last_known_view(
     """While etcd is down, who was there is still there, however long the TTL is over."""
     registration = await member.register("pool", "p", "h:1", ttl_s=TTL_S)
     discovery = observer.discover("pool")
-    await discovery.wait(timeout_s=30)
+    await discovery.wait(timeout_s=LIMIT_S)
     await in_thread(own_etcd.kill)
     await until(lambda: not registration.alive)
     # Real time: a lease runs out that nobody can ask.
@@ -63,7 +63,7 @@ async def test_after_kill_and_restart_all_is_as_before_without_flapping(
     """Registrations come back, discovery follows anew, and at no time was it empty."""
     registration = await member.register("pool", "p", "h:1", ttl_s=TTL_S)
     discovery = observer.discover("pool")
-    await discovery.wait(timeout_s=30)
+    await discovery.wait(timeout_s=LIMIT_S)
     seen: list[int] = []
 
     async def record() -> None:
@@ -78,7 +78,7 @@ async def test_after_kill_and_restart_all_is_as_before_without_flapping(
     await in_thread(own_etcd.start)
     await until(lambda: registration.alive)
     second = await member.register("pool", "q", "h:2", ttl_s=TTL_S)
-    await discovery.wait(count=2, timeout_s=30)
+    await discovery.wait(count=2, timeout_s=LIMIT_S)
     assert min(seen) == 1
     recorder.cancel()
     await second.close()
@@ -91,10 +91,10 @@ async def test_freeze_beyond_the_ttl_ends_leadership_while_it_lasts(
     """A leader that etcd no longer answers knows that it leads no more, before a rival can."""
     leadership = await member.campaign("scheduler", "a", ttl_s=TTL_S)
     own_etcd.freeze()
-    await asyncio.wait_for(leadership.lost(), 30)
+    await asyncio.wait_for(leadership.lost(), LIMIT_S)
     assert not leadership.alive
     own_etcd.thaw()
-    successor = await asyncio.wait_for(observer.campaign("scheduler", "b", ttl_s=TTL_S), 30)
+    successor = await asyncio.wait_for(observer.campaign("scheduler", "b", ttl_s=TTL_S), LIMIT_S)
     assert successor.fence > leadership.fence
     assert not leadership.alive
     await successor.resign()
@@ -106,7 +106,7 @@ async def test_freeze_beyond_the_ttl_is_survived_by_registrations(
     """`alive` goes false in time; after the thaw the entry comes back and was never missed."""
     registration = await member.register("pool", "p", "h:1", metadata={"a": "1"}, ttl_s=TTL_S)
     discovery = observer.discover("pool")
-    await discovery.wait(timeout_s=30)
+    await discovery.wait(timeout_s=LIMIT_S)
     own_etcd.freeze()
     await until(lambda: not registration.alive)
     # Real time: etcd's own lease runs out while it is frozen.
@@ -119,7 +119,7 @@ async def test_freeze_beyond_the_ttl_is_survived_by_registrations(
         return registration.alive
 
     await until(back)
-    (found,) = await discovery.wait(timeout_s=30)
+    (found,) = await discovery.wait(timeout_s=LIMIT_S)
     assert found.metadata == {"a": "1"}
     assert set(lengths) == {1}
 
@@ -130,11 +130,11 @@ async def test_metadata_changed_during_an_outage_is_seen_after_it(
     """An update never fails for want of etcd: it is written once etcd is back."""
     registration = await member.register("decode", "d", "h:1", metadata={"v": "1"}, ttl_s=TTL_S)
     discovery = observer.discover("decode")
-    await discovery.wait(timeout_s=30)
+    await discovery.wait(timeout_s=LIMIT_S)
     await in_thread(own_etcd.kill)
     await registration.update({"v": "2"})
     await in_thread(own_etcd.start)
-    await discovery.wait(timeout_s=30, where=lambda one: one.metadata["v"] == "2")
+    await discovery.wait(timeout_s=LIMIT_S, where=lambda one: one.metadata["v"] == "2")
 
 
 async def test_instance_that_dies_while_all_is_well_is_gone_with_its_lease(
@@ -143,7 +143,7 @@ async def test_instance_that_dies_while_all_is_well_is_gone_with_its_lease(
     """The grace is for outages of etcd alone: a dead instance is not kept by it."""
     await member.register("pool", "p", "h:1", ttl_s=TTL_S)
     discovery = observer.discover("pool")
-    await discovery.wait(timeout_s=30)
+    await discovery.wait(timeout_s=LIMIT_S)
     await member.close()
     await until(lambda: not discovery.instances)
 
@@ -154,7 +154,7 @@ async def test_instance_that_died_in_an_outage_is_gone_after_the_grace(
     """Who does not come back after etcd did is dropped in the end."""
     await member.register("pool", "p", "h:1", ttl_s=TTL_S)
     discovery = observer.discover("pool")
-    await discovery.wait(timeout_s=30)
+    await discovery.wait(timeout_s=LIMIT_S)
     await in_thread(own_etcd.kill)
     await member.close()
     await in_thread(own_etcd.start)
@@ -175,7 +175,7 @@ async def test_watch_from_a_compacted_revision_starts_over(
         for version in (b"2", b"3", b"4"):
             revision = await swap_in_the_end(member, version)
         await own_etcd.compact(revision)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             async for value in values:
                 if value is not None and value.value == b"4":
                     break
@@ -218,7 +218,7 @@ async def test_snapshot_overtaken_by_a_compaction_is_taken_again(
         return found
 
     monkeypatch.setattr(kv, "get", get_then_compact)
-    async with asyncio.timeout(30), aclosing(observer.follow("config/a")) as values:
+    async with asyncio.timeout(LIMIT_S), aclosing(observer.follow("config/a")) as values:
         seen = [await anext(values), await anext(values)]
     assert [one.value for one in seen if one is not None] == [b"1", b"3"]
     assert snapshots == 2
@@ -230,13 +230,13 @@ async def test_lost_data_directory_is_survived(
     """Even an etcd that forgot everything gets its registrations back, on the same watch."""
     registration = await member.register("pool", "p", "h:1", ttl_s=TTL_S)
     discovery = observer.discover("pool")
-    await discovery.wait(timeout_s=30)
+    await discovery.wait(timeout_s=LIMIT_S)
     await in_thread(own_etcd.kill)
     own_etcd.forget()
     await in_thread(own_etcd.start)
     await until(lambda: registration.alive)
     second = await member.register("pool", "q", "h:2", ttl_s=TTL_S)
-    await discovery.wait(count=2, timeout_s=30)
+    await discovery.wait(count=2, timeout_s=LIMIT_S)
     await second.close()
 
 

@@ -19,6 +19,7 @@ from forge.runtime.coordination import Coordinator, Registration
 from forge.runtime.rpc import Channels, Remote, RpcServer
 from forge.runtime.security import Keyring, Security
 from tests.support.runtime.echo import FULL_NAME, EchoServicer, EchoStub, add_to_server
+from tests.support.runtime.waiting import LIMIT_S
 
 
 @dataclass
@@ -83,7 +84,7 @@ async def test_calls_spread_over_all_instances(kind: Kind) -> None:
     """No instance is left idle."""
     await kind.add("a")
     await kind.add("b")
-    await kind.coordinator.discover("echo").wait(count=2, timeout_s=30)
+    await kind.coordinator.discover("echo").wait(count=2, timeout_s=LIMIT_S)
     assert {await ask(kind, "name") for _ in range(50)} == {"a", "b"}
 
 
@@ -93,7 +94,7 @@ async def test_where_restricts_the_choice(kind: Kind) -> None:
     await kind.add("b", leader="true")
     for _ in range(10):
         answer = await kind.remote.call(
-            "Unary", b"name", timeout_s=30, where=lambda one: "leader" in one.metadata
+            "Unary", b"name", timeout_s=LIMIT_S, where=lambda one: "leader" in one.metadata
         )
         assert answer == b"b"
 
@@ -102,10 +103,10 @@ async def test_failed_attempt_is_made_again_on_another_instance(kind: Kind) -> N
     """One broken instance is not seen by who retries."""
     broken = await kind.add("broken")
     await kind.add("sound")
-    await kind.coordinator.discover("echo").wait(count=2, timeout_s=30)
+    await kind.coordinator.discover("echo").wait(count=2, timeout_s=LIMIT_S)
     broken.servicer.failures = [Unavailable("starting") for _ in range(100)]
     for _ in range(20):
-        assert await ask(kind, "name", retry_for_s=30) == "sound"
+        assert await ask(kind, "name", retry_for_s=LIMIT_S) == "sound"
 
 
 async def test_stopped_server_is_retried_elsewhere_while_its_lease_still_stands(
@@ -114,17 +115,17 @@ async def test_stopped_server_is_retried_elsewhere_while_its_lease_still_stands(
     """Between a crash and the end of its lease, calls go to who is left."""
     gone = await kind.add("gone")
     await kind.add("left")
-    await kind.coordinator.discover("echo").wait(count=2, timeout_s=30)
+    await kind.coordinator.discover("echo").wait(count=2, timeout_s=LIMIT_S)
     await gone.server.stop(grace_s=0)
     for _ in range(20):
-        assert await ask(kind, "name", retry_for_s=30) == "left"
+        assert await ask(kind, "name", retry_for_s=LIMIT_S) == "left"
 
 
 async def test_overload_is_retried_after_the_hint(kind: Kind) -> None:
     """RESOURCE_EXHAUSTED is waited out, not passed on, while there is time."""
     member = await kind.add("a")
     member.servicer.failures = [ResourceExhausted("full", retry_after_s=0.01) for _ in range(3)]
-    assert await ask(kind, "name", retry_for_s=30) == "a"
+    assert await ask(kind, "name", retry_for_s=LIMIT_S) == "a"
     assert member.servicer.seen == ["name"] * 4
 
 
@@ -132,7 +133,7 @@ async def test_error_a_retry_cannot_cure_is_raised_at_once(kind: Kind) -> None:
     """A wrong field stays wrong."""
     member = await kind.add("a")
     with pytest.raises(InvalidArgument, match="told to raise"):
-        await ask(kind, "raise:InvalidArgument", retry_for_s=30)
+        await ask(kind, "raise:InvalidArgument", retry_for_s=LIMIT_S)
     assert len(member.servicer.seen) == 1
 
 
@@ -148,7 +149,7 @@ async def test_without_retry_time_there_is_one_attempt(kind: Kind) -> None:
 async def test_attempt_without_an_answer_ends_at_its_deadline(kind: Kind) -> None:
     """Every call has a deadline, also towards an instance that hangs."""
     await kind.add("a")
-    await kind.coordinator.discover("echo").wait(timeout_s=30)
+    await kind.coordinator.discover("echo").wait(timeout_s=LIMIT_S)
     with pytest.raises(DeadlineExceeded):
         await ask(kind, "wait", timeout_s=0.3)
 
@@ -156,8 +157,8 @@ async def test_attempt_without_an_answer_ends_at_its_deadline(kind: Kind) -> Non
 async def test_pick_gives_an_instance_and_its_stub_for_streams(kind: Kind) -> None:
     """Streams choose once and know whom they chose."""
     await kind.add("a")
-    instance, stub = await kind.remote.pick(timeout_s=30)
+    instance, stub = await kind.remote.pick(timeout_s=LIMIT_S)
     assert instance.instance_id == "a"
-    answers = [answer async for answer in stub.UnaryStream(b"name say:x", timeout=30)]
+    answers = [answer async for answer in stub.UnaryStream(b"name say:x", timeout=LIMIT_S)]
     assert answers == [b"a", b"x"]
     assert kind.remote.instances() == (instance,)

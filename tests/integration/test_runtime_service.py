@@ -111,7 +111,7 @@ async def start(tmp_path: Path, etcd: EtcdServer, cluster: str) -> AsyncIterator
 
 async def say(address: str, text: str) -> str:
     async with grpc.aio.insecure_channel(address) as channel:
-        answer: bytes = await EchoStub(channel).Unary(text.encode(), timeout=30)
+        answer: bytes = await EchoStub(channel).Unary(text.encode(), timeout=START_S)
         return answer.decode()
 
 
@@ -169,7 +169,9 @@ async def test_metrics_are_served_where_the_registration_says(
     (instance,) = await coordinator.discover("echo").wait(timeout_s=START_S)
     await say(instance.address, "say:x")
     url = f"http://{instance.metadata['metrics']}/metrics"
-    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=30).read().decode())
+    text = await asyncio.to_thread(
+        lambda: urllib.request.urlopen(url, timeout=START_S).read().decode()
+    )
     assert 'forge_rpc_calls_total{code="OK",method="/test.Echo/Unary"} 1.0' in text
     assert 'forge_actor_mailbox_depth{actor="Worker"} 0.0' in text
 
@@ -213,7 +215,7 @@ async def test_what_changes_while_it_is_registered_is_announced(
         assert process._context.registration is not None
         undo.push_async_callback(process._context.registration.close)
         await coordinator.discover("echo").wait(
-            timeout_s=30, where=lambda one: one.metadata["color"] == "blue"
+            timeout_s=START_S, where=lambda one: one.metadata["color"] == "blue"
         )
 
 
