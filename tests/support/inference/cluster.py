@@ -139,7 +139,9 @@ class InferenceCluster:
             ),
             *("--router.worker-wait-s", str(START_S)),
         ]
+        self._etcd, self._name = etcd, name
         self._processes: dict[str, ServiceProcess] = {}
+        self._killed: list[str] = []
         self._numbers = itertools.count()
         self.channels = Channels(security)
         self._server = RpcServer(service="trainer", host="127.0.0.1", port=0, security=security)
@@ -155,10 +157,12 @@ class InferenceCluster:
         return name
 
     async def workers(self, role: str, count: int) -> list[str]:
-        """Names of exactly `count` registered workers of a role; starts and kills as needed."""
+        """Names of exactly `count` registered workers of a role; starts and kills as needed. Those
+        that were killed before are found no longer."""
         names = [name for name in self._processes if name.startswith(role)]
         for name in names[count:]:
             self.kill(name)
+        await self._forget_killed()
         names = names[:count] + [self.start(role) for _ in range(count - len(names))]
         for name in names:
             await self.registered(role, name)
@@ -210,6 +214,21 @@ class InferenceCluster:
         process = self._processes.pop(name)
         process.kill()
         process.wait()
+        self._killed.append(name)
+
+    async def _forget_killed(self) -> None:
+        """As when their TTL has passed: the router tries them no more."""
+        if not self._killed:
+            return
+        for name in self._killed:
+            await self._etcd.end_leases(self._name, name)
+
+        async def forgotten() -> bool:
+            workers = (await self.status()).workers
+            return not any(worker.instance_id in self._killed for worker in workers)
+
+        await until(forgotten)
+        self._killed.clear()
 
     def terminate(self, name: str) -> None:
         """SIGTERM, without waiting."""
