@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import uvloop
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from forge.runtime.coordination import Coordinator
 from tests.support.runtime.etcd import EtcdServer
@@ -29,7 +29,9 @@ _clusters = itertools.count()
 
 # No test asserts a time: on a busy machine an example may take as long as it likes. The default run
 # says the same of the same code every time; `make fuzz` looks for examples that nobody thought of.
-settings.register_profile("forge", deadline=None, derandomize=True)
+# Phase.explain traces each line: a failure is reported within the time a test may take without it.
+_phases = set(Phase) - {Phase.explain}
+settings.register_profile("forge", deadline=None, derandomize=True, phases=_phases)
 settings.register_profile("fuzz", deadline=None, print_blob=True)
 settings.load_profile("forge")
 
