@@ -256,13 +256,13 @@ class Run:
     def _settling(
         self, placement: Placement
     ) -> Iterator[Callable[[Prefilled | Decoded | Failed], None]]:
-        """Around a placement and its call: the router actor gets exactly one outcome."""
+        """Around a placement and its call: the router actor gets exactly one answer."""
         settled = False
 
-        def settle(outcome: Prefilled | Decoded | Failed) -> None:
+        def settle(answer: Prefilled | Decoded | Failed) -> None:
             nonlocal settled
             settled = True
-            self._tell(outcome)
+            self._tell(answer)
 
         try:
             yield settle

@@ -57,34 +57,34 @@ class Writer(ThreadActor):
 
     def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
         """Commits the commands in order; one answer each."""
-        outcomes: list[Any] = []
+        answers: list[Any] = []
         for commands in chunked(messages, size_of=_cost_bytes, max_bytes=COMMIT_BYTES):
-            outcomes += self._commit(commands)
-        return outcomes
+            answers += self._commit(commands)
+        return answers
 
     def _commit(self, commands: Sequence[Command]) -> list[Any]:
         started_s = time.perf_counter()
         try:
-            outcomes = self._store.commit(commands)
+            answers = self._store.commit(commands)
         except ForgeError as error:
             # The whole commit was refused for lack of room: each sender may retry.
             log.warning("commit_refused", commands=len(commands), error=str(error))
             COMMIT_FAILURES.labels(error.code).inc()
             return [error] * len(commands)
         COMMIT_SECONDS.observe(time.perf_counter() - started_s)
-        for command, outcome in zip(commands, outcomes, strict=True):
-            _count_refusals(command, outcome)
+        for command, answer in zip(commands, answers, strict=True):
+            _count_refusals(command, answer)
             COMMANDS.labels(type(command).__name__).inc()
             COMMITTED_BYTES.inc(command.cost_bytes)
         USED_BYTES.set(self._store.used_bytes)
         LIVE_BYTES.set(self._store.live_bytes)
         DISK_FREE_BYTES.set(self._store.disk_free_bytes)
-        return outcomes
+        return answers
 
 
-def _count_refusals(command: Command, outcome: Any) -> None:
+def _count_refusals(command: Command, answer: Any) -> None:
     # Each turn has an answer, unless there was no room for any.
-    answers = outcome if isinstance(outcome, tuple) else (outcome,)
+    answers = answer if isinstance(answer, tuple) else (answer,)
     for answer in answers:
         if isinstance(answer, ForgeError):
             REFUSALS.labels(type(command).__name__, answer.code).inc()

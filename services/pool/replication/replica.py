@@ -102,17 +102,17 @@ class Replica:
         return self._leader
 
     async def with_repair(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
-        """The outcome of `attempt`, repeated after each damaged record that the follower could
+        """The answer of `attempt`, repeated after each damaged record that the follower could
         replace."""
         met: set[Key] = set()
         while True:
-            outcome = await attempt()
-            damage = _damage_in(outcome)
+            answer = await attempt()
+            damage = _damage_in(answer)
             if damage is None or (damage.table, damage.key) in met or self._self_repair is None:
-                return outcome
+                return answer
             met.add((damage.table, damage.key))
             if not await self._self_repair.repaired(damage):
-                return outcome
+                return answer
 
     async def records(self, request: replica_pb2.FetchRecordsRequest) -> bytes:
         """Serialized RecordChanges for FetchRecords."""
@@ -263,7 +263,7 @@ class LeadersWriter:
 
             async def attempt() -> Any:
                 left_s = max(0.0, give_up_s - time.monotonic())
-                return await _outcome(self._writer.ask(message, timeout_s=left_s))
+                return await _answer_or_error(self._writer.ask(message, timeout_s=left_s))
 
             answer = await self._replica.with_repair(attempt)
             # A refusal, too, may depend on unconfirmed commits.
@@ -284,7 +284,7 @@ class LeadersReaders:
     async def run(self, read: Callable[[], T]) -> T:
         """As the readers'; repairs damaged records first. Raises `Unavailable` on a follower."""
         leader = self._replica.leader
-        found = await self._replica.with_repair(lambda: _outcome(self._readers.run(read)))
+        found = await self._replica.with_repair(lambda: _answer_or_error(self._readers.run(read)))
         if isinstance(found, ForgeError):
             raise found
         if leader.gate.required:
@@ -293,14 +293,14 @@ class LeadersReaders:
         return cast(T, found)
 
 
-async def _outcome(answer: Awaitable[T]) -> T | ForgeError:
+async def _answer_or_error(answer: Awaitable[T]) -> T | ForgeError:
     try:
         return await answer
     except ForgeError as error:
         return error
 
 
-def _damage_in(outcome: Any) -> DamagedRecord | None:
-    """The first damaged record of an outcome; turns have an answer each."""
-    outcomes = outcome if isinstance(outcome, tuple) else (outcome,)
-    return next((one for one in outcomes if isinstance(one, DamagedRecord)), None)
+def _damage_in(answer: Any) -> DamagedRecord | None:
+    """The first damaged record of an answer; turns have an answer each."""
+    answers = answer if isinstance(answer, tuple) else (answer,)
+    return next((one for one in answers if isinstance(one, DamagedRecord)), None)

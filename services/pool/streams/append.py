@@ -122,21 +122,21 @@ class AppendStream:
             if isinstance(arrival.turn, ForgeError):
                 REFUSALS.labels(AppendTurns.__name__, arrival.turn.code).inc()
         try:
-            outcomes = iter(await self._commit(turns))
+            answers = iter(await self._commit(turns))
         except ForgeError as error:
-            outcomes = iter([error] * len(turns))
+            answers = iter([error] * len(turns))
         return [
-            _response(a.sequence, next(outcomes) if isinstance(a.turn, NewTurn) else a.turn)
+            _response(a.sequence, next(answers) if isinstance(a.turn, NewTurn) else a.turn)
             for a in batch
         ]
 
     async def _commit(self, turns: tuple[NewTurn, ...]) -> tuple[ForgeError | None, ...]:
         if not turns:
             return ()
-        outcomes: tuple[ForgeError | None, ...] = await self._writer.ask(
+        answers: tuple[ForgeError | None, ...] = await self._writer.ask(
             AppendTurns(turns=turns), timeout_s=COMMIT_TIMEOUT_S
         )
-        return outcomes
+        return answers
 
 
 def _response(sequence: int, error: ForgeError | None) -> pool_pb2.AppendTurnsResponse:

@@ -399,5 +399,5 @@ class DecodeActor(ThreadActor):
 
 
 def _deliver_all(outbox: Sequence[tuple[Deliver, Piece | ForgeError]]) -> None:
-    for deliver, outcome in outbox:
-        deliver(outcome)
+    for deliver, answer in outbox:
+        deliver(answer)

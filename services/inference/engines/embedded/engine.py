@@ -172,15 +172,15 @@ class EmbeddedPrefill(_Embedded):
         try:
             matcher = await self._grammars.matcher(prompt)
             async with self._held.reading(prompt):
-                outcome: HeldPrompt = await self._actor.ask(
+                held_prompt: HeldPrompt = await self._actor.ask(
                     Read(prompt=prompt, asked_s=now_s, matcher=matcher),
                     timeout_s=self._options.request_timeout_s,
                 )
-                self._held.hold(prompt, outcome, hold_s=hold_s)
+                self._held.hold(prompt, held_prompt, hold_s=hold_s)
         except BaseException:
             self._work.add(-1)
             raise
-        return outcome.prefilled
+        return held_prompt.prefilled
 
     async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:
         """See `PrefillEngine`."""

@@ -97,14 +97,14 @@ class Policy:
         logits_at: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return logits [rows, vocabulary] of the packed tokens, or of those at `logits_at`."""
-        outcome = self._model(
+        output = self._model(
             input_ids=ids_N[None],
             position_ids=positions_N[None],
             use_cache=False,
             logits_to_keep=0 if logits_at is None else logits_at,
             kv_pass=kv_pass,
         )
-        logits: torch.Tensor = outcome.logits[0]
+        logits: torch.Tensor = output.logits[0]
         return logits
 
     def stage(self, tensors: Mapping[str, NamedTensor], *, version: int) -> StagedWeights:

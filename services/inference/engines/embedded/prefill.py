@@ -97,19 +97,19 @@ class PrefillActor(ThreadActor):
 
     def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
         """Read consecutive prompts as one batch; a swap separates batches."""
-        outcomes: list[Any] = []
+        answers: list[Any] = []
         waiting: list[Read] = []
         for message in messages:
             match message:
                 case Read():
                     waiting.append(message)
                 case Swap(weights=weights):
-                    outcomes += self._read(waiting)
+                    answers += self._read(waiting)
                     waiting = []
                     self._policy.swap(weights)
                     self._cache.clear()
-                    outcomes.append(None)
-        return [*outcomes, *self._read(waiting)]
+                    answers.append(None)
+        return [*answers, *self._read(waiting)]
 
     @torch.inference_mode()
     def _read(self, batch: Sequence[Read]) -> Sequence[HeldPrompt | ForgeError]:
