@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from forge.core.errors import DataLoss, NotFound
+from forge.runtime.weights import WeightManifest, manifest_key
 
 MODEL_FILES = ("model.safetensors", "mtp.safetensors")
 PUBLISHED_FILE = "published.json"
-_MANIFEST_KEY = "weights/default/latest"
 _CHUNK_BYTES = 1 << 20
 
 
@@ -114,14 +114,14 @@ async def measured_model(
     verifies before it serves them. In a run that was extended, an evaluation with versions older
     than the last step's measured another model.
 
-    Raises `Unavailable` when etcd does not answer.
+    Raises `Unavailable` when etcd does not answer, `DataLoss` when its manifest is unreadable.
     """
-    entry = await register.get(_MANIFEST_KEY)
-    manifest = json.loads(entry.value) if entry is not None else {}
+    entry = await register.get(manifest_key())
+    announced = WeightManifest.decode(entry.value) if entry is not None else None
     problem = ""
     try:
         kept = await asyncio.to_thread(read_kept, checkpoint.resolve())
-        if kept.digest != manifest.get("digest"):
+        if announced is None or kept.digest != announced.digest:
             problem = f"sha256 {kept.digest} is not that of the weights served"
         elif sampled_version < last_step_version:
             problem = (
@@ -132,6 +132,6 @@ async def measured_model(
         problem = str(error)
     return MeasuredModel(
         path=checkpoint.resolve(),
-        weight_version=manifest.get("weight_version", 0),
+        weight_version=announced.weight_version if announced else 0,
         problem=problem,
     )

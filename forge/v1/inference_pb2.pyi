@@ -605,7 +605,9 @@ Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
 
 @_typing.final
 class WeightManifest(_message.Message):
-    """Published in etcd under weights/<policy>/latest, as JSON with the same fields."""
+    """Never sent. etcd has a JSON object of these fields under weights/<policy>/latest
+    (forge/runtime/weights.py). The message stays for clients generated with it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

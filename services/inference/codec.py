@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from forge.core.errors import InvalidArgument
+from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import (
     TOKEN_BYTES,
     float32_array,
@@ -32,7 +33,6 @@ from services.inference.engines.base import (
     KvSpan,
     Likeliest,
     ModelLimits,
-    NamedTensor,
     Prompt,
     Sampling,
     Tokens,
@@ -261,12 +261,4 @@ def _read_block(data: bytes) -> KvSpan:
         dtype=block.kv.dtype,
         shape=tuple(block.kv.shape),
         data=block.kv.data,
-    )
-
-
-def read_tensor(data: bytes) -> NamedTensor:
-    """Decode a serialized tensor."""
-    tensor = Tensor.FromString(data)
-    return NamedTensor(
-        name=tensor.name, dtype=tensor.dtype, shape=tuple(tensor.shape), data=tensor.data
     )

@@ -15,6 +15,7 @@ from forge.client.task_files import read_tasks
 from forge.core.errors import ActorStopped, ConfigError, ForgeError, Unavailable
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.model.policy import attention_channels
+from forge.runtime import weights
 from forge.runtime.actor_system import ActorRef
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
@@ -36,8 +37,8 @@ from services.trainer.evaluation import DEFAULTS, Evaluator, run_id_in
 from services.trainer.reporting.run_clock import FILE_NAME, RunClock
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.sinks import make_sinks
-from services.trainer.service import FULL_NAME, SCOPES, WEIGHTS_FULL_NAME, TrainerServicer
-from services.trainer.weight_publisher import Publisher, Superseded, WeightServicer
+from services.trainer.service import FULL_NAME, SCOPES, TrainerServicer
+from services.trainer.weight_publisher import Publisher, Superseded
 
 _RETRY_S = 1.0
 
@@ -48,7 +49,7 @@ class TrainerApp:
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
         self._config: TrainerConfig = context.config
-        self._weights = WeightServicer()
+        self._publisher: Publisher | None = None
         self._record = TrainingRecord(
             max_steps=self._config.max_steps,
             metrics_file=self._config.metrics_file,
@@ -91,8 +92,8 @@ class TrainerApp:
         )
         server.add(
             inference_pb2_grpc.add_WeightServiceServicer_to_server,
-            self._weights,
-            full_name=WEIGHTS_FULL_NAME,
+            weights.WeightServicer(lambda: self._publisher.held if self._publisher else {}),
+            full_name=weights.FULL_NAME,
         )
         self._driver = asyncio.create_task(self._drive(self._training))
 
@@ -149,9 +150,8 @@ class TrainerApp:
                 return own.address
 
     def _make_publisher(self, floor: int) -> Publisher:
-        publisher = Publisher(self._context.coordinator, source=self._address, floor=floor)
-        self._weights.publisher = publisher
-        return publisher
+        self._publisher = Publisher(self._context.coordinator, source=self._address, floor=floor)
+        return self._publisher
 
     def _make_evaluator(self) -> Evaluator | None:
         """Raises `InvalidArgument` naming file, line and field of a task that cannot be."""

@@ -16,7 +16,6 @@ from services.trainer.actors.training import UNBOUNDED_S, SaveCheckpoint
 from services.trainer.reporting.run_record import TrainingRecord
 
 FULL_NAME = "forge.v1.TrainerService"
-WEIGHTS_FULL_NAME = "forge.v1.WeightService"
 SCOPES = "operator"
 
 

@@ -1,154 +1,110 @@
-"""Published weights: immutable copies, served in chunks, announced in etcd.
+"""Publication of weights: versions are held here, announced in etcd and fetched by workers.
 
-Owns the version counter and the copies of the last versions. Versions only ever rise: a
-publication whose outcome is unknown is never repeated under the same number.
+Owns the version counter and the snapshots of the last versions. Versions only increase: after a
+publication whose result is unknown, its number is not used again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from forge.core.errors import FailedPrecondition, NotFound, StaleFence
-from forge.runtime.rpc.tensors import weight_responses
+from forge.core.errors import FailedPrecondition, StaleFence
+from forge.core.named_tensor import NamedTensor
 from forge.runtime.telemetry import log
-from forge.v1 import inference_pb2 as pb
-from forge.v1 import inference_pb2_grpc as rpc
+from forge.runtime.weights import WeightManifest, digest_of, manifest_key
 from services.trainer.metrics import WEIGHT_VERSION
 
 KEPT = 2
-"""Versions held: the latest, and the one that workers may still be fetching."""
-KEY = "weights/default/latest"
+"""Versions held: the newest, and the one that workers may still be fetching."""
+_KEY = manifest_key()
 
 
 class Superseded(FailedPrecondition):
-    """Another trainer publishes in this cluster: the older of the two must end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedTensor:
-    """One tensor as it travels."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
-    """Little-endian, C order; of a copy that nothing changes any more."""
+    """Another trainer publishes in this cluster; the older trainer stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The weights after one optimizer step."""
+    """The weights after one optimizer step, copied."""
 
     step: int
     tensors: Sequence[NamedTensor]
 
-    @property
-    def total_bytes(self) -> int:
-        """Of the tensors' data."""
-        return sum(tensor.data.nbytes for tensor in self.tensors)
-
-    def digest(self) -> str:
-        """sha256 over the tensors' data, in order."""
-        digest = hashlib.sha256()
-        for tensor in self.tensors:
-            digest.update(tensor.data)
-        return digest.hexdigest()
+    def manifest(self, *, version: int, source: str) -> WeightManifest:
+        """Describes the snapshot as `version`, published by `source`."""
+        return WeightManifest(
+            weight_version=version,
+            step=self.step,
+            tensor_names=[tensor.name for tensor in self.tensors],
+            total_bytes=sum(len(tensor.data) for tensor in self.tensors),
+            digest=digest_of(self.tensors),
+            source=source,
+        )
 
 
 class Register(Protocol):
-    """What a publisher needs of the coordinator."""
+    """The operations of the coordinator that a publisher uses."""
 
     async def get(self, key: str) -> Any:
         """The value with its revision, or None. Raises `Unavailable`."""
 
     async def compare_and_swap(self, key: str, value: bytes, *, expected_revision: int) -> int:
-        """Raises `StaleFence`, `Unavailable`."""
+        """The new revision. Raises `StaleFence`, `Unavailable`."""
 
 
 class Publisher:
-    """Announces versions and holds what it announced."""
+    """Announces versions and holds the last ones for workers to fetch."""
 
     def __init__(self, register: Register, *, source: str, floor: int) -> None:
-        """`source` is this trainer's address; `floor` the highest version known to be used."""
+        """`source` is this trainer's address; `floor` the highest version that may be in use."""
         self._register = register
         self._source = source
         self._floor = floor
-        self._held: dict[int, Snapshot] = {}
+        self._snapshots: dict[int, Snapshot] = {}
         self.version = 0
-        """Newest version known to be announced; 0 before the first."""
+        """Newest version announced for certain; 0 before the first."""
+
+    @property
+    def held(self) -> dict[int, Sequence[NamedTensor]]:
+        """The tensors of the versions held."""
+        return {version: snapshot.tensors for version, snapshot in self._snapshots.items()}
 
     async def publish(self, snapshot: Snapshot) -> int:
         """Announce `snapshot` as the next version and return that version.
 
-        Raises `Unavailable` when etcd does not answer: try again, with newer weights if there
-        are; `Superseded` when another trainer publishes in this cluster.
+        Raises `Unavailable` when etcd does not answer: retry, with newer weights if there are any.
+        Raises `Superseded` when another trainer publishes in this cluster, `DataLoss` when the
+        value in etcd is not a manifest.
         """
-        current = await self._register.get(KEY)
-        announced = json.loads(current.value) if current is not None else {}
-        if self.version and announced.get("source") not in (None, self._source):
+        current = await self._register.get(_KEY)
+        announced = WeightManifest.decode(current.value) if current is not None else None
+        if self.version and announced is not None and announced.source != self._source:
             raise Superseded(
-                f"another trainer, at {announced['source']}, published version "
-                f"{announced['weight_version']}: one cluster has one trainer"
+                f"another trainer, at {announced.source}, published version "
+                f"{announced.weight_version}: one cluster has one trainer"
             )
-        version = max(self._floor, int(announced.get("weight_version", 0))) + 1
+        version = max(self._floor, announced.weight_version if announced else 0) + 1
         self._floor = version
-        manifest = await asyncio.to_thread(self._manifest, version, snapshot)
-        # Held before it is announced: workers ask for it the moment they hear of it.
-        self._held[version] = snapshot
+        manifest = await asyncio.to_thread(snapshot.manifest, version=version, source=self._source)
+        # Held before it is announced: workers fetch as soon as they observe it.
+        self._snapshots[version] = snapshot
         try:
             await self._register.compare_and_swap(
-                KEY,
-                manifest,
+                _KEY,
+                manifest.encode(),
                 expected_revision=current.mod_revision if current is not None else 0,
             )
         except StaleFence as error:
             raise Superseded(
-                f"another trainer published while version {version} was on its way: one cluster "
-                "has one trainer"
+                f"another trainer published while version {version} was being published: one "
+                "cluster has one trainer"
             ) from error
         self.version = version
-        for old in sorted(self._held)[:-KEPT]:
-            del self._held[old]
+        for old in sorted(self._snapshots)[:-KEPT]:
+            del self._snapshots[old]
         WEIGHT_VERSION.set(version)
         log.info("weights_published", weight_version=version, step=snapshot.step)
         return version
-
-    def _manifest(self, version: int, snapshot: Snapshot) -> bytes:
-        """WeightManifest as JSON, with numbers as numbers."""
-        fields = {
-            "weight_version": version,
-            "step": snapshot.step,
-            "tensor_names": [tensor.name for tensor in snapshot.tensors],
-            "total_bytes": snapshot.total_bytes,
-            "digest": snapshot.digest(),
-            "source": self._source,
-        }
-        return json.dumps(fields).encode()
-
-    def held(self, version: int) -> Snapshot:
-        """The weights of a version. Raises `NotFound`."""
-        if version not in self._held:
-            raise NotFound(f"weight_version {version} is not held here; held: {sorted(self._held)}")
-        return self._held[version]
-
-
-class WeightServicer(rpc.WeightServiceServicer):
-    """Serves what the publisher holds."""
-
-    def __init__(self) -> None:
-        self.publisher: Publisher | None = None
-        """Set once there is something to serve."""
-
-    async def FetchWeights(  # noqa: N802 - named by the proto
-        self, request: pb.FetchWeightsRequest, context: Any
-    ) -> AsyncIterator[pb.FetchWeightsResponse]:
-        if self.publisher is None:
-            raise NotFound("no weights have been published yet")
-        snapshot = self.publisher.held(request.weight_version)
-        async for response in weight_responses(request, snapshot.tensors):
-            yield response

@@ -20,12 +20,12 @@ from transformers import (
     Qwen3Config,
 )
 
+from forge.core.named_tensor import NamedTensor
 from forge.runtime.actor_system import ActorSystem
 from services.inference.engines.base import (
     DecodeEngine,
     EngineOptions,
     Likeliest,
-    NamedTensor,
     PrefillEngine,
     Prompt,
     Sampling,

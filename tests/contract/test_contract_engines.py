@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from forge.core.errors import NotFound, Unavailable
-from services.inference.engines.base import BrokenWeights, Finish, NamedTensor, UnfitWeights
+from forge.core.named_tensor import NamedTensor
+from services.inference.engines.base import BrokenWeights, Finish, UnfitWeights
 from tests.contract import engines
 from tests.contract.engines import (
     GREEDY,

@@ -6,53 +6,19 @@ either side. Callers of an earlier release get each tensor as one message, if it
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator
 
-from forge.core.errors import DataLoss, FailedPrecondition, InvalidArgument
-from forge.runtime.rpc.chunks import CHUNK_BYTES, split
+from forge.core.errors import DataLoss, FailedPrecondition
+from forge.core.named_tensor import NamedTensor
+from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.v1.common_pb2 import Tensor, TensorSlice
-from forge.v1.inference_pb2 import FetchWeightsRequest, FetchWeightsResponse
 
 MAX_SERIALIZED_BYTES = (1 << 31) - (1 << 20)
 """Most data of one protobuf message, with room for the other fields."""
 
 
-class Array(Protocol):
-    """A dense array in host memory."""
-
-    @property
-    def name(self) -> str:
-        """Name in the manifest."""
-
-    @property
-    def dtype(self) -> str:
-        """Name of the element type."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Size of each dimension."""
-
-    @property
-    def data(self) -> bytes | memoryview:
-        """Little-endian, C order, one byte an item."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceivedArray:
-    """An array assembled from slices."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
-    """Read-only bytes."""
-
-
 def slices(
-    array: Array, *, from_byte: int = 0, slice_bytes: int = CHUNK_BYTES
+    array: NamedTensor, *, from_byte: int = 0, slice_bytes: int = CHUNK_BYTES
 ) -> Iterator[TensorSlice]:
     """Yield the data from `from_byte` on, in order; at least one slice."""
     view = memoryview(array.data)
@@ -67,7 +33,7 @@ def slices(
         )
 
 
-def require_serializable(array: Array) -> None:
+def require_serializable(array: NamedTensor) -> None:
     """Raises `FailedPrecondition` for an array above the limit of one message."""
     if len(array.data) > MAX_SERIALIZED_BYTES:
         raise FailedPrecondition(
@@ -84,7 +50,7 @@ class SliceAssembler:
         self.pending_bytes = 0
         """Received bytes of the unfinished array."""
 
-    def add(self, piece: TensorSlice, *, max_bytes: int) -> ReceivedArray | None:
+    def add(self, piece: TensorSlice, *, max_bytes: int) -> NamedTensor | None:
         """Return the array at its last slice, else None.
 
         Raises `DataLoss` for a slice out of place and for an array above `max_bytes`.
@@ -113,7 +79,7 @@ class SliceAssembler:
         if end < whole_bytes:
             return None
         buffer, self._buffer, self.pending_bytes = self._buffer, bytearray(), 0
-        return ReceivedArray(
+        return NamedTensor(
             name=piece.name,
             dtype=piece.dtype,
             shape=tuple(piece.shape),
@@ -121,34 +87,16 @@ class SliceAssembler:
         )
 
 
-async def weight_responses(
-    request: FetchWeightsRequest, tensors: Sequence[Array], *, slice_bytes: int = CHUNK_BYTES
-) -> AsyncIterator[FetchWeightsResponse]:
-    """Yield the responses of FetchWeights for these tensors, in the manifest's order.
-
-    Raises `FailedPrecondition` for a tensor above 2 GiB and a caller without slices,
-    `InvalidArgument` for a first byte beyond the end.
-    """
-    if request.slices:
-        from_byte = request.from_byte
-        rest = tensors[request.from_tensor :]
-        if from_byte and (not rest or from_byte >= len(rest[0].data)):
-            raise InvalidArgument(
-                f"from_byte = {from_byte}: beyond the end of tensor {request.from_tensor}"
-            )
-        for tensor in rest:
-            for piece in slices(tensor, from_byte=from_byte, slice_bytes=slice_bytes):
-                yield FetchWeightsResponse(slice=piece)
-            from_byte = 0
-        return
-    for tensor in tensors:
-        require_serializable(tensor)
-    for tensor in tensors:
-        for chunk in split(await asyncio.to_thread(_serialized, tensor)):
-            yield FetchWeightsResponse(tensor=chunk)
-
-
-def _serialized(array: Array) -> bytes:
+def serialize(tensor: NamedTensor) -> bytes:
+    """The tensor as one protobuf message."""
     return Tensor(
-        name=array.name, dtype=array.dtype, shape=array.shape, data=bytes(array.data)
+        name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, data=bytes(tensor.data)
     ).SerializeToString()
+
+
+def parse(message: bytes) -> NamedTensor:
+    """The inverse of `serialize`."""
+    tensor = Tensor.FromString(message)
+    return NamedTensor(
+        name=tensor.name, dtype=tensor.dtype, shape=tuple(tensor.shape), data=tensor.data
+    )

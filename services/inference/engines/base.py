@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Literal, Protocol
 
 from forge.core.errors import ForgeError
+from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actor_system import ActorSystem
 
@@ -130,16 +131,6 @@ class Piece:
     """Set on the last piece, as are the times."""
     queue_s: float = 0.0
     decode_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedTensor:
-    """A tensor as bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from forge.runtime import weights
 from forge.runtime.background import Background
 from forge.runtime.service import ServiceContext
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig
 from services.inference.engines.base import Engine, EngineOptions
 from services.inference.engines.registry import get_engine
-from services.inference.worker.service import DecodeServicer, PrefillServicer, WeightServicer
+from services.inference.worker.service import DecodeServicer, PrefillServicer
 from services.inference.worker.weight_follower import WeightFollower
 
 _FETCH_KV_SILENCE_S = 30.0
@@ -31,8 +32,8 @@ class WorkerRole:
         follower = WeightFollower(context, engine, policy=config.policy)
         context.server.add(
             rpc.add_WeightServiceServicer_to_server,
-            WeightServicer(follower),
-            full_name="forge.v1.WeightService",
+            weights.WeightServicer(lambda: follower.weights),
+            full_name=weights.FULL_NAME,
         )
         # Not in discovery until it has weights.
         context.ready = False

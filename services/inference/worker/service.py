@@ -1,6 +1,6 @@
 """The RPCs of a worker: decode, call the engine, encode.
 
-The role prefill serves PrefillService, the role decode DecodeService, both serve WeightService.
+The role prefill serves PrefillService, the role decode DecodeService.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from forge.core.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
+from forge.core.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.streams import flowing
-from forge.runtime.rpc.tensors import weight_responses
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference import codec
 from services.inference.engines.base import DecodeEngine, FetchKv, KvSpan, PrefillEngine
-from services.inference.worker.weight_follower import WeightFollower
 
 
 class PrefillServicer(rpc.PrefillServiceServicer):
@@ -120,21 +118,3 @@ class DecodeServicer(rpc.DecodeServiceServicer):
             raise Unavailable(f"{address} ended its stream before the last keys and values")
 
         return fetch
-
-
-class WeightServicer(rpc.WeightServiceServicer):
-    """Sends the weights of this worker to other workers."""
-
-    def __init__(self, follower: WeightFollower) -> None:
-        self._follower = follower
-
-    async def FetchWeights(
-        self, request: pb.FetchWeightsRequest, context: Any
-    ) -> AsyncIterator[pb.FetchWeightsResponse]:
-        """Send the tensors of one version. Raises NotFound for another version."""
-        weights = self._follower.weights
-        if weights is None or weights.version != request.weight_version:
-            has = "none" if weights is None else f"version {weights.version}"
-            raise NotFound(f"weights {request.weight_version} are not here; this worker has {has}")
-        async for response in weight_responses(request, tuple(weights.tensors.values())):
-            yield response

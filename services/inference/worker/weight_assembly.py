@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forge.core.errors import DataLoss
+from forge.core.named_tensor import NamedTensor
 from forge.runtime.rpc.chunks import Joiner
-from forge.runtime.rpc.tensors import SliceAssembler
+from forge.runtime.rpc.tensors import SliceAssembler, parse
 from forge.v1 import inference_pb2 as pb
-from services.inference import codec
-from services.inference.engines.base import NamedTensor
 
 
 class WeightAssembly:
@@ -61,10 +60,7 @@ class WeightAssembly:
     def _of_slice(self, response: pb.FetchWeightsResponse) -> NamedTensor | None:
         piece = response.slice
         self._expect_name(piece.name)
-        whole = self._slices.add(piece, max_bytes=self._total_bytes - self._whole_bytes)
-        if whole is None:
-            return None
-        return NamedTensor(name=whole.name, dtype=whole.dtype, shape=whole.shape, data=whole.data)
+        return self._slices.add(piece, max_bytes=self._total_bytes - self._whole_bytes)
 
     def _of_chunk(self, response: pb.FetchWeightsResponse) -> NamedTensor | None:
         """Add a chunk of an earlier release's source, which begins with the first tensor."""
@@ -74,7 +70,7 @@ class WeightAssembly:
         whole = self._joiner.add(response.tensor)
         if whole is None:
             return None
-        tensor = codec.read_tensor(whole)
+        tensor = parse(whole)
         self._expect_name(tensor.name)
         return tensor
 

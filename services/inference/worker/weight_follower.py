@@ -1,30 +1,28 @@
 """Follows the weights announced in etcd: fetches, verifies and swaps them in.
 
-The manifest is at weights/<policy>/latest. The bytes come from a worker with that version, else
-from the trainer. After `weight_silence_s` without data the next source continues at the first
-missing byte. On any failure the old version stays in service; each new attempt fetches the newest
-announced version. Keeps the bytes as published, since other workers fetch them and check their
-digest.
+The bytes come from a worker with the announced version, else from the trainer. After
+`weight_silence_s` without data the next source continues at the first missing byte. On any failure
+the old version stays in service; each new attempt fetches the newest announced version. Keeps the
+bytes as published, since other workers fetch them and check their digest.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
+from forge.core.named_tensor import NamedTensor
 from forge.runtime.backoff import Backoff
 from forge.runtime.rpc.streams import flowing
 from forge.runtime.service import ServiceContext
 from forge.runtime.telemetry import log
+from forge.runtime.weights import WeightManifest, digest_of, manifest_key
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference.engines.base import Engine, NamedTensor
+from services.inference.engines.base import Engine
 from services.inference.worker.metrics import (
     ANNOUNCED_VERSION,
     FETCH_FAILURES,
@@ -40,40 +38,20 @@ ERROR_KEY = "weights_error"
 """Metadata of a worker after a failed weight fetch: version, sources and reasons."""
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """WeightManifest, JSON in etcd."""
-
-    weight_version: int
-    step: int = 0
-    tensor_names: list[str]
-    total_bytes: int
-    digest: str
-    """SHA-256 over the tensors' data, in order, in hexadecimal."""
-    source: str
-    """Address of the trainer, host:port."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedWeights:
-    """One complete version, as published."""
-
-    version: int
-    tensors: dict[str, NamedTensor]
-    """In the manifest's order."""
-
-
 class WeightFollower:
     """Keeps an engine at the newest weights announced."""
 
     def __init__(self, context: ServiceContext, engine: Engine, *, policy: str) -> None:
-        self.weights: PublishedWeights | None = None
+        self.weights: Mapping[int, Sequence[NamedTensor]] = {}
+        """The version in service, as published; empty before the first."""
+        self._served_version = 0
         self._context = context
         self._engine = engine
-        self._key = f"weights/{policy}/latest"
+        self._key = manifest_key(policy)
         self._peers = tuple(context.coordinator.discover(kind) for kind in ("prefill", "decode"))
         self._sources = WeightSources(self._peers, own_id=context.config.instance_id)
         self._silence_s: float = context.config.weight_silence_s
-        self._wanted: Manifest | None = None
+        self._wanted: WeightManifest | None = None
         self._assembly: WeightAssembly | None = None
         self._unmixed_version = 0
         """A version with a wrong digest; each source then begins at the first byte."""
@@ -94,8 +72,8 @@ class WeightFollower:
                 if value is None:
                     continue
                 try:
-                    self._wanted = msgspec.json.decode(value.value, type=Manifest)
-                except msgspec.MsgspecError as error:
+                    self._wanted = WeightManifest.decode(value.value)
+                except DataLoss as error:
                     log.error("weight_manifest_unreadable", key=self._key, error=str(error))
                     continue
                 ANNOUNCED_VERSION.set(self._wanted.weight_version)
@@ -106,9 +84,7 @@ class WeightFollower:
         while True:
             self._news.clear()
             manifest = self._wanted
-            if manifest is None or (
-                self.weights and manifest.weight_version <= self.weights.version
-            ):
+            if manifest is None or manifest.weight_version <= self._served_version:
                 await self._news.wait()
                 continue
             try:
@@ -133,12 +109,13 @@ class WeightFollower:
             self._context.metadata[ERROR_KEY] = text
             await self._context.announce()
 
-    async def _obtain(self, manifest: Manifest) -> None:
+    async def _obtain(self, manifest: WeightManifest) -> None:
         began_s = time.monotonic()
         tensors, source = await self._fetch_from_any(manifest)
         fetched_s = time.monotonic()
         await self._engine.load(tensors, version=manifest.weight_version)
-        self.weights = PublishedWeights(version=manifest.weight_version, tensors=tensors)
+        self.weights = {manifest.weight_version: tuple(tensors.values())}
+        self._served_version = manifest.weight_version
         WEIGHT_VERSION.set(manifest.weight_version)
         log.info(
             "weights_swapped",
@@ -153,7 +130,7 @@ class WeightFollower:
         self._context.set_ready()
         await self._context.announce()
 
-    async def _fetch_from_any(self, manifest: Manifest) -> tuple[dict[str, NamedTensor], str]:
+    async def _fetch_from_any(self, manifest: WeightManifest) -> tuple[dict[str, NamedTensor], str]:
         """Return the tensors and the address of the source. Raises `Unavailable` when all sources
         have failed, or when one sent nothing and newer weights are announced."""
         failures = []
@@ -178,7 +155,7 @@ class WeightFollower:
         more = f"; and {len(failures) - _NAMED} more" if len(failures) > _NAMED else ""
         raise Unavailable("; ".join(failures[:_NAMED]) + more)
 
-    def _give_up(self, address: str, manifest: Manifest, error: ForgeError) -> None:
+    def _give_up(self, address: str, manifest: WeightManifest, error: ForgeError) -> None:
         SOURCES_GIVEN_UP.inc()
         log.warning(
             "weight_source_given_up",
@@ -202,7 +179,7 @@ class WeightFollower:
         finally:
             call.cancel()
 
-    def _assembly_of(self, manifest: Manifest) -> WeightAssembly:
+    def _assembly_of(self, manifest: WeightManifest) -> WeightAssembly:
         """Return the assembly of this version, with the data of earlier sources, or a new one."""
         version = manifest.weight_version
         kept = self._assembly is not None and self._assembly.version == version
@@ -213,7 +190,7 @@ class WeightFollower:
         return self._assembly
 
 
-def _verify(manifest: Manifest, tensors: dict[str, NamedTensor]) -> None:
+def _verify(manifest: WeightManifest, tensors: dict[str, NamedTensor]) -> None:
     """Check names, order and digest. Raises DataLoss."""
     version = manifest.weight_version
     if list(tensors) != manifest.tensor_names:
@@ -221,8 +198,6 @@ def _verify(manifest: Manifest, tensors: dict[str, NamedTensor]) -> None:
             f"weights {version}: got {len(tensors)} tensors, not the "
             f"{len(manifest.tensor_names)} announced in their order"
         )
-    digest = hashlib.sha256()
-    for tensor in tensors.values():
-        digest.update(tensor.data)
-    if digest.hexdigest() != manifest.digest:
-        raise DataLoss(f"weights {version}: sha256 {digest.hexdigest()}, not {manifest.digest}")
+    digest = digest_of(tensors.values())
+    if digest != manifest.digest:
+        raise DataLoss(f"weights {version}: sha256 {digest}, not {manifest.digest}")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge.core.named_tensor import NamedTensor
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.runtime.actor import ThreadActor
 from forge.runtime.telemetry import log
@@ -23,7 +24,7 @@ from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.model_replica import Adopt, Order, Replica, StartOver, Take
 from services.trainer.learner.rank_processes import Ranks
-from services.trainer.weight_publisher import NamedTensor, Snapshot
+from services.trainer.weight_publisher import Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

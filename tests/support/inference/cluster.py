@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from forge.core.errors import NotFound
+from forge.core.named_tensor import NamedTensor
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
-from forge.runtime.rpc.tensors import weight_responses
 from forge.runtime.security import Keyring, Security
+from forge.runtime.weights import weight_responses
 from forge.v1 import inference_pb2, inference_pb2_grpc
 from forge.v1.common_pb2 import SamplingParams
 from services.inference import codec
-from services.inference.engines.base import NamedTensor
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.service_process import ServiceProcess, start_service
 from tests.support.runtime.waiting import until

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from forge.core.errors import NotFound
+from forge.core.named_tensor import NamedTensor
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
-from forge.runtime.rpc.tensors import weight_responses
 from forge.runtime.security import Keyring, Security
+from forge.runtime.weights import weight_responses
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
-from services.inference.engines.base import NamedTensor
 from services.inference.worker.weight_follower import WeightFollower
 
 SECURITY = Security(Keyring.from_bytes(b"k" * 32), subject="test")

@@ -8,8 +8,9 @@ from typing import Any
 
 from forge.core.errors import StaleFence, Unavailable
 from forge.runtime.rpc.chunks import Joiner
+from forge.runtime.weights import WeightServicer, manifest_key
 from forge.v1 import common_pb2, inference_pb2
-from services.trainer.weight_publisher import KEY, WeightServicer
+from services.trainer.weight_publisher import Publisher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class FakeRegister:
         self.away = False
 
     async def get(self, key: str) -> Entry | None:
-        assert key == KEY
+        assert key == manifest_key()
         if self.away:
             raise Unavailable("etcd is away")
         return self.entry
@@ -48,12 +49,12 @@ class FakeRegister:
         return manifest
 
 
-async def fetch(servicer: WeightServicer, version: int) -> list[common_pb2.Tensor]:
+async def fetch(publisher: Publisher, version: int) -> list[common_pb2.Tensor]:
     """The tensors of a version, in the order sent."""
     joiner = Joiner()
     request = inference_pb2.FetchWeightsRequest(weight_version=version)
     return [
         common_pb2.Tensor.FromString(whole)
-        async for response in servicer.FetchWeights(request, None)
+        async for response in WeightServicer(lambda: publisher.held).FetchWeights(request, None)
         if (whole := joiner.add(response.tensor)) is not None
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from forge.cli.display import kept_note, result_table
 from forge.cli.kept import MeasuredModel, measured_model, read_kept
 from forge.cli.main import app
 from forge.core.errors import DataLoss, NotFound
+from forge.runtime.weights import WeightManifest
 from services.trainer.checkpoint.files import Contents, digest_of
 
 MODEL = {"w": torch.arange(6.0).bfloat16().reshape(2, 3), "a": torch.ones(3).bfloat16()}
@@ -32,7 +32,11 @@ class FakeRegister:
     """etcd with a manifest of that digest."""
 
     def __init__(self, digest: str) -> None:
-        self.entry = Entry(json.dumps({"weight_version": 7, "digest": digest}).encode())
+        self.entry = Entry(
+            WeightManifest(
+                weight_version=7, tensor_names=[], total_bytes=0, digest=digest, source="host:1"
+            ).encode()
+        )
 
     async def get(self, key: str) -> Entry:
         assert key == "weights/default/latest"

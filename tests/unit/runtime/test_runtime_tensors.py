@@ -7,20 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.core.errors import DataLoss, FailedPrecondition, InvalidArgument
+from forge.core.named_tensor import NamedTensor
 from forge.runtime.rpc import tensors
 from forge.runtime.rpc.chunks import Joiner
-from forge.runtime.rpc.tensors import ReceivedArray, SliceAssembler, slices, weight_responses
+from forge.runtime.rpc.tensors import SliceAssembler, slices
+from forge.runtime.weights import weight_responses
 from forge.v1.common_pb2 import Tensor, TensorSlice
 from forge.v1.inference_pb2 import FetchWeightsRequest, FetchWeightsResponse
 
 LIMIT = 1 << 40
 
 
-def array(name: str, data: bytes) -> ReceivedArray:
-    return ReceivedArray(name=name, dtype="uint8", shape=(len(data),), data=memoryview(data))
+def array(name: str, data: bytes) -> NamedTensor:
+    return NamedTensor(name=name, dtype="uint8", shape=(len(data),), data=memoryview(data))
 
 
-def assembled(pieces: list[TensorSlice]) -> list[ReceivedArray]:
+def assembled(pieces: list[TensorSlice]) -> list[NamedTensor]:
     assembler = SliceAssembler()
     added = [assembler.add(piece, max_bytes=LIMIT) for piece in pieces]
     return [whole for whole in added if whole is not None]
@@ -64,7 +66,7 @@ def test_slices_out_of_place_are_refused() -> None:
         SliceAssembler().add(first, max_bytes=5)
 
 
-async def fetched(arrays: list[ReceivedArray], **request: int) -> list[FetchWeightsResponse]:
+async def fetched(arrays: list[NamedTensor], **request: int) -> list[FetchWeightsResponse]:
     wanted = FetchWeightsRequest(weight_version=1, **request)
     return [one async for one in weight_responses(wanted, arrays, slice_bytes=2)]
 

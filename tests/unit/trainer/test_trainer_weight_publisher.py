@@ -7,13 +7,8 @@ import hashlib
 import pytest
 
 from forge.core.errors import NotFound, Unavailable
-from services.trainer.weight_publisher import (
-    NamedTensor,
-    Publisher,
-    Snapshot,
-    Superseded,
-    WeightServicer,
-)
+from forge.core.named_tensor import NamedTensor
+from services.trainer.weight_publisher import Publisher, Snapshot, Superseded
 from tests.support.trainer.published_weights import FakeRegister, fetch
 
 
@@ -80,12 +75,11 @@ async def test_an_older_trainer_gives_way() -> None:
 
 async def test_the_last_two_versions_can_be_fetched() -> None:
     """A worker in the middle of a fetch is not cut off by the next version."""
-    servicer = WeightServicer()
+    own = publisher(FakeRegister())
     with pytest.raises(NotFound, match="no weights"):
-        await fetch(servicer, 1)
-    servicer.publisher = publisher(FakeRegister())
+        await fetch(own, 1)
     for step in (1, 2, 3):
-        await servicer.publisher.publish(snapshot(step))
-    assert [(await fetch(servicer, version))[0].data[0] for version in (2, 3)] == [2, 3]
+        await own.publish(snapshot(step))
+    assert [(await fetch(own, version))[0].data[0] for version in (2, 3)] == [2, 3]
     with pytest.raises(NotFound, match="weight_version 1 is not held here"):
-        await fetch(servicer, 1)
+        await fetch(own, 1)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from forge.core.errors import ForgeError, NotFound
+from forge.core.named_tensor import NamedTensor
 from forge.runtime.actor_system import ActorRef, ActorSystem
 from forge.runtime.supervision import Restart
 from forge.runtime.telemetry import log
@@ -23,7 +24,6 @@ from services.inference.engines.base import (
     FetchKv,
     KvSpan,
     ModelLimits,
-    NamedTensor,
     Piece,
     Prefilled,
     Prompt,

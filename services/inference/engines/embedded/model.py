@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from forge.core.errors import InvalidArgument
+from forge.core.named_tensor import NamedTensor
 from forge.rl.model.precision import computes_bfloat16
 from forge.rl.mtp.heads import PREFIX
-from services.inference.engines.base import ModelLimits, NamedTensor, UnfitWeights
+from services.inference.engines.base import ModelLimits, UnfitWeights
 from services.inference.engines.embedded.kv import attention
 from services.inference.engines.embedded.kv.attention import KvPass
 from services.inference.engines.embedded.kv.shape import KvShape

@@ -6,7 +6,8 @@ import warnings
 
 import torch
 
-from services.inference.engines.base import NamedTensor, UnfitWeights
+from forge.core.named_tensor import NamedTensor
+from services.inference.engines.base import UnfitWeights
 
 # Tensors of received bytes are never written.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")

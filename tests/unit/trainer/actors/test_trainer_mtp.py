@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from forge.core.errors import InvalidArgument
+from forge.core.named_tensor import NamedTensor as Received
 from forge.rl.config import MtpConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
-from services.inference.engines.base import NamedTensor as Received
 from services.inference.engines.embedded.model import Policy
 from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step, TakeSnapshot
 from services.trainer.checkpoint.history import History

@@ -20,7 +20,7 @@ from services.trainer.actors.learner import Capture, LearnerActor, Restore, Step
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import LoraSettings
-from services.trainer.weight_publisher import Publisher, WeightServicer
+from services.trainer.weight_publisher import Publisher
 from tests.support.rl.models import make_sample
 from tests.support.trainer.learners import started_learner
 from tests.support.trainer.published_weights import FakeRegister, fetch
@@ -53,10 +53,9 @@ def take_step(actor: LearnerActor) -> StepResult:
 
 async def received(actor: LearnerActor) -> dict[str, tuple[str, bytes]]:
     """Type and bytes of each tensor that a worker gets."""
-    servicer = WeightServicer()
-    servicer.publisher = Publisher(FakeRegister(), source="host:1", floor=0)
-    version = await servicer.publisher.publish(actor.receive(TakeSnapshot(step=3)))
-    return {one.name: (one.dtype, one.data) for one in await fetch(servicer, version)}
+    publisher = Publisher(FakeRegister(), source="host:1", floor=0)
+    version = await publisher.publish(actor.receive(TakeSnapshot(step=3)))
+    return {one.name: (one.dtype, one.data) for one in await fetch(publisher, version)}
 
 
 def saved(actor: LearnerActor, checkpoints: Path, *, step: int) -> Path:

@@ -1,0 +1,116 @@
+"""The format in which a trainer publishes weights and workers fetch them.
+
+A manifest in etcd names the newest version; `WeightService` sends the tensors of a version. Owns
+the manifest, its key and the RPC; each service owns the tensors it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from forge.core.errors import DataLoss, InvalidArgument, NotFound
+from forge.core.named_tensor import NamedTensor
+from forge.runtime.rpc import tensors as codec
+from forge.runtime.rpc.chunks import CHUNK_BYTES, split
+from forge.v1.inference_pb2 import FetchWeightsRequest, FetchWeightsResponse
+from forge.v1.inference_pb2_grpc import WeightServiceServicer
+
+FULL_NAME = "forge.v1.WeightService"
+DEFAULT_POLICY = "default"
+
+
+def manifest_key(policy: str = DEFAULT_POLICY) -> str:
+    """The etcd key of the newest manifest of a policy."""
+    return f"weights/{policy}/latest"
+
+
+def digest_of(tensors: Iterable[NamedTensor]) -> str:
+    """sha256 over the tensors' data, in order, in hexadecimal."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.data)
+    return digest.hexdigest()
+
+
+class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One published version of the weights, stored in etcd as a JSON object of these fields."""
+
+    weight_version: int
+    """Increases with each publication and is never reused."""
+    step: int = 0
+    """Optimizer step of these weights."""
+    tensor_names: list[str]
+    """In the order in which the tensors are hashed and sent."""
+    total_bytes: int
+    digest: str
+    """As `digest_of` returns it."""
+    source: str
+    """The trainer that published it, host:port."""
+
+    def encode(self) -> bytes:
+        """The value stored in etcd."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, value: bytes) -> WeightManifest:
+        """Raises `DataLoss` for a value that is not a manifest."""
+        try:
+            return msgspec.json.decode(value, type=cls)
+        except msgspec.MsgspecError as error:
+            raise DataLoss(f"the weight manifest is unreadable: {error}") from error
+
+
+class WeightServicer(WeightServiceServicer):
+    """Sends the weights that this process holds."""
+
+    def __init__(self, held: Callable[[], Mapping[int, Sequence[NamedTensor]]]) -> None:
+        """`held` returns the tensors of each version held, in the manifest's order."""
+        self._held = held
+
+    async def FetchWeights(  # noqa: N802 - named by the proto
+        self, request: FetchWeightsRequest, context: Any
+    ) -> AsyncIterator[FetchWeightsResponse]:
+        """Sends the tensors of one version. Raises `NotFound`."""
+        held = self._held()
+        if request.weight_version not in held:
+            versions = sorted(held) or "no weights"
+            raise NotFound(
+                f"weight_version {request.weight_version} is not held here; held: {versions}"
+            )
+        async for response in weight_responses(request, held[request.weight_version]):
+            yield response
+
+
+async def weight_responses(
+    request: FetchWeightsRequest,
+    tensors: Sequence[NamedTensor],
+    *,
+    slice_bytes: int = CHUNK_BYTES,
+) -> AsyncIterator[FetchWeightsResponse]:
+    """The responses of FetchWeights that send these tensors in the manifest's order.
+
+    Raises `FailedPrecondition` when the caller takes no slices and a tensor needs them,
+    `InvalidArgument` for a start position beyond the end.
+    """
+    if request.slices:
+        from_byte = request.from_byte
+        rest = tensors[request.from_tensor :]
+        if from_byte and (not rest or from_byte >= len(rest[0].data)):
+            raise InvalidArgument(
+                f"from_byte = {from_byte}: beyond the end of tensor {request.from_tensor}"
+            )
+        for tensor in rest:
+            for piece in codec.slices(tensor, from_byte=from_byte, slice_bytes=slice_bytes):
+                yield FetchWeightsResponse(slice=piece)
+            from_byte = 0
+        return
+    for tensor in tensors:
+        codec.require_serializable(tensor)
+    for tensor in tensors:
+        for chunk in split(await asyncio.to_thread(codec.serialize, tensor)):
+            yield FetchWeightsResponse(tensor=chunk)
